@@ -23,7 +23,7 @@ from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import names_of_parameters
 from narrowcast.observation.observer.words import format_names
-from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.environment import environment

@@ -46,7 +46,7 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.observation.observer.door import Door, passes
 from narrowcast.observation.observer.observer import Observer, quietly
-from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of

@@ -32,7 +32,8 @@ from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
-from narrowcast.observation.trial.isolation import isolated, restored
+from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.trial.isolation import isolated
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import detached

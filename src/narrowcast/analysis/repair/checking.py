@@ -15,8 +15,8 @@ from narrowcast.analysis.repair.looking import RepairObserver
 from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.observation.observer.written import Weights
-from narrowcast.observation.trial.isolation import restored
+from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions, first_line
 from narrowcast.observation.trial.subject import Metric, Subject, figures_of

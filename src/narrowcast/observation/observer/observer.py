@@ -24,7 +24,7 @@ from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule
-from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.recomputation import carry_into_recomputation
 from narrowcast.runtime.regions.stack import innermost
 from narrowcast.runtime.sites.graph_nodes import current_site

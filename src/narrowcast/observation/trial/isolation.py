@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
-from narrowcast.observation.trial.attributes import Attributes
+from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.runtime.devices.device import is_here, random_state_kept
-from narrowcast.runtime.torch_surface.dispatch import tree_map, without_modes
+from narrowcast.runtime.torch_surface.dispatch import tree_map
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
 
@@ -47,7 +46,7 @@ def isolated(
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         if through is None:
-            stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
+            stack.enter_context(restored_when_called())  # by a hook and a mode, which Dynamo could not pass
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.callback(ScriptState(model).put_back)
             of_script = _itself
@@ -157,57 +156,3 @@ def _copied(
     except Exception:
         replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
         return model, *replaced
-
-
-@contextmanager
-def _restored_attributes() -> Iterator[None]:
-    """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
-    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    scripts: list[ScriptState] = []
-    before: dict[int, Attributes] = {}
-
-    def keep(module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in before:
-            before[id(module)] = Attributes(vars(module))
-            with without_modes():
-                own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
-                buffers.extend((b, b.detach().clone()) for b in own)
-                if isinstance(module, torch.jit.ScriptModule):
-                    scripts.append(ScriptState(module))
-
-    hook = register_module_forward_pre_hook(keep)
-    try:
-        yield
-    finally:
-        hook.remove()
-        for attributes in before.values():
-            attributes.put_back()
-        for script in scripts:
-            script.put_back()
-        _write_back(buffers)
-
-
-@contextmanager
-def restored(model: Any) -> Iterator[None]:
-    """Attributes, buffers (batch norm statistics), what scripts keep, and the random state are as before afterwards."""
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    kept = [(b, b.detach().clone()) for b in buffers]
-    scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
-    attributes = [Attributes(vars(m)) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
-    try:
-        with random_state_kept():
-            yield
-    finally:
-        for one in attributes:
-            one.put_back()
-        if scripts is not None:
-            scripts.put_back()
-        _write_back(kept)
-
-
-def _write_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each (buffer, value) its value, where it has changed."""
-    with torch.no_grad():
-        for buffer, value in buffers:
-            if buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value):
-                buffer.copy_(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.observation.trial.isolation import StandIns, isolated, restored
+from narrowcast.observation.restore.gradients import GradientsAside
+from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.trial.isolation import StandIns, isolated
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.observation.trial.subject import Subject
-from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
@@ -123,26 +124,20 @@ class Trial:
         region: in which the forward runs. watching: opened around forward and backward. dtype: torch.float64 runs a
         copy of model and arguments in fp64.
         """
-        with self._copy(dtype) as run, ExitStack() as stack:
-            gradients = _GradientsAside(_named_parameters(run))
-            wanted = bool(self.backward) or torch.is_grad_enabled()
-            try:
-                stack.enter_context(watching or nullcontext())
-                with torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
-                    output = self._forward(run, region or nullcontext(), gradients)
-                    if self.backward:
-                        output = self._differentiate(output, gradients)
-                stack.close()
-                if self.reads is not None:
-                    self.reads(output)
-                found = gradients.found()
-                if self.scale != 1.0:
-                    found = {name: gradient.double() / self.scale for name, gradient in found.items()}
-            finally:
-                gradients.put_back()
-            return Outcome(detached(output), found)
+        wanted = bool(self.backward) or torch.is_grad_enabled()
+        with self._copy(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
+            with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
+                output = self._forward(run, region or nullcontext(), gradients)
+                if self.backward:
+                    output = self._differentiate(output, gradients)
+            if self.reads is not None:
+                self.reads(output)
+            found = gradients.found()
+        if self.scale != 1.0:
+            found = {name: gradient.double() / self.scale for name, gradient in found.items()}
+        return Outcome(detached(output), found)
 
-    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: _GradientsAside) -> Any:
+    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: GradientsAside) -> Any:
         """The output; of a generator what it yields, one by one, each differentiated before the next."""
         with region:
             output = run()
@@ -155,13 +150,13 @@ class Trial:
                 return found
             return output
 
-    def _differentiate(self, output: Any, gradients: _GradientsAside) -> Any:
+    def _differentiate(self, output: Any, gradients: GradientsAside) -> Any:
         if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
             return output  # a generator's, differentiated already
         self._go_back(output, gradients)
         return output
 
-    def _go_back(self, output: Any, gradients: _GradientsAside) -> None:
+    def _go_back(self, output: Any, gradients: GradientsAside) -> None:
         """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -184,7 +179,7 @@ class Trial:
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
         """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
-            with restored(self.model), random_state_kept():
+            with restored(self.model):
                 args, kwargs = tree_map(_own, (self.args, self.kwargs))
                 yield _Itself(self.model, args, kwargs)
             return
@@ -243,31 +238,6 @@ def parameters_of(model: Any) -> dict[str, torch.Tensor]:
         prefix = f"{name}." if len(modules) > 1 else ""
         found.update((prefix + inner, p) for inner, p in parameters_of(module).items())
     return found
-
-
-class _GradientsAside:
-    """Gradients put aside while a model is differentiated: by name those that are asked of, and whatever else has."""
-
-    def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        self._named = named
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.put_aside(named.values())
-
-    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These have none, until they are put back."""
-        for tensor in tensors:
-            if tensor.is_leaf and id(tensor) not in self._before:
-                self._before[id(tensor)] = (tensor, tensor.grad)
-                tensor.grad = None
-
-    def found(self) -> dict[str, torch.Tensor]:
-        """Those that were made, by name."""
-        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
-
-    def put_back(self) -> None:
-        """As they were."""
-        for tensor, gradient in self._before.values():
-            tensor.grad = gradient
 
 
 def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

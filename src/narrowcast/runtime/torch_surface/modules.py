@@ -55,6 +55,12 @@ def mutators() -> tuple[tuple[Any, str], ...]:
     )  # fmt: skip
 
 
+def optimized_by(optimizer: Any) -> Iterator[torch.Tensor]:
+    """All parameters of an optimizer, group by group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 @contextmanager
 def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -> Iterator[None]:
     """Be told of each optimizer that steps inside, after its step or before."""

@@ -25,8 +25,8 @@ from narrowcast.runtime.torch_surface.autograd import (
 )
 from narrowcast.runtime.torch_surface.dispatch import op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
+from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
-from narrowcast.training.scaler.gradients import parameters_of
 
 _LOW = (torch.float16, torch.bfloat16)
 _FACTORS = ("mul", "_foreach_mul")
@@ -193,11 +193,11 @@ class Backwards:
 
     def steps(self, optimizer: Any) -> None:
         """An optimizer is about to use its gradients."""
-        gradients = [values_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         gradients = [gradient for gradient in gradients if has_storage(gradient)]
         if scale_for_kernel(optimizer) is not None:
             self._judge_scales({storage_key(gradient) for gradient in gradients})
-        elif any(self._is_scaled(parameter) for parameter in parameters_of(optimizer)):
+        elif any(self._is_scaled(parameter) for parameter in optimized_by(optimizer)):
             self.found.append((
                 "an optimizer steps with scaled gradients",
                 "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are as many "
@@ -214,7 +214,7 @@ class Backwards:
                 "Clear them before the first backward of each step: optimizer.zero_grad().",
                 again[0] or NOWHERE,
             ))  # fmt: skip
-        for parameter in parameters_of(optimizer):
+        for parameter in optimized_by(optimizer):
             self._scaled.pop(id(parameter), None)
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))

@@ -13,8 +13,8 @@ from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
+from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.kept import KeptMemory, written
-from narrowcast.training.scaler.gradients import parameters_of
 
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
@@ -128,7 +128,7 @@ class Gradients:
     def steps(self, optimizer: Any) -> Found | None:
         """An optimizer is about to use its gradients: whether these were unscaled twice."""
         by_kernel = scale_for_kernel(optimizer) is not None
-        gradients = [values_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         divided = [known for gradient in gradients if (known := self._divided.get(gradient)) is not None]
         times, site = max(divided, key=lambda row: row[0], default=(0, None))
         for gradient in gradients:

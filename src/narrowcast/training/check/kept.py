@@ -8,12 +8,16 @@ import torch
 from torch.autograd.graph import increment_version
 
 from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
-from narrowcast.training.check.living import Living
-from narrowcast.training.scaler.gradients import parameters_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.scaler.findings import Findings
+from narrowcast.training.scaler.losses import LossScale
+from narrowcast.training.scaler.steps import Steps
 
 
 class KeptMemory:
@@ -25,7 +29,7 @@ class KeptMemory:
 
     def __init__(self) -> None:
         with quietly():
-            self._living = Living()
+            self._living = LivingObjects((Findings, History, LossScale, Steps))
             there = _in_memory(self._living.tensors())
             self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
         self._models: dict[int, torch.nn.Module] = {}
@@ -50,7 +54,7 @@ class KeptMemory:
             with quietly():
                 self._living.optimizer(optimizer)
                 if not is_seen:
-                    for tensor in _in_memory(*parameters_of(optimizer), *optimizer.state.values()):
+                    for tensor in _in_memory(*optimized_by(optimizer), *optimizer.state.values()):
                         self._copy(tensor)
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -103,11 +107,11 @@ class KeptMemory:
 
     def trained(self) -> set[int]:
         """The parameters, by identity, of the optimizers that have stepped."""
-        return {id(parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)}
+        return {id(parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)}
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         named = [row for model in self._models.values() for row in model.named_parameters()]
-        others = [("", parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)]
+        others = [("", parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)]
         return [*others, *named]
 
     # -- at the end ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.training.scaler.gradients import parameters_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
 
 
 class _StepNotFinite(Exception):
@@ -29,7 +29,7 @@ def step_with_closure(
     until it ends.
     """
     closure = closure_in(args, kwargs)
-    weights = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
+    weights = [(p, p.detach().clone()) for p in optimized_by(optimizer)]
     state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}
 
     def checked() -> Any:

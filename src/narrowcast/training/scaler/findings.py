@@ -14,7 +14,7 @@ from narrowcast.errors import ScalerWarning
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_surface.grad_scaling import formats_of_graph, tell_of_clips
-from narrowcast.training.scaler.gradients import parameters_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
 
 CLIPPED = "clip before unscale_"
 NOT_NEEDED = "scaler not needed"
@@ -87,7 +87,7 @@ class Findings:
     def to_be_unscaled(self, optimizer: Any) -> None:
         """An optimizer's gradients, scaled until now, are to be unscaled."""
         if self._clips:
-            own = {id(parameter) for parameter in parameters_of(optimizer)}
+            own = {id(parameter) for parameter in optimized_by(optimizer)}
             for clipped, site in self._clips:
                 if own & clipped:
                     self.say(
@@ -107,7 +107,7 @@ class Findings:
             )
         if not self._has_seen_gradients:
             self._has_seen_gradients = True
-            parameters = parameters_of(optimizer)
+            parameters = optimized_by(optimizer)
             low = next((p.grad for p in parameters if p.grad is not None and p.grad.dtype is torch.float16), None)
             if low is not None:
                 self.say(

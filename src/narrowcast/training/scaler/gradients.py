@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,16 +11,11 @@ from torch.nn import Parameter
 
 from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.grad_scaling import check_and_unscale, dtensor_class, norms_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.readings import HostNumbers
 
 Flags = dict[torch.device, torch.Tensor]
 """By device a tensor that holds 0.0, or 1.0 where a gradient is not finite."""
-
-
-def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any = None) -> Flags:
@@ -122,7 +117,7 @@ class Culprits:
         self._parameters: list[list[tuple[int, torch.Tensor]]] = []
         self._readings: list[HostNumbers] = []
         by_kind: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-        for number, parameter in enumerate(parameters_of(optimizer)):
+        for number, parameter in enumerate(optimized_by(optimizer)):
             if parameter.grad is not None:
                 part = _real_values_of(parameter.grad)
                 if part.numel():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from narrowcast.runtime.torch_surface.grad_scaling import update_scale
-from narrowcast.training.scaler.gradients import Flags, check, in_one, inverse_of, parameters_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.scaler.gradients import Flags, check, in_one, inverse_of
 
 
 class LossScale:
@@ -50,7 +51,7 @@ def backward_of(
     """
     optimizers = list(optimizers)
     factor = scale.on(loss.device)
-    kept = {p: p.grad for optimizer in optimizers for p in parameters_of(optimizer)}
+    kept = {p: p.grad for optimizer in optimizers for p in optimized_by(optimizer)}
     for parameter in kept:
         parameter.grad = None
     try:

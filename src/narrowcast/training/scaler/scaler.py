@@ -17,8 +17,9 @@ from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.dispatch import version_of
 from narrowcast.runtime.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, innermost, takes_scale
+from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.closures import closure_in, step_with_closure
-from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of, parameters_of
+from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of
 from narrowcast.training.scaler.losses import LossScale, backward_of
 from narrowcast.training.scaler.naming import name_of
 from narrowcast.training.scaler.readings import HostNumbers
@@ -110,7 +111,7 @@ class Scaler(ScalerState):
     def _unscale(self, optimizer: Any, state: dict[str, Any]) -> None:
         self._findings.to_be_unscaled(optimizer)
         super().unscale_(optimizer)
-        gradient = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
+        gradient = next((p.grad for p in optimized_by(optimizer) if p.grad is not None), None)
         state["unscaled"] = None if gradient is None else (gradient, version_of(gradient))
         flags = state["found_inf_per_device"].values()
         # What the user does next may spread NaN over all gradients, as a clip does: they are looked at before, where
@@ -125,7 +126,7 @@ class Scaler(ScalerState):
         own = self.state_of(optimizer)
         others = [s["unscaled"] for s in self.states() if s is not own and s.get("unscaled") is not None]
         done = [gradient for gradient, version in others if version_of(gradient) == version]
-        return bool(done) and any(p.grad is one for one in done for p in parameters_of(optimizer))
+        return bool(done) and any(p.grad is one for one in done for p in optimized_by(optimizer))
 
     def clip_grad_norm_(
         self,
@@ -141,7 +142,7 @@ class Scaler(ScalerState):
             self._refuse_stepped(optimizer, "clip_grad_norm_()")
             if self.state_of(optimizer)["stage"] is READY:
                 self.unscale_(optimizer)
-        parameters = list(parameters_of(optimizer))
+        parameters = list(optimized_by(optimizer))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -12,19 +12,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.observation.trial.attributes import Attributes
-from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
-from narrowcast.training.scaler.findings import Findings
-from narrowcast.training.scaler.gradients import parameters_of
-from narrowcast.training.scaler.losses import LossScale
-from narrowcast.training.scaler.steps import Steps
+from narrowcast.runtime.torch_surface.modules import optimized_by
 
 T = TypeVar("T")
-_OURS = (Findings, History, LossScale, Steps)
-"""What our scaler keeps its counters in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,14 +62,16 @@ def _lies(data: torch.Tensor) -> tuple[Any, ...]:
     return (*place, data.shape, data.dtype, data.device)
 
 
-class Living:
+class LivingObjects:
     """Modules, parameters, optimizers, schedules and scalers as they are now.
 
     Found by asking Python's collector: a step function does not say what it uses. What is made later, and what
     `gc.freeze` hides, is added when it is met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: tuple[type[Any], ...]) -> None:
+        """own: classes that scalers and optimizers keep their counters in, which are looked into."""
+        self._own = own
         self._parameters: dict[int, _Parameter] = {}
         self._modules: dict[int, _Module] = {}
         self._optimizers: dict[int, tuple[Optimizer, Attributes]] = {}
@@ -87,18 +83,18 @@ class Living:
             if isinstance(one, torch.jit.ScriptModule):
                 self._tensors += [*one.parameters(), *one.buffers()]
         self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
-        self._scalers = [Attributes(scaler, _OURS) for scaler in self.scalers]
+        self._scalers = [Attributes(scaler, self._own) for scaler in self.scalers]
         for one in found:
             if isinstance(one, Parameter):
                 self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
-                self._optimizers[id(one)] = one, Attributes(one, _OURS)
-                for parameter in parameters_of(one):  # it may be a plain tensor
+                self._optimizers[id(one)] = one, Attributes(one, self._own)
+                for parameter in optimized_by(one):  # it may be a plain tensor
                     self._add_parameter(parameter)
             elif isinstance(one, LRScheduler):
-                self._schedules.append((one, Attributes(one, _OURS)))
+                self._schedules.append((one, Attributes(one, self._own)))
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
@@ -120,16 +116,16 @@ class Living:
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, Attributes(optimizer, _OURS)
+            self._optimizers[id(optimizer)] = optimizer, Attributes(optimizer, self._own)
         self._touched.add(id(optimizer))
-        for parameter in parameters_of(optimizer):
+        for parameter in optimized_by(optimizer):
             self._add_parameter(parameter)
             self._touched.add(id(parameter))
 
     def put_back(self) -> None:
         """Give what the steps have touched back what it held."""
         for key, (optimizer, _) in self._optimizers.items():
-            if any(id(parameter) in self._touched for parameter in parameters_of(optimizer)):
+            if any(id(parameter) in self._touched for parameter in optimized_by(optimizer)):
                 self._touched.add(key)
         for module in self._modules.values():
             if id(module.module) in self._touched:
