@@ -15,7 +15,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 	touch $@
 
 demo: .venv/.ready
-	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
+	$(BIN)/narrowcast explain examples/minilm.py --under examples/policies/minilm.toml --run
 	$(BIN)/narrowcast check examples/minilm.py --snapshot examples/formats/minilm.txt
 	$(BIN)/python examples/compiled.py
 	$(BIN)/python examples/scripted.py

@@ -99,7 +99,7 @@ def inference_casts() -> dict[str, object]:
                     with torch.autocast("cpu", torch.bfloat16):
                         torch.compile(mine, backend=backend)(*args, **kwargs)
                 else:
-                    nc.compile(mine, dtype=torch.bfloat16, backend=backend)(*args, **kwargs)
+                    nc.compile(mine, under=torch.bfloat16, backend=backend)(*args, **kwargs)
             sides[name] = counts
         theirs, ours = sides["torch"], sides["narrowcast"]
         rows[loaded.__name__] = {
@@ -138,7 +138,7 @@ def casts() -> dict[str, object]:
                 with torch.autocast("cpu", torch.bfloat16):
                     out = torch.compile(mine, backend=backend)(*args, **kwargs)
             else:
-                out = nc.compile(mine, dtype=torch.bfloat16, backend=backend)(*args, **kwargs)
+                out = nc.compile(mine, under=torch.bfloat16, backend=backend)(*args, **kwargs)
             loss_of(out).backward()
             sides[name] = counts
         rows[loaded.__name__] = {
@@ -159,7 +159,7 @@ def compile_time() -> dict[str, object]:
     torch._dynamo.reset()
     with watch_graphs() as graphs, torch._inductor.config.patch(force_disable_caches=True):
         start = time.perf_counter()
-        out = nc.compile(model, dtype=torch.bfloat16)(*args, **kwargs)
+        out = nc.compile(model, under=torch.bfloat16)(*args, **kwargs)
         loss_of(out).backward()
         whole = time.perf_counter() - start
     seconds = sum(g.seconds for g in graphs)
@@ -218,7 +218,7 @@ def running(rounds: int) -> dict[str, object]:
     """MiniLM's forward compiled by Inductor: torch under native autocast, and explicit casts of the same policy."""
     model, args, kwargs = models.minilm()
     torch._dynamo.reset()
-    plain, ours = torch.compile(model), nc.compile(copy.deepcopy(model), dtype=torch.bfloat16)
+    plain, ours = torch.compile(model), nc.compile(copy.deepcopy(model), under=torch.bfloat16)
 
     def native() -> object:
         with torch.autocast("cpu", torch.bfloat16):

@@ -145,7 +145,7 @@ def opened(block: Callable[[], AbstractContextManager[Any]]) -> Callable[[], Non
 def file_megabytes() -> float:
     """The size of a capture's file, MiniLM on 50 documents, without tensors."""
     with tempfile.TemporaryDirectory() as folder:
-        saved = nc.capture(minilm.subject(), dtype="bf16").save(Path(folder) / "minilm")
+        saved = nc.capture(minilm.case(), under="bf16").save(Path(folder) / "minilm")
         return round(saved.stat().st_size / 1e6, 3)
 
 
@@ -155,10 +155,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    subject = minilm.subject(documents=8)
-    tokens = {name: tensor[:, :64] for name, tensor in subject.kwargs.items()}
-    token = {name: tensor[:1, :1] for name, tensor in subject.kwargs.items()}
-    model = subject.model
+    case = minilm.case(documents=8)
+    tokens = {name: tensor[:, :64] for name, tensor in case.inputs.items()}
+    token = {name: tensor[:1, :1] for name, tensor in case.inputs.items()}
+    model = case.model
     compiled = torch.compile(model)
     result: dict[str, Any] = {
         "benchmark": "observing: MiniLM-L6, 8 documents of 64 tokens",

@@ -49,12 +49,15 @@ def runs():
     gpt = load(ROOT / "tools/page_pictures.py").GPT
     tokens = torch.randint(0, 100, (2, 16))
     with torch.no_grad():
-        yield "MiniLM", nc.capture(load(ROOT / "examples/minilm.py").subject(), policy="native", dtype="bf16")
+        yield (
+            "MiniLM",
+            nc.capture(load(ROOT / "examples/minilm.py").case(), under="native"),
+        )
     for layers in (48, 180):
-        backward = nc.capture(gpt(layers), (tokens,), policy="native", dtype="bf16", backward=True)
+        backward = nc.capture(gpt(layers), (tokens,), under="native", backward=True)
         yield f"GPT, {layers} layers, with backward", backward
     with torch.no_grad():
-        one, other = (nc.capture(gpt(180), (tokens,), policy=policy, dtype="bf16") for policy in ("native", "safe"))
+        one, other = (nc.capture(gpt(180), (tokens,), under=policy) for policy in ("native", "safe"))
     yield "two runs of a GPT, 180 layers", nc.compare_runs(one, other)
 
 

@@ -190,7 +190,7 @@ def side(name: str, model: nn.Module, args: tuple, kwargs: dict, trains: bool) -
         lowered = torch.compile(mine.bfloat16())
         run = lambda *a, **k: lowered(*cast_floats(a), **cast_floats(k))  # noqa: E731
     elif name.startswith("ours"):
-        run = nc.compile(mine, dtype=torch.bfloat16, goal=name.split()[1])
+        run = nc.compile(mine, under=torch.bfloat16, goal=name.split()[1])
     else:
         dtype = torch.float16 if name.endswith("fp16") else torch.bfloat16
         run = mine if name.startswith("eager") else torch.compile(mine)
@@ -326,7 +326,7 @@ def chain() -> dict[str, object]:
             for backend in ("eager", "inductor"):
                 torch._dynamo.reset()
                 plain = run if backend == "eager" else torch.compile(run)
-                ours = nc.compile(run, policy=policy, dtype=torch.bfloat16, goal="fast", backend=backend)
+                ours = nc.compile(run, under=policy, goal="fast", backend=backend)
                 with watch_graphs() as graphs:
                     ours(x)
                 sides = {"fp32": lambda f=plain: f(x), "ours fast": lambda f=ours: f(x)}

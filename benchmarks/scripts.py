@@ -143,7 +143,7 @@ def part_casts() -> dict:
                 return torch.jit.trace(model, inputs, check_trace=False)
 
         def ours(model=model, inputs=inputs):
-            return nc.trace(model, inputs, dtype="bf16", check_trace=False)
+            return nc.trace(model, inputs, under="bf16", check_trace=False)
 
         rows.append(compared(f"trace {name}", eager, ours, theirs, inputs))
     worse = [
@@ -193,7 +193,7 @@ def part_run(rounds: int) -> dict:
     model, _, kwargs = models.minilm()
     model.config.return_dict = False
     inputs = (kwargs["input_ids"], kwargs["attention_mask"])
-    ours = nc.trace(model, inputs, dtype="bf16", check_trace=False)
+    ours = nc.trace(model, inputs, under="bf16", check_trace=False)
     with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
         theirs = torch.jit.trace(model, inputs, check_trace=False)
     with torch.no_grad():

@@ -136,7 +136,7 @@ def compiled_calls(rounds: int) -> dict[str, float]:
         with torch.autocast("cpu", LOW):
             return theirs(x)
 
-    ours, policy = nc.compile(model(), dtype=LOW), nc.compile(model(), dtype=LOW, policy=POLICY)
+    ours, policy = nc.compile(model(), under=LOW), nc.compile(model(), under=nc.autocast("cpu", LOW, policy=POLICY))
     with torch.no_grad():
         sides = {"torch.compile in torch.autocast": in_region, "ours": lambda: ours(x), "policy": lambda: policy(x)}
         times = alternate(sides, rounds, calls=1000)

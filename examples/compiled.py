@@ -25,30 +25,30 @@ import narrowcast as nc
 DOCUMENTS, ROUNDS, SECONDS = 8, 21, 10
 
 
-def same_bits(subject: nc.Subject) -> dict[str, bool]:
+def same_bits(case: nc.Case) -> dict[str, bool]:
     """Whether compiled and exported code give the bits of eager code, in every output."""
-    model, inputs = subject.model, subject.kwargs
+    model, inputs = case.model, case.inputs
     with nc.autocast("cpu", torch.bfloat16):
         eager = model(**inputs)
-    compiled = nc.compile(copy.deepcopy(model), dtype=torch.bfloat16, backend="aot_eager")(**inputs)
-    exported = nc.export(model, (), inputs, dtype=torch.bfloat16).module()(**inputs)
+    compiled = nc.compile(copy.deepcopy(model), under=torch.bfloat16, backend="aot_eager")(**inputs)
+    exported = nc.export(model, inputs, under=torch.bfloat16).module()(**inputs)
     return {
         "nc.compile": all(torch.equal(eager[name], compiled[name]) for name in eager),
         "nc.export": all(torch.equal(eager[name], exported[name]) for name in eager),
     }
 
 
-def time_ratio(subject: nc.Subject) -> tuple[float, float]:
+def time_ratio(case: nc.Case) -> tuple[float, float]:
     """nc.compile over torch.compile under torch.autocast, with Inductor: median of alternating rounds, and noise."""
-    plain = torch.compile(copy.deepcopy(subject.model))
-    explicit = nc.compile(copy.deepcopy(subject.model), dtype=torch.bfloat16)
+    plain = torch.compile(copy.deepcopy(case.model))
+    explicit = nc.compile(copy.deepcopy(case.model), under=torch.bfloat16)
 
     def native() -> object:
         with torch.autocast("cpu", torch.bfloat16):
-            return plain(**subject.kwargs)
+            return plain(**case.inputs)
 
     sides: dict[str, Callable[[], object]] = {
-        "torch": native, "narrowcast": lambda: explicit(**subject.kwargs), "torch again": native,
+        "torch": native, "narrowcast": lambda: explicit(**case.inputs), "torch again": native,
     }  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
@@ -70,18 +70,18 @@ def time_ratio(subject: nc.Subject) -> tuple[float, float]:
 def main() -> None:
     """Print all of it."""
     warnings.filterwarnings("ignore")
-    subject = minilm.subject(documents=DOCUMENTS)
+    case = minilm.case(documents=DOCUMENTS)
     with torch.no_grad():
-        found = nc.explain(subject, front_end="compile")
+        found = nc.explain(case, front_end="compile")
         (row,) = found.graph_rows()
-        print(f"{subject.name}, {DOCUMENTS} documents, policy native, bf16")
-        for name, equal in same_bits(subject).items():
+        print(f"{case.name}, {DOCUMENTS} documents, policy native, bf16")
+        for name, equal in same_bits(case).items():
             print(f"  {name} gives {'the bits of eager code' if equal else 'OTHER BITS than eager code'}")
         print(f"  decisions that differ from eager: {len(found.differences)}")
         done = f"{row.shared} shared, {row.folded} folded, {row.dropped} dropped"
         print(f"  casts: {row.assigned} in eager code; {done}; {row.casts} in the compiled graph")
         print("  compiling with Inductor, twice ...", flush=True)
-        ratio, noise = time_ratio(subject)
+        ratio, noise = time_ratio(case)
         print(f"  time over torch.compile under torch.autocast: {ratio:.3f} (torch against itself: {noise:.3f})")
 
 

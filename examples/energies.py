@@ -10,6 +10,7 @@ Weights come with Auto3D, the molecules with ase (the G2 set). Nothing is downlo
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import narrowcast as nc
 POLICY = Path(__file__).parent / "policies/energies.toml"
 
 
-def subject() -> nc.Subject:
+def case() -> nc.Case:
     """The model on 40 molecules of the G2 set. Energies are fp64, in eV."""
     warnings.filterwarnings("ignore")
     from ase.collections import g2
@@ -32,7 +33,7 @@ def subject() -> nc.Subject:
     for n, molecule in enumerate(molecules):
         species[n, : len(molecule)] = torch.tensor([index[z] for z in molecule.numbers])
         places[n, : len(molecule)] = torch.from_numpy(molecule.positions).float()
-    return nc.Subject(ANI2xt(torch.device("cpu")).eval(), (species, places), name="ANI2xt on 40 molecules")
+    return nc.Case(ANI2xt(torch.device("cpu")).eval(), (species, places), name="ANI2xt on 40 molecules")
 
 
 def mean_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -40,7 +41,7 @@ def mean_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().mean() * 1000)
 
 
-def rounding_alone(model: torch.nn.Module, run: nc.Subject) -> torch.Tensor:
+def rounding_alone(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The energies if only what goes into the products is rounded to bf16, and everything else is exact fp32."""
     rounded = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     weights = [m.weight.detach().clone() for m in rounded]
@@ -48,7 +49,7 @@ def rounding_alone(model: torch.nn.Module, run: nc.Subject) -> torch.Tensor:
     try:
         for module in rounded:
             module.weight.data = module.weight.data.bfloat16().float()
-        return run.run()
+        return run()
     finally:
         for module, weight, hook in zip(rounded, weights, hooks, strict=True):
             module.weight.data = weight
@@ -59,15 +60,16 @@ def rounding_alone(model: torch.nn.Module, run: nc.Subject) -> torch.Tensor:
 def main() -> None:
     """Energies in fp32, under native autocast, and under the rule; in which format the products ran."""
     print(POLICY.read_text())
-    run = subject()
-    expected = run.run()
-    print(f"only rounding what goes into products  {mean_error(rounding_alone(run.model, run), expected):7.3f} meV")
+    one = case()
+    run = lambda: one.model(*one.inputs)  # noqa: E731
+    expected = run()
+    print(f"only rounding what goes into products  {mean_error(rounding_alone(one.model, run), expected):7.3f} meV")
     regions = {"native": torch.autocast("cpu"), "one rule": nc.autocast("cpu", policy=POLICY)}
     for name, region in regions.items():
         with region:
-            found = run.run()
+            found = run()
         with nc.record() as ledger, region:
-            run.run()
+            run()
         products = ledger.op_formats()["aten.linear.default"]
         low, every = products.get("bf16", 0), sum(products.values())
         error = mean_error(found, expected)

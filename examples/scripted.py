@@ -63,10 +63,10 @@ def main() -> None:
     decoder, x = Decoder(), torch.randn(3, 4, 8)
     print(f"nc.script, a loop left inside two regions: {says(torch.equal(nc.script(decoder)(x), decoder(x)))}")
 
-    subject = minilm.subject(documents=4)
-    model = subject.model
+    case = minilm.case(documents=4)
+    model = case.model
     model.config.return_dict = False
-    inputs = (subject.kwargs["input_ids"], subject.kwargs["attention_mask"])
+    inputs = (case.inputs["input_ids"], case.inputs["attention_mask"])
     with torch.no_grad(), nc.autocast("cpu", BF16):
         expected = model(*inputs)
         traced = nc.trace(model, inputs)
@@ -77,13 +77,13 @@ def main() -> None:
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
         torch.jit.script(model).save(f"{folder}/plain.pt")
         plain = torch.jit.load(f"{folder}/plain.pt")
-        converted = nc.convert(plain, dtype="bf16")
+        converted = nc.script(plain, under="bf16")
         converted.save(f"{folder}/low.pt")
         done = subprocess.run(
             [sys.executable, "-c", RUN, f"{folder}/low.pt"], capture_output=True, text=True, check=True
         )
         print(f"nc.convert, a file, loaded in another process: {done.stdout.strip()}")
-        casts = nc.explain(plain, torch.ones(1, 4, 8), front_end="script", dtype="bf16").ledger.casts
+        casts = nc.explain(plain, (torch.ones(1, 4, 8),), under="bf16", front_end="script").ledger.casts
     print(f"  {len(casts)} casts, the first of them:")
     for cast in casts[:4]:
         site = f"{cast.module_path}, {Path(cast.file).name}:{cast.line}"

@@ -40,7 +40,7 @@ def main() -> None:
         nc.Rule("aten.softmax", "full", reason="exponents need fp32"),
         nc.Rule("aten.linear", "full", module="out", reason="the output in fp32"),
     )
-    paragraphs = nc.explain(Attention(), torch.randn(2, 16, 64), policy=policy).to_text(every=True).split("\n\n")
+    paragraphs = nc.explain(Attention(), (torch.randn(2, 16, 64),), under=policy).to_text(every=True).split("\n\n")
     tables = re.split(r"\n(?=[a-z][^\n]*:? )", "\n\n".join(paragraphs))
     chosen = [table.rstrip() for table in tables if table.startswith(SHOWN)]
     console = Console(record=True, width=max(len(line) for table in chosen for line in table.splitlines()) + 1,

@@ -75,7 +75,7 @@ with nc.autocast("cpu", policy="ipex"):  # "xpu" on Intel's GPUs
   region is cast n times.
 - Left out: `_convolution_nogroup`, which Intel lists and no supported torch has.
 
-`narrowcast policy diff native ipex --device-type xpu` prints the differences for the installed torch, and
+`narrowcast policy diff native ipex --device xpu` prints the differences for the installed torch, and
 `narrowcast policy show ipex` the rules. A policy of yours may start from it: `extends = "ipex"`.
 """
 
@@ -119,7 +119,7 @@ def page(device: str) -> str:
             f"{device} device that are not fp64."
         )
         + "\n\n"
-        f"`narrowcast policy show native --device-type {device}` prints the same with file and line of each rule.\n",
+        f"`narrowcast policy show native --device {device}` prints the same with file and line of each rule.\n",
         *lists(policy),
     ]
     safe = Policy.safe().rules

@@ -71,15 +71,15 @@ def main() -> None:
     """Four pages, four pictures."""
     torch.manual_seed(0)
     driver, minilm = load(ROOT / "tests/reports/browser.py"), load(ROOT / "examples/minilm.py")
-    subject = minilm.subject()
+    case = minilm.case()
     with torch.no_grad():
-        slow = nc.explain(subject, dtype="bf16", run=True).to_html()
-        placed = nc.explain(subject, dtype="bf16", front_end="export", goal="fast").to_html()
-        run = nc.capture(subject, policy="native", dtype="bf16")
+        slow = nc.explain(case, under="bf16", run=True).to_html()
+        placed = nc.explain(case, under="bf16", front_end="export", goal="fast").to_html()
+        run = nc.capture(case, under="native")
         written_out = AutoModel.from_pretrained(minilm.WEIGHTS, attn_implementation="eager").eval()
-        other = nc.capture(written_out, subject.args, subject.kwargs, policy="native", dtype="bf16")
+        other = nc.capture(written_out, case.inputs, under="native")
         pair = nc.compare_runs(run, other, names=("MiniLM, fused attention", "MiniLM, written out")).to_html()
-        overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
+        overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), under="fp16").to_html()
     overflow = overflow.replace(f"{ROOT}/", "")
     browser = driver.Browser(driver.where())
     with tempfile.TemporaryDirectory() as folder:

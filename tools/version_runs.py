@@ -2,7 +2,7 @@
 
 `make compat` calls it. The models are targets of the command line:
 
-    narrowcast capture tools/version_runs.py:minilm --policy native --dtype bf16 --backward --checksums -o RUN
+    narrowcast capture tools/version_runs.py:minilm --under native --under bf16 --backward --checksums -o RUN
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from narrowcast.reports.results.saved import load
 ROOT = Path(__file__).parent.parent
 REFERENCE = "2.13.0"
 """The torch that is developed with: that of the interpreter which runs `make compat`."""
-REGIONS = {"fp32": (), "bf16": ("--policy", "native", "--dtype", "bf16")}
+REGIONS = {"fp32": (), "bf16": ("--under", "bf16")}
 """By format, the region; without one nothing is cast."""
 MODELS = {"minilm": "MiniLM", "effnet_lite0": "EfficientNet-lite0"}
 LISTED = 3
@@ -46,17 +46,17 @@ _DIGEST = """\
 # -- the models --------------------------------------------------------------------------------------------------------
 
 
-def minilm() -> nc.Subject:
+def minilm() -> nc.Case:
     """The sentence encoder of the examples, on four documents."""
     _same_random_numbers()
-    return _source(ROOT / "examples/minilm.py").subject(4)
+    return _source(ROOT / "examples/minilm.py").case(4)
 
 
-def effnet_lite0() -> nc.Subject:
+def effnet_lite0() -> nc.Case:
     """The convolutional classifier of the graph conformance, on two photographs."""
     _same_random_numbers()
     model, args, kwargs = _source(ROOT / "tests/conformance/models.py").effnet_lite0()
-    return nc.Subject(model, args, kwargs, name="EfficientNet-lite0")
+    return nc.Case(model, (args, kwargs), name="EfficientNet-lite0")
 
 
 def _same_random_numbers() -> None:

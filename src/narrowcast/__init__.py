@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from narrowcast.frontends.scripts.script import convert, script, trace
     from narrowcast.frontends.target import target_of
     from narrowcast.observation.statistics.rounding import round_to
-    from narrowcast.observation.trial.subject import Subject
+    from narrowcast.observation.trial.case import Case
     from narrowcast.reports.results.explanation import Explanation
     from narrowcast.reports.results.fit import fit
     from narrowcast.reports.results.ledger import Ledger
@@ -64,7 +64,7 @@ _TORCH_HALF = {
     "analysis.compare.compare": ("compare",),
     "training.check.check_training": ("check_training",),
     "analysis.repair.repair": ("repair",),
-    "observation.trial.subject": ("Subject",),
+    "observation.trial.case": ("Case",),
     "training.scaler.scaler": ("Scaler",),
     "analysis.watch.watch": ("watch",),
 }
@@ -73,6 +73,7 @@ __all__ = [
     "Action",
     "Argument",
     "Call",
+    "Case",
     "Cast",
     "Explanation",
     "Format",
@@ -87,7 +88,6 @@ __all__ = [
     "RunMapping",
     "Scaler",
     "Site",
-    "Subject",
     "__version__",
     "autocast",
     "cache_info",

@@ -92,13 +92,18 @@ _SPELLINGS = {
 }  # fmt: skip
 
 
+def find_format(text: str) -> Format | None:
+    """The format of that name, or of a dtype of torch's (`bfloat16`, `torch.bfloat16`)."""
+    name = text.strip().removeprefix("torch.")
+    return FORMATS.get(name) or _SPELLINGS.get(name)
+
+
 def parse_format(text: str) -> Format:
     """The format of that name; torch's dtype names (`bfloat16`, `torch.bfloat16`) are understood too.
 
     Raises FormatError for anything else.
     """
-    name = text.strip().removeprefix("torch.")
-    found = FORMATS.get(name) or _SPELLINGS.get(name)
+    found = find_format(text)
     if found is None:
         raise FormatError(
             asked=f"format {text!r}", found="no such format", advice=f"Write one of: {', '.join(FORMATS)}."

@@ -170,7 +170,7 @@ class Function(nn.Module):
 
 def both(model: nn.Module, args: tuple, dtype: str = "bf16", backward: object = False) -> tuple[Run, Run]:
     """In fp32 and in a low format."""
-    return nc.capture(model, args, backward=backward), nc.capture(model, args, dtype=dtype, backward=backward)
+    return nc.capture(model, args, backward=backward), nc.capture(model, args, under=dtype, backward=backward)
 
 
 class Encoder(nn.Module):
@@ -263,7 +263,7 @@ def _layer_norms() -> tuple[Run, Run]:
     parts = _seeded(made)
     a, b = Function(lambda m, x: m.last(m.norm(m.first(x))), **parts), Function(by_hand, **parts)
     x = torch.randn(2, 9, WIDTH)
-    return nc.capture(a, (x,), dtype="bf16"), nc.capture(b, (x,), dtype="bf16")
+    return nc.capture(a, (x,), under="bf16"), nc.capture(b, (x,), under="bf16")
 
 
 def _losses() -> tuple[Run, Run]:
@@ -303,10 +303,10 @@ def _images() -> tuple[Run, Run]:
 def _compiled(dtype: str | None) -> Pair:
     def made() -> tuple[Run, Run]:
         model, x = _seeded(lambda: (Encoder(), torch.randn(2, 12, WIDTH)))
-        compiled = nc.compile(model, dtype=dtype or "bf16", backend="aot_eager") if dtype else torch.compile(
+        compiled = nc.compile(model, under=dtype or "bf16", backend="aot_eager") if dtype else torch.compile(
             model, backend="aot_eager")  # fmt: skip
         with torch.no_grad():
-            pair = nc.capture(model, (x,), dtype=dtype), nc.capture(compiled, (x,))
+            pair = nc.capture(model, (x,), under=dtype), nc.capture(compiled, (x,))
         torch._dynamo.reset()
         return pair
 
@@ -434,7 +434,7 @@ def _other_dimension() -> tuple[Run, Run]:
     b.load_state_dict(a.state_dict())
     x = torch.randn(8, 8)
     with torch.no_grad():
-        return nc.capture(a, (x,), dtype="bf16"), nc.capture(b, (x,), dtype="bf16")
+        return nc.capture(a, (x,), under="bf16"), nc.capture(b, (x,), under="bf16")
 
 
 def _untied() -> tuple[Run, Run]:

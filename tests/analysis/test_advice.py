@@ -115,7 +115,7 @@ def test_a_region_that_casts_nothing(make):
 
 def test_a_converted_model_in_a_region(model):
     """half() and a region are one too many; so explain says, without running anything."""
-    found = nc.explain(model.bfloat16(), X, dtype="bf16")
+    found = nc.explain(model.bfloat16(), (X,), under="bf16")
     assert [a.kind for a in found.ledger.advice] == ["weights in a low format"]
     assert "weights in a low format" in str(found) and "keep the weights in fp32" in " ".join(str(found).split())
     assert "weights in a low format" in found.to_text(every=True)
@@ -160,7 +160,7 @@ action = "to(fp32)"
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, front_end):
     """With the rule's line."""
-    found = nc.explain(model, X, policy=nc.Policy.parse(POLICY, "my.toml"), front_end=front_end)
+    found = nc.explain(model, (X,), under=nc.Policy.parse(POLICY, "my.toml"), front_end=front_end)
     rows = {row.origin: (row.calls > 0, row.modules) for row in found.rules}
     assert rows == {"my.toml:5": (True, ("0",)), "my.toml:10": (False, ()), "my.toml:15": (True, ("2",))}
     text = str(found)

@@ -302,10 +302,10 @@ class TestOneModel:
         model, args, kwargs = models.minilm()
         kwargs = {name: tensor[:2, :16] for name, tensor in kwargs.items()}
         with torch.no_grad():
-            policies = nc.compare_runs(*(nc.capture(model, args, kwargs, dtype=dtype) for dtype in (None, "bf16")))
+            policies = nc.compare_runs(*(nc.capture(model, (args, kwargs), under=dtype) for dtype in (None, "bf16")))
             del model.encoder.layer[1:]
-            native = nc.capture(model, args, kwargs, dtype="bf16")
-            compiled = nc.capture(nc.compile(model, dtype="bf16", backend="aot_eager"), args, kwargs)
+            native = nc.capture(model, (args, kwargs), under="bf16")
+            compiled = nc.capture(nc.compile(model, under="bf16", backend="aot_eager"), (args, kwargs))
         torch._dynamo.reset()
         equal = nc.compare_runs(native, compiled)
         assert equal.verdict == "alike" and len(equal.rows) > 15, str(equal)
@@ -325,7 +325,7 @@ class TestOneModel:
     def test_a_fault_inside_the_band_of_bf16_is_found_where_nothing_differs_before(self, trainer, ids):
         other = copy.deepcopy(trainer)
         other.blocks[1].down.register_forward_hook(lambda module, args, output: output * 1.05)
-        found = nc.compare_runs(*(nc.capture(model, (ids,), dtype="bf16") for model in (trainer, other)))
+        found = nc.compare_runs(*(nc.capture(model, (ids,), under="bf16") for model in (trainer, other)))
         assert not found.producers and [str(one.id) for one in found.alone] == ["blocks.1.down aten.mul.Tensor #1"]
         assert found.verdict == "values differ" and "blocks.1.down aten.mul.Tensor #1 of b" in " ".join(
             str(found).split()

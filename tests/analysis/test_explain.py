@@ -50,7 +50,7 @@ def test_a_model_is_explained_and_left_as_it_was(kind):
     """Batch norm statistics, random state and parameters, fake or real."""
     net = kind()
     before, random = state(net), torch.random.get_rng_state()
-    found = nc.explain(net, x, scale=2.0)
+    found = nc.explain(net, ((x,), {"scale": 2.0}))
     assert found.ran_on.startswith("fake" if kind is Net else "the model itself")
     assert ("_local_scalar_dense" in found.note) == (kind is LooksAtValues)
     assert unchanged(net, before) and torch.equal(torch.random.get_rng_state(), random)
@@ -62,7 +62,7 @@ def test_a_model_is_explained_and_left_as_it_was(kind):
 def test_fake_and_real_runs_agree():
     """The same casts and calls."""
     net = Net()
-    fake, real = nc.explain(net, x), nc.explain(net, x, real=True)
+    fake, real = nc.explain(net, (x,)), nc.explain(net, (x,), real=True)
     assert real.ran_on == "the model itself"
     assert fake.ledger.diff(real.ledger) == ()
     assert [(r.op, r.calls, r.computes) for r in fake.op_rows()] == [
@@ -75,7 +75,7 @@ def test_fake_and_real_runs_agree():
 
 def test_a_tied_weight_is_cast_once():
     """It is one tensor in the fake model too."""
-    found = nc.explain(Net(), x)
+    found = nc.explain(Net(), (x,))
     weights = [(c.module_path, c.how) for c in found.ledger.casts if c.argument == "weight"]
     assert weights == [("a", "copied"), ("b", "cached")]
 
@@ -84,14 +84,14 @@ def test_a_model_on_meta_needs_no_memory():
     """64 GiB of weights."""
     with torch.device("meta"):
         net = torch.nn.Sequential(torch.nn.Linear(1 << 17, 1 << 17, bias=False))
-    found = nc.explain(net, torch.empty(2, 1 << 17, device="meta"))
+    found = nc.explain(net, (torch.empty(2, 1 << 17, device="meta"),))
     assert found.ledger.totals().cast_bytes > (1 << 34) * 6
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "mtia", "maia"])
 def test_devices_that_are_not_here_are_stood_in_for(device):
     """Their lists, their default format."""
-    found = nc.explain(Net(), x, device_type=device)
+    found = nc.explain(Net(), (x,), device=device)
     assert found.device_type == device and "standing in" in found.ran_on
     assert found.low == ("bf16" if device == "maia" else "fp16")
     rows = {r.op: r for r in found.op_rows()}
@@ -103,7 +103,7 @@ def test_devices_that_are_not_here_are_stood_in_for(device):
 def test_under_a_policy_the_reasons_are_its_rules():
     """Reason and action of the user's own rule."""
     rule = nc.Rule("aten.gelu", "full", module="", reason="overflows in layer 3")
-    found = nc.explain(Net(), x, policy=nc.Policy.native().with_rules(rule, name="mine"))
+    found = nc.explain(Net(), (x,), under=nc.Policy.native().with_rules(rule, name="mine"))
     row = next(r for r in found.op_rows() if r.op == "aten.gelu.default")
     assert (row.action, row.reason, row.computes) == ("full", "overflows in layer 3", "fp32")
     assert found.policy == "mine"
@@ -112,20 +112,20 @@ def test_under_a_policy_the_reasons_are_its_rules():
 def test_a_function_can_be_explained():
     """A model is any callable."""
     net = Net()
-    found = nc.explain(lambda t: net(t).sum(), x)
+    found = nc.explain(lambda t: net(t).sum(), (x,))
     assert found.ran_on.startswith("fake") and len(found.ledger.casts) == 5
 
 
 def test_a_model_that_raises_raises():
     """Its own error, in a real run."""
     with pytest.raises(ZeroDivisionError):
-        nc.explain(lambda t: 1 / 0, x)
+        nc.explain(lambda t: 1 / 0, (x,))
 
 
 def test_a_refused_call_is_shown_with_what_ran_before():
     """A policy that refuses does not lose the report."""
     policy = nc.Policy.native().with_rules(nc.Rule("aten.softmax.int", "refuse", reason="not here"))
-    found = nc.explain(Net(), x, policy=policy)
+    found = nc.explain(Net(), (x,), under=policy)
     assert [r.reason for r in found.ledger.refusals] == ["not here"]
     assert "RAISED" in found.note and "not here" in str(found)
 
@@ -133,7 +133,7 @@ def test_a_refused_call_is_shown_with_what_ran_before():
 def test_run_compares_with_fp32():
     """Outputs, metric, time, memory."""
     net = Net().eval()
-    subject = nc.Subject(net, (x,), metric=lambda m: {"sum": float(m(x).sum())}, name="net")
+    subject = nc.Case(net, (x,), evaluate=lambda m: {"sum": float(m(x).sum())}, name="net")
     found = nc.explain(subject, run=True)
     comparison = found.comparison
     assert comparison is not None
@@ -149,11 +149,15 @@ def test_run_compares_with_fp32():
         assert word in text
 
 
-def test_a_metric_may_take_nothing_and_give_a_number():
-    """As the zoo's do."""
+def test_an_evaluation_takes_the_model_and_gives_a_number():
+    """Also one that has no name of its own; one that takes nothing is refused where it is given."""
     net = Net().eval()
-    found = nc.explain(nc.Subject(net, (x,), metric=lambda: net(x).sum()), run=True)
+    found = nc.explain(nc.Case(net, x, evaluate=lambda model: model(x).sum()), run=True)
     assert list(found.comparison.metric_found.values()) == [pytest.approx(4, rel=1e-2)]
+    with pytest.raises(RunError, match="cannot be called with the model alone"):
+        nc.Case(net, x, evaluate=lambda: 1.0)
+    with pytest.raises(RunError, match="it returned a list"):
+        nc.explain(nc.Case(net, x, evaluate=lambda model: [1.0]), run=True)
 
 
 class Caches(torch.nn.Module):
@@ -184,7 +188,7 @@ def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
     """No fake tensor stays in the model or its arguments, and nothing is written to them."""
     net, past, inputs = Caches(), {}, x.clone()
     model = (lambda *a, **k: net(*a, **k)) if as_function else net
-    found = nc.explain(model, inputs, past=past, real=real)
+    found = nc.explain(model, ((inputs,), {"past": past}), real=real)
     assert found.ledger.op_formats()["aten.linear.default"] == {"bf16": 1}
     assert net.table is None and past == {} and net.steps == 0 and type(net.steps) is torch.Tensor
     assert torch.equal(inputs, x)
@@ -195,7 +199,7 @@ def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
 
 def test_json_has_everything():
     """With schema names."""
-    data = json.loads(nc.explain(Net(), x).to_json())
+    data = json.loads(nc.explain(Net(), (x,)).to_json())
     assert data["schema"] == "narrowcast.explanation/1"
     assert data["ops"] and data["modules"] and data["ledger"]["casts"]
 
@@ -205,7 +209,7 @@ def test_statistics_of_modules_that_a_function_calls_are_restored(real):
     """A closure cannot be copied."""
     norm = torch.nn.BatchNorm1d(8)
     before = state(norm)
-    nc.explain(lambda t: norm(t), x, real=real)
+    nc.explain(lambda t: norm(t), (x,), real=real)
     assert unchanged(norm, before)
     norm(x)
     assert norm.num_batches_tracked == 1
@@ -227,7 +231,7 @@ def test_what_a_forward_writes_to_attributes_is_put_back():
 
     model = Writes()
     seen = model.seen
-    nc.explain(model, x, dtype="bf16", run=True)
+    nc.explain(model, (x,), under="bf16", run=True)
     assert model.calls == 0 and not hasattr(model, "input_dtype")
     assert model.seen is seen and len(seen) == 1
 
@@ -235,7 +239,7 @@ def test_what_a_forward_writes_to_attributes_is_put_back():
 def test_scripted_code_is_said_to_be_out_of_reach():
     """torch casts it by its own pass."""
     net = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(8, 8), x), torch.nn.Linear(8, 8))
-    found = nc.explain(net, x)
+    found = nc.explain(net, (x,))
     assert "TorchScript" in found.note and "aten._to_copy" in str(found)
 
 
@@ -243,8 +247,8 @@ def test_kernels_that_call_listed_ops_are_run_for_real():
     """Fake ones do not call them; a wrong picture would follow."""
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     with torch.no_grad():
-        found = nc.explain(layer, torch.randn(2, 5, 32))
-        real = nc.explain(layer, torch.randn(2, 5, 32), real=True)
+        found = nc.explain(layer, (torch.randn(2, 5, 32),))
+        real = nc.explain(layer, (torch.randn(2, 5, 32),), real=True)
     assert found.ran_on == "the model itself" and "_transformer_encoder_layer_fwd" in found.note
     assert len(found.ledger.casts) == len(real.ledger.casts) > 0
 
@@ -261,18 +265,18 @@ def test_sparse_buffers_and_outputs_are_survived():
         def forward(self, x):
             return self.lin(x), self.adjacency * 2
 
-    found = nc.explain(nc.Subject(Sparse(), (x,)), run=True, real=True)
+    found = nc.explain(nc.Case(Sparse(), (x,)), run=True, real=True)
     assert [o.sqnr_db > 20 for o in found.comparison.outputs] == [True, True]
 
 
 def test_bad_questions():
     """A device type that is none; running on one that is not here; a subject with arguments."""
     with pytest.raises(RegionError, match="tpu"):
-        nc.explain(Net(), x, device_type="tpu")
+        nc.explain(Net(), (x,), device="tpu")
     with pytest.raises(RegionError, match="Omit run"):
-        nc.explain(Net(), x, device_type="mps", run=True)
-    with pytest.raises(NarrowcastError, match="brings its own"):
-        nc.explain(nc.Subject(Net(), (x,)), x)
+        nc.explain(Net(), (x,), device="mps", run=True)
+    with pytest.raises(NarrowcastError, match="a Case has its inputs"):
+        nc.explain(nc.Case(Net(), (x,)), (x,))
 
 
 def test_a_fake_run_moves_no_data():
@@ -281,7 +285,7 @@ def test_a_fake_run_moves_no_data():
     with torch.no_grad():
         for p in net.parameters():
             p.fill_(float("nan"))
-    assert nc.explain(net, x).ran_on.startswith("fake")
+    assert nc.explain(net, (x,)).ran_on.startswith("fake")
 
 
 def test_a_region_is_read_as_a_whole():
@@ -289,28 +293,28 @@ def test_a_region_is_read_as_a_whole():
     net, rule = Net(), nc.Rule("aten.linear", "full", module="b")
     policy = nc.Policy.native().with_rules(rule)
     with nc.autocast("cpu", torch.float16, policy=policy):
-        around, differences = nc.explain(net, x), nc.compare(net, (x,), isolate=0)
+        around, differences = nc.explain(net, (x,)), nc.compare(net, (x,), isolate=0)
         formats = take_snapshot(net, (x,)).calls
-    given = nc.explain(net, x, region=nc.autocast("cpu", torch.float16, policy=policy))
+    given = nc.explain(net, (x,), under=nc.autocast("cpu", torch.float16, policy=policy))
     assert around.low == differences.low == "fp16" and differences.policy == around.policy == policy.name
     assert around.ledger.diff(given.ledger) == () and around.rules[0].calls == 1
     assert {c.computes for c in formats if "linear" in str(c.id)} == {"fp16", "fp32"}
     with nc.autocast("cpu", enabled=False):
-        assert not nc.explain(net, x).ledger.casts
+        assert not nc.explain(net, (x,)).ledger.casts
     with torch.autocast("cpu", torch.float16):
-        native = nc.explain(net, x)
+        native = nc.explain(net, (x,))
     assert (native.low, native.policy) == ("fp16", "native")
     with pytest.warns(UserWarning, match="CUDA is not available"):
         elsewhere = nc.autocast("cuda", "fp16", cache_enabled=False)
     for region in (elsewhere, pickle.loads(pickle.dumps(elsewhere))):
-        found = nc.explain(net, x, region=region)
-        assert found.ledger.diff(nc.explain(net, x, device_type="cuda", dtype="fp16").ledger) == ()
+        found = nc.explain(net, (x,), under=region)
+        assert found.ledger.diff(nc.explain(net, (x,), under="fp16", device="cuda").ledger) == ()
         assert "cuda" not in found.note and found.ledger.casts
 
 
 def test_what_fakes_do_not_carry_runs_on_the_cpu_with_the_lists_of_the_device():
     """It says that, and not how slow the device is: this machine has none."""
     net = LooksAtValues()
-    found = nc.explain(net, x, device_type="cuda", dtype="fp16")
+    found = nc.explain(net, (x,), under="fp16", device="cuda")
     assert found.ran_on == "the model itself, on the cpu with cuda's lists"
     assert found.note.startswith("Fake tensors do not carry it") and "fast units" not in found.note

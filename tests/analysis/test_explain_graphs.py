@@ -52,8 +52,8 @@ def decided(explanation):
 def test_the_table_is_that_of_eager(front_end):
     """Same ops, formats and rules; no difference to report; the user's lines."""
     model, x = Model(), torch.randn(4, 8)
-    eager = nc.explain(model, x, policy=POLICY)
-    found = nc.explain(model, x, policy=POLICY, front_end=front_end)
+    eager = nc.explain(model, (x,), under=POLICY)
+    found = nc.explain(model, (x,), under=POLICY, front_end=front_end)
     assert decided(found) == decided(eager)
     assert found.differences == ()
     assert [(c.op, c.argument, c.module_path, c.src, c.dst) for c in found.ledger.casts] == [
@@ -67,11 +67,11 @@ def test_what_the_passes_did():
     """Casts in eager, shared, left; with gradients the joint graph too; in the text and in JSON."""
     model, x = Model(), torch.randn(4, 8)
     with torch.no_grad():
-        found = nc.explain(model, x, policy=POLICY, front_end="compile")
+        found = nc.explain(model, (x,), under=POLICY, front_end="compile")
     (row,) = found.graph_rows()
     assert (row.assigned, row.shared, row.casts, row.joint_before) == (10, 1, 9, 0)
     assert [c.how for c in found.ledger.casts].count("shared") == 1
-    with_gradients = nc.explain(model, x, policy=POLICY, front_end="compile")
+    with_gradients = nc.explain(model, (x,), under=POLICY, front_end="compile")
     (row,) = with_gradients.graph_rows()
     assert row.shared == 0 and row.joint_after < row.joint_before and row.backward > 0
     text = with_gradients.to_text(every=True)
@@ -92,7 +92,7 @@ def test_graph_breaks_are_listed_with_line_and_reason():
         torch._dynamo.graph_break()
         return F.linear(y, torch.ones(8, 8))
 
-    found = nc.explain(broken, torch.randn(2, 8), front_end="compile")
+    found = nc.explain(broken, (torch.randn(2, 8),), front_end="compile")
     first, second = found.graph_rows()
     assert "graph_break" in first.broken_by and first.broken_at.startswith(f"{__file__}:")
     assert second.broken_by == "" and found.differences == ()
@@ -110,7 +110,7 @@ def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
         def forward(self, x):
             return self.lstm(x)[0]
 
-    found = nc.explain(Recurrent(), torch.randn(2, 3, 8), policy="safe", front_end="compile")
+    found = nc.explain(Recurrent(), (torch.randn(2, 3, 8),), under="safe", front_end="compile")
     (row,) = found.graph_rows()
     assert "LSTM" in row.fallback and row.site.startswith(f"{__file__}:") and row.calls == 0
     assert found.differences == ()
@@ -133,7 +133,7 @@ def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
         return ledger
 
     monkeypatch.setattr(explainer, "graph_ledger", other)
-    found = nc.explain(Model(), torch.randn(4, 8), policy=POLICY, front_end="compile")
+    found = nc.explain(Model(), (torch.randn(4, 8),), under=POLICY, front_end="compile")
     assert [(d.op, d.eager, d.graph) for d in found.differences] == [("aten.gelu.default", 1, 0)]
     text = " ".join(found.to_text(every=True).split())
     assert "BUG: aten.gelu.default in (root) computes in " in text
@@ -141,7 +141,7 @@ def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
 
 def test_programs_can_be_shown():
     """Before and after, in a text form that parses."""
-    found = nc.explain(Model(), torch.randn(4, 8), front_end="export")
+    found = nc.explain(Model(), (torch.randn(4, 8),), front_end="export")
     parts = [str(part) for part in program_parts(found)]
     assert len(parts) == 4 and "as captured" in parts[0] and "explicit casts" in parts[2]
     assert parse_program(print_program(found.graphs[0].after)) == found.graphs[0].after
@@ -151,13 +151,13 @@ def test_programs_can_be_shown():
     "options, says",
     [
         ({"front_end": "onnx"}, "no such front end"),
-        ({"front_end": "compile", "device_type": "cuda"}, "where the model is"),
+        ({"front_end": "compile", "device": "cuda"}, "where the model is"),
     ],
 )
 def test_what_cannot_be_explained(options, says):
     """A front end that is none; a device that is not here."""
     with pytest.raises(nc.errors.NarrowcastError) as caught:
-        nc.explain(Model(), torch.randn(4, 8), **options)
+        nc.explain(Model(), (torch.randn(4, 8),), **options)
     assert says in str(caught.value)
 
 
@@ -165,9 +165,9 @@ def test_what_cannot_be_explained(options, says):
 def test_scripts(kind, tmp_path):
     """The casts of the graph that nc.script or nc.convert makes, with lines, and the graph before and after."""
     model, x = Model(), torch.randn(4, 8)
-    eager = nc.explain(model, x, policy=POLICY)
+    eager = nc.explain(model, (x,), under=POLICY)
     made = {"code": lambda: model, "script": lambda: torch.jit.script(model), "converted": lambda: nc.script(model)}
-    found = nc.explain(made[kind](), x, policy=POLICY, front_end="script")
+    found = nc.explain(made[kind](), (x,), under=POLICY, front_end="script")
     assert {row[0] for row in decided(found)} == {row[0] for row in decided(eager)}
     assert {(c.op, c.argument, c.module_path, c.line, c.dst) for c in found.ledger.casts if c.module_path} == {
         (c.op, c.argument, c.module_path, c.line, c.dst) for c in eager.ledger.casts if c.module_path
@@ -183,8 +183,8 @@ def test_scripts(kind, tmp_path):
 def test_scripts_for_a_device_that_is_not_here():
     """cuda's lists hold in the graph."""
     model, x = Model(), torch.randn(4, 8)
-    found = nc.explain(torch.jit.script(model), x, device_type="cuda", front_end="script")
-    eager = nc.explain(model, x, device_type="cuda")
+    found = nc.explain(torch.jit.script(model), (x,), device="cuda", front_end="script")
+    eager = nc.explain(model, (x,), device="cuda")
     assert {(row.op, row.computes, row.result, row.action) for row in found.op_rows() if row.action != "unlisted"} == {
         (row.op, row.computes, row.result, row.action) for row in eager.op_rows() if row.action != "unlisted"
     }
@@ -196,7 +196,7 @@ def test_attention_that_is_fused_in_eager_code_alone_is_no_bug(fresh_dynamo):
     attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
     with torch.no_grad():
-        found = nc.explain(attention, x, x, x, front_end="export", need_weights=False)
+        found = nc.explain(attention, ((x, x, x), {"need_weights": False}), front_end="export")
     assert not found.differences and "BUG" not in str(found) and "unfused path" in found.note
     eager, graph = Ledger(), Ledger()
     for ledger, op, path in (

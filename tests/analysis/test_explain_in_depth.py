@@ -67,7 +67,7 @@ def test_a_goal_runs_what_raises_for_mixed_formats(function):
     with pytest.raises(RuntimeError), torch.autocast("cpu", BF16):
         function(X, W)
     torch._dynamo.reset()
-    fast = nc.compile(function, dtype=BF16, backend="aot_eager", goal=nc.fast(verify=False))
+    fast = nc.compile(function, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))
     with pytest.warns(RegionWarning, match=r"raises under autocast.*test_explain_in_depth.py.*goal='fast'"):
         found = fast(X, W)
     # what is lowered is rounded once to bf16, and close values may then be equal or not
@@ -84,10 +84,10 @@ def test_every_graph_goal_runs_it_with_gradients(front_end):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RegionWarning)
         if front_end == "export":
-            found = nc.export(model, (X,), dtype=BF16, goal="fast").module()(X)
+            found = nc.export(model, (X,), under=BF16, goal="fast").module()(X)
         else:
             torch._dynamo.reset()
-            found = nc.compile(model, dtype=BF16, goal="fast", backend="aot_eager")(X)
+            found = nc.compile(model, under=BF16, goal="fast", backend="aot_eager")(X)
             found.sum().backward()
             assert model.part["linear"].weight.grad is not None
     assert found.dtype is FP32
@@ -103,7 +103,7 @@ def test_where_native_runs_a_goal_changes_no_format():
     with warnings.catch_warnings():
         warnings.simplefilter("error", RegionWarning)
         torch._dynamo.reset()
-        found = nc.compile(fine, dtype=BF16, backend="aot_eager", goal=nc.fast(verify=False))(X, W)
+        found = nc.compile(fine, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))(X, W)
     with torch.autocast("cpu", BF16):
         native = fine(X, W)
     assert [t.dtype for t in found] == [t.dtype for t in native] == [BF16, BF16]
@@ -122,7 +122,7 @@ def test_the_error_stays_torchs_and_its_note_says_what_to_ask(made):
     run = nc.autocast("cpu", BF16)(contract)
     if made == "compile":
         torch._dynamo.reset()
-        run = nc.compile(contract, dtype=BF16, backend="aot_eager")
+        run = nc.compile(contract, under=BF16, backend="aot_eager")
     with pytest.raises(RuntimeError, match="same dtype") as caught:
         run(X, W)
     (note,) = caught.value.__notes__
@@ -138,7 +138,7 @@ def test_the_error_stays_torchs_and_its_note_says_what_to_ask(made):
 def test_what_raises_is_explained_as_far_as_it_ran(model, front_end):
     """The op, its formats, the line; and that safe runs it, which was tried. Text and JSON."""
     inputs = (X,) if isinstance(model, Gather) else (X, W)
-    found = nc.explain(model, *inputs, dtype="bf16", front_end=front_end, run=True)
+    found = nc.explain(model, inputs, under="bf16", front_end=front_end, run=True)
     op, formats = ("aten.index_add", "fp32,bf16") if isinstance(model, Gather) else ("aten.tensordot", "bf16,fp32")
     failure = found.failure
     assert failure is not None and failure.op == f"{op}.default" and failure.formats == formats
@@ -153,7 +153,7 @@ def test_what_raises_is_explained_as_far_as_it_ran(model, front_end):
 
 def test_a_suggestion_that_raises_is_said_to():
     """NumPy has no bf16, whatever the policy."""
-    found = nc.explain(lambda x, w: torch.from_numpy(F.linear(x, w).numpy()), X, W, dtype="bf16")
+    found = nc.explain(lambda x, w: torch.from_numpy(F.linear(x, w).numpy()), (X, W), under="bf16")
     assert found.failure is not None and found.failure.attempts[0].error.startswith("TypeError")
     assert "raises, too" in found.failure.text
 
@@ -167,14 +167,14 @@ def test_a_model_that_steps_aside_for_modes_is_seen_all_the_same():
             return low.numpy()
         return torch.zeros(5, 16).index_add(0, torch.arange(5), low)
 
-    failure = nc.explain(fused, X, W, dtype="bf16").failure
+    failure = nc.explain(fused, (X, W), under="bf16").failure
     assert failure is not None and failure.op == "aten.index_add.default" and "same scalar type" in failure.error
 
 
 def test_under_a_users_policy_that_policy_is_repaired_first():
     """Its own rules stay; what the head of the file is to say is told."""
     policy = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "lower"), name="mine")
-    failure = nc.explain(contract, X, W, policy=policy, dtype="bf16").failure
+    failure = nc.explain(contract, (X, W), under=policy).failure
     assert [a.policy for a in failure.attempts] == ['mine with unsupported = "full"', "safe"]
     assert not any(a.error for a in failure.attempts)
 
@@ -182,7 +182,7 @@ def test_under_a_users_policy_that_policy_is_repaired_first():
 def test_what_raises_in_fp32_too_is_raised():
     """That is the model's own error."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        nc.explain(lambda x: F.linear(x, torch.ones(3, 5)), X, dtype="bf16")
+        nc.explain(lambda x: F.linear(x, torch.ones(3, 5)), (X,), under="bf16")
 
 
 class Forces(nn.Module):
@@ -202,7 +202,7 @@ class Forces(nn.Module):
 def test_a_model_that_takes_gradients_inside_is_compared():
     """Energies and forces, each with its error; the user's grad mode and parameters are left."""
     model = Forces()
-    found = nc.explain(nc.Subject(model, (torch.linspace(-1, 1, 15).reshape(5, 3),)), dtype="bf16", run=True)
+    found = nc.explain(nc.Case(model, (torch.linspace(-1, 1, 15).reshape(5, 3),)), under="bf16", run=True)
     energy, forces = found.comparison.outputs
     assert energy.found == "bf16" and forces.found == "fp32" and 20 < forces.sqnr_db < 100
     assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
@@ -218,7 +218,7 @@ def overflows(x):
 
 def test_the_first_value_that_is_not_finite_is_found():
     """fp16 ends at 65504: the product of two large ones. Infinities of a mask are not it."""
-    found = nc.explain(overflows, torch.ones(4, 4), dtype="fp16", run=True)
+    found = nc.explain(overflows, (torch.ones(4, 4),), under="fp16", run=True)
     first = found.comparison.not_finite
     assert first is not None and (first.op, first.value, first.format) == ("aten.mul.Tensor", "infinity", "fp16")
     assert first.file == __file__ and first.line == overflows.__code__.co_firstlineno + 4
@@ -232,7 +232,7 @@ def test_the_first_value_that_is_not_finite_is_found():
 
 def test_fp32_that_is_not_finite_itself_is_said():
     """The region is not blamed."""
-    found = nc.explain(lambda x: torch.log(-x) @ x, torch.ones(4, 4), dtype="bf16", run=True)
+    found = nc.explain(lambda x: torch.log(-x) @ x, (torch.ones(4, 4),), under="bf16", run=True)
     assert found.comparison.not_finite is None
     assert found.comparison.reference_not_finite.startswith("nan in the fp32 result of aten.log")
     assert "fp32 itself is not finite" in found.to_text(every=True)
@@ -242,8 +242,8 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     """The same errors, verdicts and worst calls; six runs where all is finite, none to look for what is not."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(7))), torch.randn(4, 32)
-    short = nc.explain(model, x, dtype="bf16", run=True).comparison
-    whole = nc.compare(model, (x,), dtype="bf16", isolate=0)
+    short = nc.explain(model, (x,), under="bf16", run=True).comparison
+    whole = nc.compare(model, (x,), under="bf16", isolate=0)
     assert short.not_finite is None and short.reference_not_finite == ""
     assert whole.runs == 6 and short.outputs == whole.outputs and short.differences.band == whole.band
     worst, those = ([replace(row, line=0) for row in rows] for rows in (short.worst, whole.worst))  # two lines call it
@@ -251,7 +251,7 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     data = short.data()
     assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
     assert (data["verdict"], data["band"], data["runs"]) == ("round-off", whole.band, 6)
-    text = " ".join(nc.explain(model, x, dtype="bf16", run=True).to_text(every=True).split())
+    text = " ".join(nc.explain(model, (x,), under="bf16", run=True).to_text(every=True).split())
     assert "VERDICT: Within round-off of fp32" in text and "Each call: its errors" in text
 
 
@@ -263,7 +263,7 @@ def test_a_fault_is_said_in_the_short_form():
         y = linear(x)
         return F.layer_norm(y, (32,), eps=1e-5 if y.dtype is FP32 else 0.5)
 
-    found = nc.explain(shaky, torch.randn(4, 32), dtype="bf16", run=True)
+    found = nc.explain(shaky, (torch.randn(4, 32),), under="bf16", run=True)
     assert found.comparison.worst[0].verdict == "fault" and found.comparison.differences.verdict == "fault"
     text = " ".join(found.to_text(every=True).split())
     assert (
@@ -274,7 +274,7 @@ def test_a_fault_is_said_in_the_short_form():
 
 def test_what_gives_no_floating_tensor_is_timed_all_the_same():
     """nc.compare refuses it."""
-    comparison = nc.explain(lambda x: (x @ x).argmax(), torch.ones(4, 4), dtype="bf16", run=True).comparison
+    comparison = nc.explain(lambda x: (x @ x).argmax(), (torch.ones(4, 4),), under="bf16", run=True).comparison
     assert comparison.outputs == () and comparison.repeats >= 3
 
 
@@ -282,7 +282,7 @@ def test_a_model_without_weights_is_explained_by_fakes_and_says_so():
     """On meta nothing real can run: that real tensors would be refused is in the note."""
     with torch.device("meta"):
         model = Gather()
-    found = nc.explain(model, torch.ones(2, 5, 8, device="meta"), dtype="bf16")
+    found = nc.explain(model, (torch.ones(2, 5, 8, device="meta"),), under="bf16")
     assert "aten.index_add.default" in found.note and "real ones may not" in found.note
     with pytest.raises(NarrowcastError):
-        nc.explain(model, X, dtype="bf16", real=True)
+        nc.explain(model, (X,), under="bf16", real=True)

@@ -27,13 +27,13 @@ def seed():
 def in_form(form, model, x, dtype, policy="native"):
     """The model under a policy, as eager, compiled, exported or scripted code."""
     if form == "compiled":
-        compiled = nc.compile(model, dtype=dtype, policy=policy, backend="aot_eager")
+        compiled = nc.compile(model, under=nc.autocast("cpu", dtype, policy=policy), backend="aot_eager")
         compiled(x)
         return compiled
     if form == "exported":
-        return nc.export(model, (x,), dtype=dtype, policy=policy).module()
+        return nc.export(model, (x,), under=nc.autocast("cpu", dtype, policy=policy)).module()
     if form == "scripted":
-        return nc.script(model, dtype=dtype, policy=policy)
+        return nc.script(model, under=nc.autocast("cpu", dtype, policy=policy))
 
     def eager(x):
         with nc.autocast("cpu", dtype=dtype, policy=policy):

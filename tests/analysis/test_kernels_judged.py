@@ -46,7 +46,7 @@ def test_a_product_that_accumulates_in_bf16_is_named(every):
 
     model, x = nn.Linear(512, 16), torch.randn(8, 512)
     with kernel("addmm", addmm):
-        found = nc.compare(model, (x,), dtype="bf16", isolate=0)
+        found = nc.compare(model, (x,), under="bf16", isolate=0)
     assert [(row.id.op, row.verdict) for row in found.faults] == [("aten.linear.default", KERNEL)], found
     assert found.faults[0].bound > 2 and "its kernel is off" in found.faults[0].why
 
@@ -62,7 +62,7 @@ def test_a_kernel_that_rounds_up_is_told_of_though_outputs_are_within_their_band
 
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
     with kernel("silu", silu):
-        found = nc.compare(model, (torch.randn(32, 64),), dtype="bf16", isolate=0)
+        found = nc.compare(model, (torch.randn(32, 64),), under="bf16", isolate=0)
     assert found.verdict == KERNEL and [row.id.op for row in found.faults] == ["aten.silu.default"], found
     assert max(o.relative_error for o in found.outputs) < 4 * found.band
 
@@ -215,7 +215,7 @@ def test_indices_with_gaps_are_run_again_as_they_are():
     layer, at = nn.Linear(6, 6), torch.tensor([1, 3])
     model = nn.ModuleList([layer])
     model.forward = lambda x: layer(x)[:, at]
-    found = nc.compare(model, (torch.randn(4, 6),), dtype="fp16", backward=lambda y: y.float().square().sum())
+    found = nc.compare(model, (torch.randn(4, 6),), under="fp16", backward=lambda y: y.float().square().sum())
     assert any("index_put" in row.id.op for row in found.rows)
     assert not [note for note in found.notes if "not inspected" in note] and not found.faults, found
 

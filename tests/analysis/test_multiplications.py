@@ -51,8 +51,8 @@ def test_a_graph_counts_what_its_eager_code_counts():
     model, shape = MODELS["convolutions"]
     x = torch.randn(shape)
     with torch.no_grad():
-        eager = nc.explain(model, x, dtype="bf16").ledger
-        graph = nc.explain(model, x, dtype="bf16", front_end="export").ledger
+        eager = nc.explain(model, (x,), under="bf16").ledger
+        graph = nc.explain(model, (x,), under="bf16", front_end="export").ledger
     counts = [sum(t.multiplications for t in ledger.calls.values()) for ledger in (eager, graph)]
     assert counts[0] == counts[1] > 0
 

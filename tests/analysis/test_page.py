@@ -49,7 +49,7 @@ FLOW = {
 def test_a_captured_run_s_page_has_the_flow_of_the_model():
     """Through the view in front of the head, too; with the casts that the region made."""
     with torch.no_grad():
-        run = nc.capture(Net(), (X,), policy="native", dtype="bf16")
+        run = nc.capture(Net(), (X,), under="native")
     found, graph = flow(run)
     assert found == FLOW
     casts = {(graph.nodes[e.end].path, e.argument, e.src, e.dst) for e in graph.edges if e.src != e.dst}
@@ -59,7 +59,7 @@ def test_a_captured_run_s_page_has_the_flow_of_the_model():
 def test_a_compiled_graph_s_page_has_the_same_flow(fresh_dynamo):
     """Read off the program, in which views and casts are steps of their own."""
     with torch.no_grad():
-        found, graph = flow(nc.explain(Net(), X, dtype="bf16", front_end="export"))
+        found, graph = flow(nc.explain(Net(), (X,), under="bf16", front_end="export"))
     assert found == FLOW
     kinds = {(e.argument, e.kind) for e in graph.edges if e.src != e.dst}
     assert ("weight", "weight") in kinds and ("input", "activation") in kinds
@@ -68,7 +68,7 @@ def test_a_compiled_graph_s_page_has_the_same_flow(fresh_dynamo):
 
 def test_the_backward_of_a_compiled_graph_is_on_its_page(fresh_dynamo):
     """Each call at the module whose gradients it makes, fed by the calls of the forward."""
-    found, graph = flow(nc.explain(Net(), X, dtype="bf16", front_end="compile"))
+    found, graph = flow(nc.explain(Net(), (X,), under="bf16", front_end="compile"))
     assert found >= FLOW
     backward = [n for n in graph.nodes if n.direction == "backward"]
     assert {n.path for n in backward} == {f"layer.{n}{m}" for n in range(2) for m in ("", ".norm", ".dense")} | {"head"}
@@ -90,7 +90,7 @@ class Halves(torch.nn.Module):
 def test_slices_do_not_end_the_flow_of_a_captured_run():
     """Both halves come from the product; what is neither view nor result of a call comes from outside."""
     with torch.no_grad():
-        found, graph = flow(nc.capture(Halves(), (X,), policy="native", dtype="bf16"))
+        found, graph = flow(nc.capture(Halves(), (X,), under="native"))
     assert found == {
         ("both linear", " sigmoid"),
         (" sigmoid", " mul"),
@@ -119,7 +119,7 @@ def test_memory_that_is_used_again_is_no_view():
 def test_a_saved_explanation_of_placed_graphs_says_the_same(fresh_dynamo, tmp_path):
     """Its programs apart: text, page and JSON."""
     with torch.no_grad():
-        found = nc.explain(Net(), X, dtype="bf16", front_end="export", goal=nc.fast(verify=False))
+        found = nc.explain(Net(), (X,), under="bf16", front_end="export", goal=nc.fast(verify=False))
     found.save(tmp_path / "e.json")
     again = load(tmp_path / "e.json")
     assert str(again) == str(found) and again.to_html() == found.to_html() and again.to_json() == found.to_json()
@@ -129,7 +129,7 @@ def test_a_saved_explanation_of_placed_graphs_says_the_same(fresh_dynamo, tmp_pa
 def test_errors_of_a_comparison_are_on_the_nodes_of_an_explanation():
     """Each call's own error, where the explanation was run."""
     with torch.no_grad():
-        found = nc.explain(Net(), X, dtype="bf16", run=True)
+        found = nc.explain(Net(), (X,), under="bf16", run=True)
     page = document_of(found)
     errors = [n.own for n in page.graph.nodes if n.op == "aten.linear.default"]
     assert len(errors) == 3 and all(errors) and page.series[0].title == "Error by depth"

@@ -59,7 +59,7 @@ def test_gradients_that_cancel_have_a_band_as_wide_as_that_makes_it():
     """A deviation does not move with the bias before it."""
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     model.forward = lambda x: nn.Sequential.forward(model, x).std(1)
-    run = nc.capture(model, (torch.randn(4, 9, 32),), dtype="fp16", backward=True)
+    run = nc.capture(model, (torch.randn(4, 9, 32),), under="fp16", backward=True)
     values = Values(Side([run]), Side([run]), KeptTensors(run, run))
     grown = {name: values.gradients((f"1.{name}",), (f"1.{name}",))[1] for name in ("weight", "bias")}
     assert grown["bias"] > 1e3 > grown["weight"] >= 1, grown
@@ -70,7 +70,7 @@ def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: layer(x + layer(x).tanh()).std(0) * 64
-    found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"dtype": "fp16"})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"under": "fp16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -80,7 +80,7 @@ def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss
     goal = layer(x).detach() + off
     model = nn.ModuleList([layer])
     model.forward = lambda x: loss(layer(x).float(), goal)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ" and found.rows[-1].difference > 0.2, str(found)
 
 
@@ -90,7 +90,7 @@ def test_steps_of_a_function_are_taken_by_what_lies_near_them(step):
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: step(layer(x) * 8)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -100,7 +100,7 @@ def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes
     edge = layer(x)[2].detach()
     model = nn.ModuleList([layer])
     model.forward = lambda x: torch.where(layer(x) > edge, signs, -signs).cumsum(0)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "fp16"})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "fp16"})))
     assert found.verdict == "formats differ" and found.rows[-1].difference > 0.02, str(found)
 
 
@@ -127,7 +127,7 @@ def test_what_a_mask_is_filled_with_hides_no_scores(value):
         return scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), lowest).softmax(-1).to(q.dtype) @ q
 
     with torch.no_grad():
-        runs = nc.capture(attention, (x,)), nc.capture(attention, (x,), dtype="bf16")
+        runs = nc.capture(attention, (x,)), nc.capture(attention, (x,), under="bf16")
     found = nc.compare_runs(*runs)
     assert found.verdict != "values differ", str(found)
 
@@ -177,7 +177,7 @@ def steps_of(dtype, of):
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: of(layer(x))
-    return nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": dtype})))
+    return nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
 
 
 def gamma_near_its_zero(y):
@@ -220,7 +220,7 @@ def test_a_weight_that_an_inner_step_has_made_is_no_weight_of_the_run():
         return torch.func.functional_call(layer, {"weight": layer.weight - 0.1 * moved}, (x,))
 
     model.forward = forward
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -253,7 +253,7 @@ def test_what_a_later_step_chooses_comes_of_the_first_one():
 
     model = nn.ModuleList([tokens, layer, head])
     model.forward = beam
-    found = nc.compare_runs(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"dtype": "bf16"})))
+    found = nc.compare_runs(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
     assert any(row.why == "it chooses by values that differ" for row in found.rows)
 
@@ -269,7 +269,7 @@ def test_matrices_near_singular_ones_make_errors_large(of, dtype):
     layer, x, b = nn.Linear(24, 24), torch.randn(40, 24), torch.randn(24, 3)
     model = nn.ModuleList([layer])
     model.forward = lambda x: of((layer(x).mT @ x / 40).float() + 0.3 * torch.eye(24), b)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": dtype})))
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -344,7 +344,7 @@ def test_modules_of_one_name_are_kept_apart_and_a_rounding_after_the_last_is_fou
             y = last(first(x).tanh())
             return y.to(format).to(y.dtype) if rounded else y
 
-        return nc.capture(forward, (x,), **({"dtype": dtype} if dtype else {}))
+        return nc.capture(forward, (x,), **({"under": dtype} if dtype else {}))
 
     assert nc.compare_runs(run(False), run(False)).verdict == "alike"
     found = nc.compare_runs(run(False), run(True))
@@ -387,9 +387,9 @@ class Stepwise(nn.Module):
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_a_factor_that_stands_elsewhere_is_no_fault_where_outputs_agree(dtype):
     x = torch.randn(2, 9, 32)
-    a, b = (nc.capture(Scored(way), (x,), dtype=dtype) for way in ("queries", "scores"))
+    a, b = (nc.capture(Scored(way), (x,), under=dtype) for way in ("queries", "scores"))
     assert nc.compare_runs(a, b).verdict != "values differ"
-    wrong = nc.capture(Scored("scores", 1.5), (x,), dtype=dtype)
+    wrong = nc.capture(Scored("scores", 1.5), (x,), under=dtype)
     assert nc.compare_runs(a, wrong).verdict == "values differ"
 
 
@@ -398,9 +398,9 @@ def test_a_batch_and_its_rows_one_by_one_have_one_backward(dtype):
     """Inside there are other quantities; the gradients are the same. A gradient that is not is found."""
     x, goal = torch.randn(5, 24), torch.randn(5, 6)
     loss = lambda y: F.mse_loss(y.float(), goal)
-    runs = [nc.capture(m, (x,), dtype=dtype, backward=loss) for m in (Stepwise(), Stepwise(False))]
+    runs = [nc.capture(m, (x,), under=dtype, backward=loss) for m in (Stepwise(), Stepwise(False))]
     assert nc.compare_runs(*runs).verdict != "values differ"
-    wrong = nc.capture(Stepwise(False, 0.5), (x,), dtype=dtype, backward=loss)
+    wrong = nc.capture(Stepwise(False, 0.5), (x,), under=dtype, backward=loss)
     assert nc.compare_runs(runs[0], wrong).verdict == "values differ"
 
 

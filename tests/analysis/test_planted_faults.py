@@ -48,11 +48,11 @@ def seed():
 def in_form(form, model, x, dtype, backward=False):
     """The model in a region, as eager, compiled or exported code."""
     if form == "compiled":
-        compiled = nc.compile(model, dtype=dtype, backend="aot_eager")
+        compiled = nc.compile(model, under=dtype, backend="aot_eager")
         compiled(x)
         return compiled
     if form == "exported":
-        return nc.export(model, (x,), dtype=dtype).module()
+        return nc.export(model, (x,), under=dtype).module()
 
     def eager(x):
         with nc.autocast("cpu", dtype=dtype):
@@ -88,9 +88,9 @@ def test_in_a_script_it_is_found_at_the_line_inside(make):
     """Ours say where they are as they run."""
     model, x = Block(scale=1e4), 40 * torch.randn(4, 64)
     scripted = {
-        "script": lambda: nc.script(model, dtype="fp16"),
-        "trace": lambda: nc.trace(model, (x,), dtype="fp16"),
-        "convert": lambda: nc.convert(torch.jit.script(model), dtype="fp16"),
+        "script": lambda: nc.script(model, under="fp16"),
+        "trace": lambda: nc.trace(model, (x,), under="fp16"),
+        "convert": lambda: nc.script(torch.jit.script(model), under="fp16"),
     }[make]()
     before = scripted(x)
     with nc.watch() as w:
@@ -116,7 +116,7 @@ def test_a_script_of_torchs_own_has_the_place_of_its_call():
 
 def test_the_backward_of_a_script_has_the_lines_of_its_forward():
     """By the numbers of autograd's nodes."""
-    scripted = nc.script(Block(), dtype="bf16")
+    scripted = nc.script(Block(), under="bf16")
     run = nc.capture(scripted, (torch.randn(4, 64),), backward=True)
     products = [c for c in run.calls if c.id.op == "aten.mm.default" and c.id.direction == "backward"]
     assert {c.id.module_path for c in products} == {"up", "down"} and all(c.file == HERE for c in products)
@@ -192,14 +192,14 @@ class TestCompare:
     """What is off by more than round-off, and what is not."""
 
     def test_a_sound_model_has_no_fault(self):
-        found = nc.compare(Block(nn.GELU()), (torch.randn(32, 64),), dtype="bf16", backward=True)
+        found = nc.compare(Block(nn.GELU()), (torch.randn(32, 64),), under="bf16", backward=True)
         assert found.verdict == "round-off" and not found.faults, found
         assert {g.verdict for g in found.gradients} <= {"round-off", "exact"}
 
     def test_a_layer_scaled_down_underflows(self):
         model = Block(scale=1e-6)
         nn.init.zeros_(model.up.bias)
-        found = nc.compare(model, (torch.randn(32, 64),), dtype="fp16")
+        found = nc.compare(model, (torch.randn(32, 64),), under="fp16")
         row = next(row for row in found.rows if row.id.module_path == "up")
         assert row.own > 0.1 and row.underflow > 0, found
         assert row.own > 50 * max(r.own for r in found.rows if r is not row)
@@ -233,9 +233,9 @@ class TestFaults:
 
         model = nn.Linear(1024, 32)
         x = torch.randn(16, 1024)
-        assert not nc.compare(model, (x,), dtype="bf16").faults
+        assert not nc.compare(model, (x,), under="bf16").faults
         with kernel("addmm", addmm):
-            found = nc.compare(model, (x,), dtype="bf16")
+            found = nc.compare(model, (x,), under="bf16")
         assert [row.id.op for row in found.faults] == ["aten.linear.default"], found
         assert found.verdict == "fault" and "its kernel is off" in found.faults[0].why
 
@@ -258,9 +258,9 @@ class TestFaults:
                 return torch.addcmul(torch.zeros_like(y), y, torch.full_like(y, 1.5))
 
         x = torch.randn(64, 64)
-        assert not nc.compare(Ties(), (x,), dtype="bf16").faults
+        assert not nc.compare(Ties(), (x,), under="bf16").faults
         with kernel("addcmul", addcmul):
-            found = nc.compare(Ties(), (x,), dtype="bf16")
+            found = nc.compare(Ties(), (x,), under="bf16")
         assert any("have a sign" in row.why for row in found.faults), found
 
     @pytest.mark.parametrize("form", FORMS)
@@ -273,7 +273,7 @@ class TestFaults:
         found = nc.compare(
             in_form(form, other, x, "bf16"),
             (x,),
-            dtype="bf16" if form == "eager" else None,
+            under="bf16" if form == "eager" else None,
             reference=reference if form == "eager" else in_form("compiled", reference, x, "bf16"),
         )
         assert [row.id.op for row in found.faults[:1]] == ["aten.native_layer_norm.default"], found

@@ -105,14 +105,14 @@ def found_of(model, x, dtype):
     loss.backward()
     yield from ((watching, ledger), (ledger, ledger))
     with torch.no_grad():
-        yield nc.explain(model, x, dtype=dtype, run=True), ledger
+        yield nc.explain(model, (x,), under=dtype, run=True), ledger
         run = nc.capture(model, (x,))
-    yield nc.explain(model, x, dtype=dtype), ledger
-    yield nc.compare(model, (x,), dtype=dtype, isolate=3, backward=True), ledger
-    yield nc.capture(model, (x,), dtype=dtype, policy="native"), ledger
+    yield nc.explain(model, (x,), under=dtype), ledger
+    yield nc.compare(model, (x,), under=dtype, isolate=3, backward=True), ledger
+    yield nc.capture(model, (x,), under=nc.autocast("cpu", dtype, policy="native")), ledger
     if x.dtype is torch.float32:
         yield nc.fit(run), ledger
-    repaired = nc.repair(model, (x,), dtype=dtype, budget=1e-4)
+    repaired = nc.repair(model, (x,), under=dtype, budget=1e-4)
     with nc.record() as ledger, nc.autocast("cpu", dtype, policy=repaired.policy):
         model(x)
     yield repaired, ledger

@@ -322,7 +322,7 @@ def test_compiled_code_stays_compiled_after_it_was_recorded():
         return run
 
     model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
-    compiled = nc.compile(model, dtype="bf16", backend=backend)
+    compiled = nc.compile(model, under="bf16", backend=backend)
     compiled(x)
     with nc.record() as ledger:
         compiled(x)

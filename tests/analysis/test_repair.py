@@ -51,13 +51,13 @@ class TestRaises:
 
     def test_a_number_that_fp16_does_not_hold(self, x):
         mask = torch.ones(4, 16, dtype=torch.bool).triu(1)
-        found = nc.repair(Layer(lambda y: y.masked_fill(mask, -1e9).softmax(-1)), (x,), dtype="fp16")
+        found = nc.repair(Layer(lambda y: y.masked_fill(mask, -1e9).softmax(-1)), (x,), under="fp16")
         assert rules_of(found) == ["aten.masked_fill.Scalar: full"] and found.verdict == "repaired"
         assert "without overflow" in found.before.found and "without overflow" in found.rules[0].rule.reason
         assert found.products_after.low == 1 and "raises" in found.rules[0].needed
 
     def test_an_op_without_a_kernel_for_the_format(self, x):
-        found = nc.repair(Layer(lambda y: torch.complex(y, y).abs()), (x,), dtype="bf16")
+        found = nc.repair(Layer(lambda y: torch.complex(y, y).abs()), (x,), under="bf16")
         assert rules_of(found) == ["aten.complex.default: inside"] and found.is_clean
 
     def test_several_formats_in_one_call(self, x):
@@ -67,24 +67,24 @@ class TestRaises:
             return into
 
         model = Layer(put)
-        found = nc.repair(model, (x,), dtype="bf16")
+        found = nc.repair(model, (x,), under="bf16")
         assert rules_of(found) == ["aten.index_put_.default: align"]
         assert outputs(model, x, found.policy, torch.bfloat16).shape == (8, 16)
 
     def test_numpy_without_bf16_is_mended_where_a_module_returns(self, x):
         """Also where more was computed of that outside of modules: a rule about that op would hold everywhere."""
         for then in (lambda y: y.detach().numpy(), lambda y: y.add(1).mul(2).detach().numpy()):
-            found = nc.repair(Layer(then), (x,), dtype="bf16")
+            found = nc.repair(Layer(then), (x,), under="bf16")
             assert rules_of(found) == ["module.call argument result in first: to(fp32)"] and found.runs == 4
             assert found.verdict == "repaired" and found.products_after.low == 1 and math.isnan(found.after.error)
 
     def test_numpy_of_what_no_module_returned_is_mended_at_the_op(self, x):
         weight = torch.ones(16, 16)
-        found = nc.repair(lambda x: (x @ weight).numpy(), (x,), dtype="bf16")
+        found = nc.repair(lambda x: (x @ weight).numpy(), (x,), under="bf16")
         assert rules_of(found) == ["aten.matmul.default argument result: to(fp32)"] and found.products_after.low == 1
 
     def test_a_metric_that_takes_no_bf16(self, x):
-        found = nc.repair(nn.Linear(16, 4), (x,), dtype="bf16", metric=lambda y: float(y.detach().numpy().mean()))
+        found = nc.repair(nn.Linear(16, 4), (x,), under="bf16", metric=lambda y: float(y.detach().numpy().mean()))
         assert rules_of(found) == ["module.call argument result in the root module: to(fp32)"]
         assert "the metric" in found.rules[0].rule.reason
 
@@ -95,11 +95,11 @@ class TestRaises:
                     raise TypeError("fp32 only")
                 return y * 2
 
-        found = nc.repair(Layer(Strict()), (x,), dtype="bf16")
+        found = nc.repair(Layer(Strict()), (x,), under="bf16")
         assert rules_of(found) == ["module.call in then: full"] and found.is_clean
 
     def test_the_same_in_fp32_is_no_fault_of_the_policy(self, x):
-        found = nc.repair(Layer(lambda y: y @ y), (x,), dtype="bf16")
+        found = nc.repair(Layer(lambda y: y @ y), (x,), under="bf16")
         assert found.verdict == "not the policy's fault" and "fp32 itself raises" in str(found)
         assert not found.rules and not found.is_clean and found.policy == nc.Policy.native()
 
@@ -109,12 +109,12 @@ class TestRaises:
                 raise TypeError("fp32 only")
             return y
 
-        found = nc.repair(lambda x: strict(torch.nn.functional.linear(x, torch.ones(16, 16))), (x,), dtype="bf16")
+        found = nc.repair(lambda x: strict(torch.nn.functional.linear(x, torch.ones(16, 16))), (x,), under="bf16")
         assert found.verdict == "out of ideas" and "fp32 only" in str(found) and rules_of(found) == []
 
     def test_what_the_policy_refuses_stays_refused(self, x):
         policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="not here"))
-        found = nc.repair(Layer(nn.GELU()), (x,), dtype="bf16", policy=policy)
+        found = nc.repair(Layer(nn.GELU()), (x,), under=policy)
         assert found.verdict == "out of ideas" and rules_of(found) == [] and found.policy == policy
 
 
@@ -126,7 +126,7 @@ class TestNotFinite:
             scores = torch.matmul(y, y.transpose(-1, -2)) * 1e-4
             return torch.matmul(scores.softmax(-1) + 3e4, y.abs() + 1)
 
-        found = nc.repair(Layer(attention), (x,), dtype="fp16")
+        found = nc.repair(Layer(attention), (x,), under="fp16")
         assert found.verdict == "repaired" and rules_of(found) == ["aten.matmul.default call 2: full"]
         assert torch.isfinite(outputs(Layer(attention), x, found.policy, torch.float16)).all()
 
@@ -136,7 +136,7 @@ class TestNotFinite:
                               nn.Linear(16, 16))  # fmt: skip
         with torch.no_grad():
             model[1].weight.mul_(1e6)
-        found = nc.repair(model, (x,), dtype="fp16")
+        found = nc.repair(model, (x,), under="fp16")
         assert sorted(rules_of(found)) == [f"{LINEAR} in 1: full", f"{LINEAR} in 3: full"]
         assert found.steps[2].added and len(found.steps) <= 5 and found.products_after.low == 2
         assert outputs(model, x, found.policy, torch.float16).isfinite().all()
@@ -146,23 +146,23 @@ class TestNotFinite:
         model = Layer(lambda y: y / y.abs().sum(-1, keepdim=True))
         with torch.no_grad():
             model.first.weight.mul_(1e-9), model.first.bias.mul_(1e-9)
-        assert rules_of(nc.repair(model, (x,), dtype="fp16")) == [f"{LINEAR} in first: full"]
+        assert rules_of(nc.repair(model, (x,), under="fp16")) == [f"{LINEAR} in first: full"]
 
     def test_a_gradient(self, x):
         model = nn.Linear(16, 16)
-        found = nc.repair(model, (x,), dtype="fp16", backward=lambda y: (y.float() * 1e6).sum())
+        found = nc.repair(model, (x,), under="fp16", backward=lambda y: (y.float() * 1e6).sum())
         assert "backward" in found.before.found
         assert rules_of(found) == [f"{LINEAR}: full"] and model.weight.grad is None
 
     def test_fp32_that_is_not_finite_itself_is_said(self, x):
-        found = nc.repair(Layer(lambda y: (y - 1e9).log()), (x,), dtype="bf16")
+        found = nc.repair(Layer(lambda y: (y - 1e9).log()), (x,), under="bf16")
         assert found.verdict == "not the policy's fault" and "fp32 itself is not finite: nan made by" in str(found)
 
     def test_fp32_s_own_are_left_and_the_policy_s_are_mended(self, x):
         model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
         with torch.no_grad():
             model[0].weight.mul_(1e6)
-        found = nc.repair(lambda x: (model(x), (x - 1e9).log()), (x,), dtype="fp16")
+        found = nc.repair(lambda x: (model(x), (x - 1e9).log()), (x,), under="fp16")
         assert rules_of(found) == [f"{LINEAR} in 0: full"] and found.verdict == "repaired"
         assert any("fp32 itself is not finite" in note for note in found.notes)
 
@@ -173,7 +173,7 @@ class TestErrors:
     @pytest.mark.parametrize("budget", [1e-3, "60 dB"])
     def test_the_layers_that_matter_most_are_kept_high(self, x, budget):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-        found = nc.repair(model, (x,), dtype="bf16", budget=budget)
+        found = nc.repair(model, (x,), under="bf16", budget=budget)
         assert found.before.error > 1e-3 >= found.after.error
         assert 0 < found.products_after.low < 6 == found.products_after.all
         assert sum(rule.share for rule in found.rules) == pytest.approx(1.0)
@@ -192,18 +192,18 @@ class TestErrors:
             signs = torch.cat([torch.ones(16, 8), -torch.ones(16, 8)], 1)
             model[1].weight.copy_(signs * 100 + torch.randn(16, 16))
         x = torch.ones(4, 16) + torch.randn(4, 16) * 1e-3
-        found = nc.repair(model, (x,), dtype="bf16", budget=0.02)
+        found = nc.repair(model, (x,), under="bf16", budget=0.02)
         assert rules_of(found) == [f"{LINEAR} in 1: full"] and found.rules[0].share == 1.0
 
     def test_what_is_all_needed_is_one_rule(self, x):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        found = nc.repair(model, (x,), dtype="bf16", budget=0)
+        found = nc.repair(model, (x,), under="bf16", budget=0)
         assert rules_of(found) == [f"{LINEAR}: full"] and found.after.error == 0 and found.rules[0].calls == 4
 
     def test_frozen_weights_and_no_grad_are_attributed_too(self, x):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).requires_grad_(False)
         with torch.no_grad():
-            found = nc.repair(model, (x,), dtype="bf16", budget=1e-3)
+            found = nc.repair(model, (x,), under="bf16", budget=1e-3)
         assert found.is_clean and rules_of(found) and not any(p.requires_grad for p in model.parameters())
         assert not any("gradients" in note for note in found.notes)
 
@@ -219,14 +219,14 @@ class TestErrors:
             def forward(self, x):
                 return self.layers(x)
 
-        found = nc.repair(Detached(), (x,), dtype="bf16", budget=1.5e-3)
+        found = nc.repair(Detached(), (x,), under="bf16", budget=1.5e-3)
         assert found.is_clean and rules_of(found) and any("gradients" in note for note in found.notes)
 
     @torch.no_grad()
     def test_code_that_takes_no_gradients_is_run_without(self, x):
         """`.numpy()` raises on what requires grad."""
         model = Layer(lambda y: torch.from_numpy(y.float().numpy() * 2))
-        found = nc.repair(model, (x,), dtype="bf16", budget=1e-4)
+        found = nc.repair(model, (x,), under="bf16", budget=1e-4)
         assert rules_of(found) == [f"{LINEAR} in first: full"] and found.is_clean
         assert any("requires grad" in step.found for step in found.steps) and "gradients" in found.notes[0]
 
@@ -234,17 +234,15 @@ class TestErrors:
         """The fused layer is another path than the one that records gradients."""
         model = Layer(nn.TransformerEncoderLayer(16, 2, batch_first=True)).eval()
         with torch.no_grad():
-            found = nc.repair(model, (x,), dtype="bf16", budget=1e-3)
+            found = nc.repair(model, (x,), under="bf16", budget=1e-3)
         assert "aten._transformer_encoder_layer_fwd.default in then: full" in rules_of(found) and found.is_clean
 
     def test_a_metric_of_the_output(self, x):
         model, best = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), None
         with torch.no_grad():
             best = model(x)
-        found = nc.repair(
-            model, (x,), dtype="bf16", better="lower", tolerance=1e-3,
-            metric=lambda y: {"off": float((y - best).abs().max())},
-        )  # fmt: skip
+        off = lambda y: {"off": float((y - best).abs().max())}  # noqa: E731
+        found = nc.repair(model, (x,), under="bf16", better="lower", tolerance=1e-3, metric=off)
         assert found.before.metric["off"] > 1e-3 >= found.after.metric["off"] and found.reference == {"off": 0.0}
         assert rules_of(found) and "metric at most 0.001 above fp32's" in str(found)
 
@@ -258,12 +256,12 @@ class TestErrors:
             with torch.no_grad():
                 return float((model(x) - best).abs().max())
 
-        found = nc.repair(nc.Subject(model, (x,), metric=off), dtype="bf16", better="lower", tolerance=1e-4)
+        found = nc.repair(nc.Case(model, (x,), evaluate=off), under="bf16", better="lower", tolerance=1e-4)
         assert found.is_clean and rules_of(found) == [f"{LINEAR}: full"] and len(calls) == 3
         assert found.runs == 4  # one more to see who is to blame
 
     def test_nothing_is_added_to_what_is_right(self, x):
-        found = nc.repair(nn.Linear(16, 16), (x,), dtype="bf16")
+        found = nc.repair(nn.Linear(16, 16), (x,), under="bf16")
         assert (found.verdict, found.runs, rules_of(found)) == ("nothing to repair", 1, [])
         assert found.policy == nc.Policy.native() and "VERDICT: Nothing to repair: " in str(found)
 
@@ -277,7 +275,7 @@ class TestLeftBehind:
             model[0].weight.mul_(1e5)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         state = torch.get_rng_state()
-        found = nc.repair(model, (x,), dtype="fp16", backward=True, budget=0.01)
+        found = nc.repair(model, (x,), under="fp16", backward=True, budget=0.01)
         assert found.is_clean and torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -285,12 +283,16 @@ class TestLeftBehind:
     def test_the_user_s_policy_is_extended_and_never_changed(self, x, tmp_path):
         file = tmp_path / "mine.toml"
         file.write_text('name = "mine"\n# kept\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
-        found = nc.repair(Layer(lambda y: y.masked_fill(y > 9, -1e9)), (x,), dtype="fp16", policy=nc.Policy.load(file))
+        found = nc.repair(
+            Layer(lambda y: y.masked_fill(y > 9, -1e9)),
+            (x,),
+            under=nc.autocast("cpu", "fp16", policy=nc.Policy.load(file)),
+        )
         assert rules_of(found) and "# kept" in found.policy.to_toml() and "masked_fill" not in file.read_text()
         assert found.policy.layers[0] == nc.Policy.load(file).layers[0] and len(found.policy.layers) == 2
 
     def test_a_saved_one_is_shown_again(self, x, tmp_path):
-        found = nc.repair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), (x,), dtype="bf16", budget=1e-3)
+        found = nc.repair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), (x,), under="bf16", budget=1e-3)
         found.save(tmp_path / "repair.json")
         again = load(tmp_path / "repair.json")
         assert str(again) == str(found) and again.policy == found.policy
@@ -306,7 +308,7 @@ class TestTimes:
 
     def test_without_a_profile_that_is_said(self, x, tmp_path, monkeypatch):
         monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
-        found = nc.repair(nn.Linear(16, 16), (x,), dtype="bf16", budget=0)
+        found = nc.repair(nn.Linear(16, 16), (x,), under="bf16", budget=0)
         assert math.isnan(found.rules[0].cost_ns) and any("No profile" in note for note in found.notes)
         assert not list(tmp_path.iterdir())
 
@@ -320,7 +322,7 @@ class TestTimes:
             shapes = f"{format}[2, 4, 16], {format}[16, 16], {format}[16]"
             profile.samples[f"{LINEAR}({shapes})"] = Sample("gemm", format, False, 4096, 1000, 256, ns, ns, ns, 9)
         profile.write()
-        found = nc.repair(nn.Linear(16, 16), (x,), dtype="bf16", budget=0)
+        found = nc.repair(nn.Linear(16, 16), (x,), under="bf16", budget=0)
         assert found.rules[0].cost_ns == 3000.0 and "the rules cost a run +3 us by the profile" in " ".join(
             str(found).split()
         )
@@ -336,26 +338,26 @@ class TestRefused:
             ({"budget": "loud"}, "no error that an output can have"),
             ({"better": "more"}, "no such direction"),
             ({"tolerance": 1.0}, "without a metric"),
-            ({"tolerance": -1.0, "metric": lambda y: 1.0}, "not worse"),
+            ({"tolerance": -1.0, "metric": lambda y: 1.0}, "it is negative"),
             ({"metric": lambda y: 0.0}, "1 % of that allows nothing"),
             ({"backward": lambda y: y.detach()}, "no output of the model has a gradient"),
-            ({"device_type": "cuda"}, "the model is on cpu"),
+            ({"under": nc.autocast("cuda", "bf16")}, "the model is on cpu"),
         ],
     )
     def test_with_what_to_do(self, x, options, says):
         with pytest.raises(RunError, match=says) as raised:
-            nc.repair(nn.Linear(16, 4), (x,), dtype="bf16", **options)
+            nc.repair(nn.Linear(16, 4), (x,), under="bf16", **options)
         assert raised.value.advice
 
     def test_a_budget_of_what_gives_no_tensor(self, x):
         with pytest.raises(RunError, match="no floating tensor"):
-            nc.repair(Layer(lambda y: 1), (x,), dtype="bf16", budget=0.1)
+            nc.repair(Layer(lambda y: 1), (x,), under="bf16", budget=0.1)
 
     def test_compiled_code_and_scripts(self, x):
-        compiled = nc.compile(nn.Linear(16, 4), dtype="bf16", backend="eager")
+        compiled = nc.compile(nn.Linear(16, 4), under="bf16", backend="eager")
         for model in (compiled, torch.jit.trace(nn.Linear(16, 4), x)):
             with pytest.raises(RunError, match="its casts are in it"):
-                nc.repair(model, (x,), dtype="bf16")
+                nc.repair(model, (x,), under="bf16")
 
 
 class TestCompiledParts:

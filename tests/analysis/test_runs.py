@@ -72,47 +72,47 @@ class TestIdentity:
     """One identity for a call, in every form."""
 
     def test_numbers_calls_of_an_op_in_a_module_and_calls_of_the_module(self, model, x):
-        names = [name for name, _, _ in calls(nc.capture(model, (x,), dtype="bf16"))]
+        names = [name for name, _, _ in calls(nc.capture(model, (x,), under="bf16"))]
         assert [n for n in names if "matmul" in n] == ["aten.matmul.default #1", "aten.matmul.default #2"]
         assert [n for n in names if n.startswith("twice")] == [
             "twice aten.linear.default #1", "twice aten.linear.default #1 turn 2"]  # fmt: skip
 
     def test_is_the_same_under_every_policy_and_in_fp32(self, model, x):
-        fp32, bf16 = nc.capture(model, (x,), backward=True), nc.capture(model, (x,), dtype="bf16", backward=True)
+        fp32, bf16 = nc.capture(model, (x,), backward=True), nc.capture(model, (x,), under="bf16", backward=True)
         assert [c[0] for c in calls(fp32)] == [c[0] for c in calls(bf16)]
         assert {c[1] for c in calls(fp32)} == {"fp32"} and "bf16" in {c[1] for c in calls(bf16)}
 
     @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
     @pytest.mark.parametrize("when", ["before", "inside"])
     def test_is_the_same_in_compiled_code(self, model, x, backend, when):
-        eager = nc.capture(model, (x,), dtype="bf16", backward=True)
-        compiled = nc.compile(model, dtype="bf16", backend=backend)
+        eager = nc.capture(model, (x,), under="bf16", backward=True)
+        compiled = nc.compile(model, under="bf16", backend=backend)
         if when == "before":
             compiled(x)
         assert calls(nc.capture(compiled, (x,), backward=True)) == calls(eager)
 
     def test_is_the_same_where_there_is_an_accelerator_too(self, model, x, monkeypatch):
         """Whose lists name ops, `softmax.int` and `layer_norm`, that those of the model's own device do not."""
-        alone = nc.capture(model, (x,), dtype="bf16")
-        program = nc.export(model, (x,), dtype="bf16")
-        monkeypatch.setattr(observer, "present_device_types", lambda: ["cpu", "cuda"])
-        assert calls(nc.capture(model, (x,), dtype="bf16")) == calls(alone)
+        alone = nc.capture(model, (x,), under="bf16")
+        program = nc.export(model, (x,), under="bf16")
+        monkeypatch.setattr(mode, "present_device_types", lambda: ["cpu", "cuda"])
+        assert calls(nc.capture(model, (x,), under="bf16")) == calls(alone)
         assert calls(nc.capture(program, (x,))) == calls(alone)
 
     def test_is_the_same_in_exported_code_also_when_loaded(self, model, x, tmp_path):
-        eager = nc.capture(model, (x,), dtype="bf16", backward=True)
-        program = nc.export(model, (x,), dtype="bf16")
+        eager = nc.capture(model, (x,), under="bf16", backward=True)
+        program = nc.export(model, (x,), under="bf16")
         assert calls(nc.capture(program, (x,), backward=True)) == calls(eager)
         torch.export.save(program, tmp_path / "program.pt2")
         loaded = torch.export.load(tmp_path / "program.pt2")
         assert calls(nc.capture(loaded, (x,), backward=True)) == calls(eager)
 
     def test_of_a_model_that_torch_compiled_is_eagers(self, model, x):
-        eager = nc.capture(model, (x,), dtype="bf16")
-        assert calls(nc.capture(torch.compile(model, backend="eager"), (x,), dtype="bf16")) == calls(eager)
+        eager = nc.capture(model, (x,), under="bf16")
+        assert calls(nc.capture(torch.compile(model, backend="eager"), (x,), under="bf16")) == calls(eager)
 
     def test_a_backward_call_names_its_forward_call(self, model, x):
-        run = nc.capture(model, (x,), dtype="bf16", backward=True)
+        run = nc.capture(model, (x,), under="bf16", backward=True)
         backward = [c for c in run.calls if c.id.direction == "backward" and c.id.op == "aten.mm.default"]
         assert {c.forward.op for c in backward} == {"aten.linear.default"}
         assert all(c.id.module_path == c.forward.module_path for c in backward)
@@ -127,13 +127,13 @@ class TestIdentity:
     def test_a_recomputation_has_the_paths_of_its_forward(self, x):
         """Under the native policy, too, which asks for none."""
         model = Checkpointed()
-        run = nc.capture(model, (x.requires_grad_(),), dtype="bf16", backward=True)
+        run = nc.capture(model, (x.requires_grad_(),), under="bf16", backward=True)
         paths = {d: {c.id.module_path for c in run.calls if c.id.direction == d and "linear" in c.id.op}
                  for d in ("forward", "recomputation")}  # fmt: skip
         assert paths["forward"] >= paths["recomputation"] == {"first"}
 
     def test_what_is_called_outside_of_modules_is_counted_with_the_outermosts_calls(self, model, x):
-        run = nc.capture(model, (x,), dtype="bf16", backward=lambda y: sum([y.float().mean()]))
+        run = nc.capture(model, (x,), under="bf16", backward=lambda y: sum([y.float().mean()]))
         assert len({c.id for c in run.calls if not c.is_cast}) == sum(not c.is_cast for c in run.calls)
         assert str(next(c.id for c in run.calls[::-1] if c.id.op == "aten.add.Tensor"
                         and c.id.direction == "forward")) == "aten.add.Tensor #2"  # fmt: skip
@@ -145,7 +145,7 @@ class TestIdentity:
             graphs.append(graph)
             return graph.forward
 
-        compiled = nc.compile(model, dtype="bf16", backend=backend)
+        compiled = nc.compile(model, under="bf16", backend=backend)
         nc.capture(compiled, (x,))
         made = len(graphs)
         compiled(x)
@@ -194,7 +194,7 @@ class TestCapture:
         assert found == wanted and given.zeros == pytest.approx(2 / 12) and given.subnormal == pytest.approx(2 / 12)
 
         norm = nn.LayerNorm(4, eps=1.2345678901234567e-7)
-        run = nc.capture(norm, (torch.randn(2, 4),), dtype="bf16")
+        run = nc.capture(norm, (torch.randn(2, 4),), under="bf16")
         assert dict(run.calls[0].given)["eps"] == repr(norm.eps)
 
     def test_a_block_captures_gradients_and_moments(self, model, x):
@@ -213,7 +213,7 @@ class TestCapture:
         torch.manual_seed(3)
         state = torch.get_rng_state()
         nc.capture(model, (x,), backward=True)
-        nc.compare(model, (x,), dtype="bf16", backward=True, isolate=1)
+        nc.compare(model, (x,), under="bf16", backward=True, isolate=1)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state) and bool((model[0].weight.grad == 1).all())
         assert model[0].bias.grad is None
@@ -240,7 +240,7 @@ class TestCapture:
         weight, before = model.linear.weight.data_ptr(), model.linear.weight.clone()
         function = lambda x: model(x)  # closes over the module
         called = function if how == "function" else model
-        run, found = nc.capture(called, (x,)), nc.compare(called, (x,), dtype="bf16", isolate=0)
+        run, found = nc.capture(called, (x,)), nc.compare(called, (x,), under="bf16", isolate=0)
         assert torch.equal(model.linear.weight, before) and model.linear.weight.data_ptr() == weight
         assert "(linear.weight)" in run.notes[0] and "(linear.weight)" in " ".join(found.notes)
         assert not found.faults, found
@@ -280,10 +280,10 @@ class TestCapture:
     @pytest.mark.parametrize(
         ("call", "found"),
         [
-            (lambda x: nc.capture(nn.ReLU(), x), "as a tuple"),
+            (lambda x: nc.capture(nn.ReLU(), 3.0), "a tuple of arguments"),
             (lambda x: nc.capture(3, (x,)), "cannot be called"),
             (lambda x: nc.capture(nn.ReLU(), (x,), statistics="all"), "no such statistics"),
-            (lambda x: nc.capture(dtype="bf16"), "without a model"),
+            (lambda x: nc.capture(under="bf16"), "without a model"),
             (lambda x: nc.capture(nn.ReLU(), (x,), tensors="/nowhere/t"), "/nowhere/t"),
             (lambda x: nc.capture(torch.relu, (x,), backward=True), "has a gradient"),
             (lambda x: nc.compare(nn.ReLU(), (x,), reference="fp8"), "no such reference"),
@@ -519,7 +519,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("reference", ["fp32", "fp64"])
     def test_every_low_call_has_an_own_error_within_its_band(self, model, x, reference):
-        found = nc.compare(model, (x,), dtype="bf16", reference=reference, backward=True)
+        found = nc.compare(model, (x,), under="bf16", reference=reference, backward=True)
         assert found.verdict == "round-off" and not found.unmatched, found
         low = [row for row in found.rows if row.computes == "bf16"]
         assert low and all(row.own < 1.5 * row.band for row in low)
@@ -528,7 +528,7 @@ class TestCompare:
         assert any(row.alone == row.alone for row in found.rows)
 
     def test_without_a_low_format_nothing_differs(self, model, x):
-        found = nc.compare(model, (x,), policy=nc.Policy("nothing", extends=()))
+        found = nc.compare(model, (x,), under=nc.Policy("nothing", extends=()))
         assert found.verdict == "exact" and not found.differing
 
     def test_compiled_code_differs_nowhere_from_eager(self, model, x):
@@ -536,12 +536,12 @@ class TestCompare:
             with nc.autocast("cpu", torch.bfloat16):
                 return model(x)
 
-        found = nc.compare(nc.compile(model, dtype="bf16", backend="aot_eager"), (x,), reference=eager)
+        found = nc.compare(nc.compile(model, under="bf16", backend="aot_eager"), (x,), reference=eager)
         assert found.verdict == "exact" and not found.differing and not found.unmatched, found
 
     def test_random_numbers_are_the_same_in_every_run(self, x):
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)).train()
-        found = nc.compare(model, (x,), dtype="bf16")
+        found = nc.compare(model, (x,), under="bf16")
         assert found.verdict == "round-off", found
 
     def test_what_differs_between_two_runs_of_the_reference_is_no_fault(self, x):
@@ -552,7 +552,7 @@ class TestCompare:
                 Counting.runs[0] += 1
                 return torch.mm(x[0], x[0].T) * Counting.runs[0]
 
-        found = nc.compare(Counting(), (x,), dtype="bf16")
+        found = nc.compare(Counting(), (x,), under="bf16")
         assert "nondeterministic" in {row.verdict for row in found.rows}
         assert any("differ between two runs of the reference" in note for note in found.notes)
 
@@ -566,7 +566,7 @@ class TestCompare:
             y = layer(x)
             return {"logits": y, "n": 3} if kind == "dict" else (y, [y * 2])
 
-        found = nc.compare(run, (torch.randn(3, 16),), dtype="bf16", backward=True)
+        found = nc.compare(run, (torch.randn(3, 16),), under="bf16", backward=True)
         assert found.outputs and found.verdict == "round-off", found
 
     def test_a_model_that_differentiates_in_its_forward(self):
@@ -581,11 +581,11 @@ class TestCompare:
                     energy = self.energy(positions).sum()
                     return energy, torch.autograd.grad(energy, positions)[0]
 
-        found = nc.compare(Forces(), (torch.randn(5, 3),), dtype="bf16")
+        found = nc.compare(Forces(), (torch.randn(5, 3),), under="bf16")
         assert {row.id.direction for row in found.rows} == {"forward", "backward"}
 
     def test_the_first_screen_is_short_and_the_rest_is_there(self, model, x):
-        found = nc.compare(model, (x,), dtype="bf16", by="module")
+        found = nc.compare(model, (x,), under="bf16", by="module")
         assert len(str(found).splitlines()) <= 25
         data = json.loads(found.to_json())
         assert data["schema"] == "narrowcast.compare/1" and len(data["rows"]) == len(found.rows)

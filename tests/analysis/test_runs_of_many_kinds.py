@@ -44,15 +44,15 @@ class TestNothingIsLeft:
             optimizer.step()
             return loss
 
-        assert nc.compare(step, (x,), dtype="bf16").verdict == "round-off"
+        assert nc.compare(step, (x,), under="bf16").verdict == "round-off"
         assert torch.equal(linear.weight, before)
         with pytest.raises(nc.errors.RunError, match="differentiated its output itself"):
-            nc.compare(step, (x,), dtype="bf16", backward=True)
+            nc.compare(step, (x,), under="bf16", backward=True)
         assert torch.equal(linear.weight, before)
 
     def test_gradients_of_a_function_are_compared_by_their_names(self, x):
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
-        found = nc.compare(lambda x: model(x), (x,), dtype="bf16", backward=True)
+        found = nc.compare(lambda x: model(x), (x,), under="bf16", backward=True)
         assert [g.parameter for g in found.gradients] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
@@ -66,16 +66,23 @@ class TestVerdicts:
         """Under `safe`: a cpu with AVX2 alone has no bf16 LSTM, and rounds its results alone."""
         model = kind(16, 8, 2, bidirectional=True)
         x = torch.randn(5, 2, 16)
-        found = nc.compare(model, (x,), policy="safe", dtype="bf16", backward=backward, reference=reference, isolate=0)
+        found = nc.compare(
+            model,
+            (x,),
+            under="safe",
+            backward=backward,
+            reference=reference,
+            isolate=0,
+        )
         assert found.verdict == "round-off" and not found.faults, found
 
     def test_a_script_in_a_model_is_in_fp32_in_the_reference(self, x):
         script = torch.jit.script(nn.Sequential(nn.Linear(16, 8), nn.ReLU()))
         model = nn.Sequential(script, nn.Linear(8, 4))
-        found = nc.compare(model, (x,), dtype="bf16")
+        found = nc.compare(model, (x,), under="bf16")
         assert found.verdict == "round-off" and all(row.is_low for row in found.rows if "linear" in row.id.op), found
         assert not {call.computes for call in nc.capture(script, (x,)).calls} - {"fp32"}
-        assert "bf16" in {call.computes for call in nc.capture(script, (x,), dtype="bf16").calls}
+        assert "bf16" in {call.computes for call in nc.capture(script, (x,), under="bf16").calls}
 
     def test_a_mask_in_place_of_an_argument_is_no_fault(self):
         q = torch.randn(1, 2, 8, 16)
@@ -88,33 +95,33 @@ class TestVerdicts:
 
     def test_random_numbers_from_elsewhere_are_no_round_off(self, x):
         numbers = iter(range(1, 100))
-        found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), dtype="bf16", isolate=0)
+        found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), under="bf16", isolate=0)
         assert found.verdict == "nondeterministic", found
 
     def test_what_grows_where_terms_cancel_is_inherited_round_off(self):
         """Rounding what is cast moves a sum that cancels by far more than its own unit, and a logarithm shows it."""
         x = torch.sin(torch.arange(1024) * 0.1).reshape(1, 1, -1)
         kernels = torch.cos(torch.arange(64) * torch.linspace(0.2, 2, 32)[:, None])[:, None]
-        found = nc.compare(lambda x: nn.functional.conv1d(x, kernels).float().square().log10(), (x,), dtype="bf16")
+        found = nc.compare(lambda x: nn.functional.conv1d(x, kernels).float().square().log10(), (x,), under="bf16")
         assert found.verdict == "round-off" and not found.faults, found
 
     def test_random_numbers_of_python_and_numpy_are_the_same_in_each_run(self, x):
         linear = nn.Linear(16, 4)
         before = random.getstate(), np.random.get_state()[1].tolist()
-        found = nc.compare(lambda x: linear(x) * random.random() + float(np.random.rand()), (x,), dtype="bf16")
+        found = nc.compare(lambda x: linear(x) * random.random() + float(np.random.rand()), (x,), under="bf16")
         assert found.verdict == "round-off", found
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
     @pytest.mark.parametrize("reference", ["fp32", "fp64"])
     def test_complex_outputs_and_gradients_are_compared(self, reference, x):
-        found = nc.compare(Spectrum(), (x,), dtype="bf16", reference=reference, backward=True)
+        found = nc.compare(Spectrum(), (x,), under="bf16", reference=reference, backward=True)
         assert found.verdict == "round-off" and 1e-4 < found.outputs[0].relative_error < 1e-2, found
         assert found.outputs[0].reference.startswith("c128" if reference == "fp64" else "c64")
         assert {g.parameter: g.format for g in found.gradients}["filter"] == "c64"
 
     def test_a_gradient_that_is_zero_but_for_round_off_is_told_from_those_that_are_off(self):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
-        found = nc.compare(model, (torch.randn(4, 3, 8, 8),), dtype="bf16", backward=True)
+        found = nc.compare(model, (torch.randn(4, 3, 8, 8),), under="bf16", backward=True)
         assert [g.parameter for g in found.gradients if g.is_round_off_alone] == ["0.bias"], found
         assert {g.verdict for g in found.gradients} <= {"round-off", "exact"}, found
         assert (
@@ -124,18 +131,18 @@ class TestVerdicts:
 
     def test_a_small_gradient_that_underflows_is_no_round_off(self):
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), Scaled(1e-9))
-        found = nc.compare(model, (torch.randn(4, 16),), dtype="fp16", backward=True)
+        found = nc.compare(model, (torch.randn(4, 16),), under="fp16", backward=True)
         assert not any(g.is_round_off_alone for g in found.gradients), found
         assert max(g.underflow for g in found.gradients) > 0.5, found
 
     def test_a_model_that_brings_its_casts_is_told_from_one_without_error(self, x):
-        program = nc.export(nn.Linear(16, 4), (x,), dtype="bf16")
+        program = nc.export(nn.Linear(16, 4), (x,), under="bf16")
         found = nc.compare(program, (x,))
         assert found.verdict == "not compared", found
         assert "VERDICT: Not compared" in str(found)
 
     def test_the_outputs_of_a_dataclass_are_compared(self, x):
-        found = nc.compare(GivesADataclass(), (x,), dtype="bf16")
+        found = nc.compare(GivesADataclass(), (x,), under="bf16")
         assert len(found.outputs) == 1 and found.outputs[0].relative_error > 0
 
 
@@ -186,7 +193,7 @@ class TestRuns:
 
     def test_batch_normalization_that_keeps_nothing_gives_empty_results(self):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-        assert nc.compare(model, (torch.randn(2, 3, 8, 8),), dtype="bf16").verdict == "round-off"
+        assert nc.compare(model, (torch.randn(2, 3, 8, 8),), under="bf16").verdict == "round-off"
 
     def test_a_model_that_differentiates_inside_needs_no_backward(self, x):
         class Forces(nn.Module):
@@ -200,11 +207,11 @@ class TestRuns:
                 return torch.autograd.grad(energy, x)[0]
 
         assert nc.capture(Forces(), (x,)).calls
-        assert nc.compare(Forces(), (x,), dtype="bf16").verdict == "round-off"
+        assert nc.compare(Forces(), (x,), under="bf16").verdict == "round-off"
 
     def test_sparse_gradients_are_compared(self):
         model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 4))
-        found = nc.compare(model, (torch.randint(0, 10, (3, 5)),), dtype="bf16", backward=True)
+        found = nc.compare(model, (torch.randint(0, 10, (3, 5)),), under="bf16", backward=True)
         assert {g.parameter for g in found.gradients} == {"0.weight", "1.weight", "1.bias"}
 
     def test_an_op_that_writes_where_it_reads_is_not_tried_alone(self, x):
@@ -218,14 +225,14 @@ class TestRuns:
                 y += self.linear(x)
                 return y
 
-        assert nc.compare(Adds(), (x,), dtype="bf16").verdict == "round-off"
+        assert nc.compare(Adds(), (x,), under="bf16").verdict == "round-off"
 
     @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
     def test_transforms_of_functions_run(self, transform, x):
         weight = torch.randn(4, 16)
         run = transform(lambda x: nn.functional.linear(x, weight))
         assert nc.capture(run, (x,)).calls
-        assert nc.compare(run, (x,), dtype="bf16").outputs
+        assert nc.compare(run, (x,), under="bf16").outputs
         with nc.watch() as w, nc.autocast("cpu", dtype="bf16"):
             run(x)
         assert w.first is None
@@ -235,7 +242,7 @@ class TestRuns:
         model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
         padding = torch.arange(5)[None] >= torch.tensor([[5], [3]])
         with torch.no_grad():
-            assert nc.capture(model, (torch.randn(2, 5, 16),), {"src_key_padding_mask": padding}).calls
+            assert nc.capture(model, ((torch.randn(2, 5, 16),), {"src_key_padding_mask": padding})).calls
 
     def test_the_first_screen_has_80_columns(self):
         class ModuleWithALongName(nn.Module):
@@ -246,21 +253,21 @@ class TestRuns:
             def forward(self, x):
                 return self.feature_extraction_of_the_first_stage(x)
 
-        text = str(nc.compare(ModuleWithALongName(), (torch.randn(2, 3, 8, 8),), dtype="bf16", backward=True))
+        text = str(nc.compare(ModuleWithALongName(), (torch.randn(2, 3, 8, 8),), under="bf16", backward=True))
         assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 25, text
 
     def test_what_does_not_run_in_fp64_is_said(self, x):
         linear = nn.Linear(16, 4)
         with pytest.raises(nc.errors.RunError, match="does not run in fp64"):
-            nc.compare(lambda x: linear(x), (x,), dtype="bf16", reference="fp64")
+            nc.compare(lambda x: linear(x), (x,), under="bf16", reference="fp64")
 
     def test_an_output_that_overflows_is_compared_and_the_call_is_named(self, x):
-        found = nc.compare(lambda x: (x @ x) * 60000, (torch.ones(4, 4),), dtype="fp16", isolate=0)
+        found = nc.compare(lambda x: (x @ x) * 60000, (torch.ones(4, 4),), under="fp16", isolate=0)
         assert found.verdict == "not finite" and found.runs == 8
         assert found.not_finite.op == "aten.mul.Tensor" and found.not_finite.value == "infinity"
         assert "; first infinity in the fp16 result of aten.mul.Tensor" in " ".join(str(found).split())
 
     def test_where_a_reference_begins_to_be_nan_is_said(self, x):
-        found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), dtype="bf16", isolate=0)
+        found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), under="bf16", isolate=0)
         assert found.not_finite is None and found.reference_not_finite.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25

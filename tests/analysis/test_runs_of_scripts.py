@@ -55,7 +55,7 @@ MAKE = {
     "nested": lambda: torch.jit.script(Outer()),
     "frozen": frozen,
     "inside": lambda: nn.Sequential(torch.jit.script(Remembers())),
-    "explicit": lambda: nc.convert(torch.jit.script(Remembers()), dtype="bf16"),
+    "explicit": lambda: nc.script(torch.jit.script(Remembers()), under="bf16"),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_script_that_remembers_begins_each_run_as_it_was(kind, x):
     first = copy.deepcopy(script)(x)
     dtype = None if kind == "explicit" else "bf16"
     for model in (script, lambda x: script(x)):
-        assert nc.compare(model, (x,), dtype=dtype).verdict in ("round-off", "exact", "not compared")
+        assert nc.compare(model, (x,), under=dtype).verdict in ("round-off", "exact", "not compared")
     nc.capture(script, (x,))
     assert torch.equal(script(x), first)
 
@@ -80,10 +80,10 @@ def test_without_a_region_a_script_is_cast_nowhere(x):
 
 def test_a_converted_script_is_compared_with_its_original_in_fp32(x):
     script = torch.jit.script(nn.Linear(16, 4))
-    converted = nc.convert(script, dtype="bf16")
+    converted = nc.script(script, under="bf16")
     found = nc.compare(converted, (x,), reference=script)
     assert found.verdict == "round-off" and found.outputs[0].relative_error > 1e-4, found
-    by_call = nc.compare(converted, (x,), reference=nc.convert(script, policy=FP32))
+    by_call = nc.compare(converted, (x,), reference=nc.script(script, under=FP32))
     assert [row.computes for row in by_call.rows] == ["bf16"] and not by_call.unmatched, by_call
 
 
@@ -92,7 +92,7 @@ def test_a_script_function_is_in_fp32_in_the_reference(x):
     def product(x: torch.Tensor):
         return torch.mm(x, x.t())
 
-    found = nc.compare(product, (x,), dtype="bf16")
+    found = nc.compare(product, (x,), under="bf16")
     assert found.verdict == "round-off" and found.outputs[0].relative_error > 1e-4, found
     assert not {call.computes for call in nc.capture(product, (x,)).calls} - {"fp32"}
 
@@ -101,20 +101,20 @@ def test_a_script_function_is_in_fp32_in_the_reference(x):
 def test_gradients_of_a_script_in_a_model_are_compared(reference, x):
     script = torch.jit.script(nn.Linear(16, 8))
     model = nn.Sequential(script, nn.Linear(8, 4))
-    found = nc.compare(model, (x,), dtype="bf16", reference=reference, backward=True)
+    found = nc.compare(model, (x,), under="bf16", reference=reference, backward=True)
     assert [g.parameter for g in found.gradients] == ["0.weight", "0.bias", "1.weight", "1.bias"], found
     assert script.weight.grad is None and script.weight.dtype is torch.float32
 
 
 def test_a_script_runs_in_fp64_with_what_it_remembers_and_what_does_not_is_said(x):
     script = torch.jit.script(Remembers())
-    found = nc.compare(script, (x,), dtype="bf16", reference="fp64")
+    found = nc.compare(script, (x,), under="bf16", reference="fp64")
     assert found.outputs[0].reference.startswith("fp64") and found.verdict == "round-off", found
     assert script.state.dtype is torch.float32
     with pytest.raises(nc.errors.RunError, match=r"does not run in fp64: a script raised at 'return F.linear"):
-        nc.compare(torch.jit.freeze(torch.jit.script(nn.Linear(16, 4)).eval()), (x,), dtype="bf16", reference="fp64")
+        nc.compare(torch.jit.freeze(torch.jit.script(nn.Linear(16, 4)).eval()), (x,), under="bf16", reference="fp64")
 
 
 def test_where_torchscript_casts_itself_it_is_said_how_to_see_its_calls(x):
-    text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), dtype="bf16"))
+    text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), under="bf16"))
     assert "nc.convert(script, dtype=...)" in text and len(text.splitlines()) <= 25, text

@@ -55,7 +55,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_the_lowest_value_of_a_format_is_no_argument_that_differs_and_no_infinity(dtype, is_padded):
     """fp32's is rounded to bf16 in no run but one that is made up; with every result moved it stays."""
-    found = nc.compare(Masked(), (torch.randn(2, 8, 32), is_padded), dtype=dtype, backward=True, isolate=0)
+    found = nc.compare(Masked(), (torch.randn(2, 8, 32), is_padded), under=dtype, backward=True, isolate=0)
     assert is_sound(found) and found.band < 0.1, found
 
 
@@ -82,7 +82,7 @@ def test_a_mask_that_has_a_number_of_its_own_in_each_format_is_the_same_argument
             return scores.masked_fill(torch.eye(8, dtype=torch.bool), lowest).float().logsumexp(-1)
 
     for dtype in ("bf16", "fp16"):
-        found = nc.compare(Contrast(), (torch.randn(2, 8, 32),), dtype=dtype, isolate=0)
+        found = nc.compare(Contrast(), (torch.randn(2, 8, 32),), under=dtype, isolate=0)
         assert is_sound(found), found
 
 
@@ -91,12 +91,12 @@ def test_what_underflows_is_said_and_is_no_fault():
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))
     with torch.no_grad():
         model[0].weight.mul_(1e-6)
-    found = nc.compare(model, (torch.randn(32, 64),), dtype="fp16", isolate=0)
+    found = nc.compare(model, (torch.randn(32, 64),), under="fp16", isolate=0)
     [note] = [note for note in found.notes if note.startswith("Underflow: ")]
     assert is_sound(found) and "first in 0 aten.linear.default" in note and "or use bf16" in note, found
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 4096))
     mean_square = lambda y: y.float().square().mean()
-    found = nc.compare(model, (torch.randn(64, 64),), dtype="fp16", backward=mean_square, isolate=0)
+    found = nc.compare(model, (torch.randn(64, 64),), under="fp16", backward=mean_square, isolate=0)
     assert is_sound(found) and any("nc.Scaler" in note for note in found.notes), found
 
 
@@ -106,7 +106,7 @@ def test_what_underflows_on_the_way_of_a_gradient_is_said_and_is_no_fault(size):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 3, groups=24), nn.Hardswish())
     loss = lambda y: size * y.float().square().mean()
-    found = nc.compare(model, (torch.rand(2, 3, 32, 32),), dtype="fp16", backward=loss, isolate=0)
+    found = nc.compare(model, (torch.rand(2, 3, 32, 32),), under="fp16", backward=loss, isolate=0)
     assert is_sound(found), found
     assert size == 1.0 or any("nc.Scaler" in note for note in found.notes), found
 
@@ -149,7 +149,7 @@ def test_a_layer_on_expanded_rows_is_judged_by_what_it_gives():
         def forward(self, x):
             return self.linear(self.rows[None].expand(2, -1, -1)) + x
 
-    assert is_sound(nc.compare(Expanded(), (torch.zeros(8),), dtype="bf16", backward=True, isolate=0))
+    assert is_sound(nc.compare(Expanded(), (torch.zeros(8),), under="bf16", backward=True, isolate=0))
 
 
 def test_where_two_moved_runs_leave_a_doubt_more_decide(monkeypatch):
@@ -162,7 +162,7 @@ def test_where_two_moved_runs_leave_a_doubt_more_decide(monkeypatch):
                 self._strip *= 1e-4
 
     monkeypatch.setattr(bands, "Noise", Near)
-    found = nc.compare(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (X,), dtype="bf16", isolate=0)
+    found = nc.compare(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (X,), under="bf16", isolate=0)
     assert is_sound(found) and found.runs == 12, found
 
 
@@ -178,7 +178,7 @@ def test_losses_of_chunks_are_sound():
             pairs = zip(self.table(ids).chunk(8), ids.roll(-1).chunk(8), strict=True)
             return sum(F.cross_entropy(self.head(x), y) for x, y in pairs) / 8
 
-    found = nc.compare(Chunked(), (torch.randint(0, 50, (64,)),), dtype="bf16", backward=True, isolate=0)
+    found = nc.compare(Chunked(), (torch.randint(0, 50, (64,)),), under="bf16", backward=True, isolate=0)
     assert is_sound(found), found
 
 
@@ -189,7 +189,7 @@ def test_a_model_that_is_low_itself_is_compared_with_fp32(form):
     if "bf16" in form:
         model, x = model.bfloat16(), X.bfloat16()
     if form == "nc.compile":
-        model = nc.compile(model, dtype="bf16", backend="aot_eager")
+        model = nc.compile(model, under="bf16", backend="aot_eager")
     elif "compile" in form:
         model = torch.compile(model, backend="aot_eager")
     found = nc.compare(model, (x,), isolate=0)
@@ -207,8 +207,8 @@ def test_what_brings_its_casts_with_it_is_not_compared_with_itself(form):
             return model(x)
 
     made = {
-        "export": lambda: nc.export(model, (X,), dtype="bf16").module(),
-        "script": lambda: nc.script(model, dtype="bf16"),
+        "export": lambda: nc.export(model, (X,), under="bf16").module(),
+        "script": lambda: nc.script(model, under="bf16"),
         "function": lambda: function,
     }[form]()
     found = nc.compare(made, (X,), isolate=0)
@@ -221,7 +221,7 @@ def test_what_only_passes_a_nan_on_is_at_no_fault():
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
     with torch.no_grad():
         model[0].weight.mul_(1e4)
-    found = nc.compare(model, (40 * X,), dtype="fp16", isolate=0)
+    found = nc.compare(model, (40 * X,), under="fp16", isolate=0)
     assert found.verdict == NOT_FINITE and [row.id.module_path for row in found.faults] == ["0"], found
     assert {row.verdict for row in found.rows[1:]} == {"passed on"}
 
@@ -232,7 +232,7 @@ def test_what_only_passes_a_nan_on_is_at_no_fault():
 def test_the_command_says_it_with_its_exit_code(verdict, code, monkeypatch):
     """A kernel too; 2 where nothing was compared."""
     found = Differences("model", "cpu", "native", "bf16", "fp32", verdict=verdict)
-    monkeypatch.setattr(commands, "load_subject", lambda target: nc.Subject(torch.abs, (X,)))
+    monkeypatch.setattr(commands, "load_case", lambda target: nc.Case(torch.abs, (X,)))
     monkeypatch.setattr(commands, "compare", lambda *args, **kwargs: found)
     app = Typer()
     app.command()(commands.compare_command)
@@ -246,8 +246,7 @@ def test_an_op_without_a_bound_is_not_judged_and_no_fault():
     def coarse(x: torch.Tensor) -> torch.Tensor:
         return (x * 4).round() / 4 if x.dtype is torch.bfloat16 else x.clone()
 
-    found = nc.compare(nn.Sequential(nn.Linear(64, 64), Applied(coarse)), (X,),
-                       dtype="bf16", isolate=0)  # fmt: skip
+    found = nc.compare(nn.Sequential(nn.Linear(64, 64), Applied(coarse)), (X,), under="bf16", isolate=0)  # fmt: skip
     row = next(row for row in found.rows if row.id.op.startswith("narrowcast_tests"))
     assert isinstance(row, CallError) and row.verdict == "not judged" and found.verdict == FAULT, found
 
@@ -273,7 +272,7 @@ def test_a_backend_whose_code_is_off_is_named(dtype, factor):
 
     model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), backend=backend)
     with torch.no_grad():
-        found = nc.compare(model, (X,), dtype=dtype, isolate=0)
+        found = nc.compare(model, (X,), under=dtype, isolate=0)
     assert found.verdict == (FAULT if factor != 1 else EXACT if dtype is None else ROUND_OFF), found
     assert not found.faults and found.compiled == pytest.approx(factor - 1, abs=3e-3)
     assert ("the compiler " in str(found)) == (factor != 1)
@@ -293,7 +292,7 @@ class Angled(nn.Module):
 
 def test_the_rule_is_about_what_a_call_at_fault_was_given_where_it_is_not_low_itself():
     """Not about a call that is a little further off, nor one that passes the NaN on."""
-    found = nc.compare(Angled(), (X,), dtype="bf16")
+    found = nc.compare(Angled(), (X,), under="bf16")
     assert found.verdict == NOT_FINITE and [row.id.op for row in found.faults] == ["aten.rsqrt.default"], found
     assert 'op = "aten.linear.default"\naction' in str(found) and "it rounds what" in str(found)
 
@@ -306,7 +305,7 @@ def test_round_off_that_makes_a_nan_is_no_band():
             y = F.normalize(x, dim=-1)
             return torch.acos(F.linear(0.9999 * y, y).diagonal().float())[:, None] * x
 
-    found = nc.compare(Arc(), (X,), dtype="bf16", isolate=0)
+    found = nc.compare(Arc(), (X,), under="bf16", isolate=0)
     assert found.verdict in (ROUND_OFF, "not judged") and not found.faults, found
 
 
@@ -323,7 +322,7 @@ def test_a_limit_that_rounding_leads_to_is_named_where_something_comes_of_it(is_
             small = self.layer(x).abs() * 1e-7
             return torch.where(small > 1e-6, small.log(), 0.0) if is_masked else small.log()
 
-    found = nc.compare(Model(), (torch.randn(8, 16),), dtype="fp16")
+    found = nc.compare(Model(), (torch.randn(8, 16),), under="fp16")
     rows = [row for row in found.rows if row.id.op == "aten.log.default"]
     assert found.verdict == ("round-off" if is_masked else "not finite"), str(found)
     assert [row.verdict for row in rows] == ["passed on" if is_masked else "not finite"], str(found)

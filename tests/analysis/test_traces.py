@@ -21,10 +21,10 @@ class Block(torch.nn.Module):
         return self.norm(x + torch.relu(self.linear(x)))
 
 
-def subject():
+def case():
     torch.manual_seed(0)
     model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(8, 4)).eval()
-    return nc.Subject(model, (torch.randn(4, 8),), name="two blocks")
+    return nc.Case(model, (torch.randn(4, 8),), name="two blocks")
 
 
 def checked(text):
@@ -77,8 +77,8 @@ def test_modules_are_slices_around_their_calls_and_casts_are_slices_of_their_own
 
 def test_a_run_has_measured_times_if_they_were_asked_for(tmp_path):
     """Of each call and of the casts of its arguments; a file keeps them."""
-    model, x = subject().model, subject().args[0]
-    run = nc.capture(model, (x,), dtype="bf16", backward=True, times=True)
+    model, x = case().model, case().inputs[0]
+    run = nc.capture(model, (x,), under="bf16", backward=True, times=True)
     assert len(run.elapsed_ns) == len(run.calls) and min(run.elapsed_ns) > 0
     slices = checked(run.to_trace())
     casts = [event for event in slices if event["cat"] == "cast"]
@@ -87,7 +87,7 @@ def test_a_run_has_measured_times_if_they_were_asked_for(tmp_path):
     assert {event["name"] for event in slices if event["cat"] == "forward"} >= {"linear bf16", "native_layer_norm fp32"}
     assert {event["args"]["time"] for event in slices if event["cat"] != "module"} == {"measured"}
     assert load(run.save(tmp_path / "run")).to_trace() == run.to_trace()
-    plain = nc.capture(model, (x,), dtype="bf16")
+    plain = nc.capture(model, (x,), under="bf16")
     assert "elapsed_ns" not in plain.to_json()
     with pytest.raises(RunError, match="they were not timed"):
         plain.to_trace()
@@ -96,11 +96,11 @@ def test_a_run_has_measured_times_if_they_were_asked_for(tmp_path):
 def test_an_explanation_has_measured_times_of_eager_code_and_predicted_ones_of_graphs():
     """And none without asking, or for a device that is not here."""
     with torch.no_grad():
-        eager = nc.explain(subject(), dtype="bf16", times=True)
-        exported = nc.explain(subject(), dtype="bf16", times=True, front_end="export")
-        plain = nc.explain(subject(), dtype="bf16")
+        eager = nc.explain(case(), under="bf16", times=True)
+        exported = nc.explain(case(), under="bf16", times=True, front_end="export")
+        plain = nc.explain(case(), under="bf16")
         with pytest.raises(RegionError, match="the model is on cpu"):
-            nc.explain(subject(), device_type="cuda", times=True)
+            nc.explain(case(), device="cuda", times=True)
     for found, how in ((eager, "measured"), (exported, "predicted")):
         slices = [event for event in checked(found.to_trace()) if event["cat"] != "module"]
         assert all(event["args"]["time"].startswith(how) for event in slices)
@@ -113,8 +113,8 @@ def test_an_explanation_has_measured_times_of_eager_code_and_predicted_ones_of_g
 def test_model_explorer_s_node_data_name_the_nodes_of_the_saved_program(tmp_path):
     """Its adapter makes one graph, `graph`, whose nodes have the names of the loaded program's."""
     with torch.no_grad():
-        found = nc.explain(subject(), dtype="bf16", front_end="export", run=True, times=True).to_model_explorer()
-        torch.export.save(nc.export(*subject_of_export(), dtype="bf16"), tmp_path / "model.pt2")
+        found = nc.explain(case(), under="bf16", front_end="export", run=True, times=True).to_model_explorer()
+        torch.export.save(nc.export(*subject_of_export(), under="bf16"), tmp_path / "model.pt2")
     names = {node.name: node for node in torch.export.load(tmp_path / "model.pt2").graph_module.graph.nodes}
     assert list(found) == ["formats", "errors", "costs"]
     data = {name: json.loads(text)["graph"] for name, text in found.items()}
@@ -131,11 +131,11 @@ def test_model_explorer_s_node_data_name_the_nodes_of_the_saved_program(tmp_path
 
 
 def subject_of_export():
-    made = subject()
-    return made.model, made.args
+    made = case()
+    return made.model, made.inputs
 
 
 @pytest.mark.parametrize("asked", [{}, {"front_end": "export", "goal": nc.fast(verify=False)}])
 def test_what_is_no_exported_program_has_no_node_data(asked):
     with torch.no_grad(), pytest.raises(RunError, match="no node of an exported program"):
-        nc.explain(subject(), dtype="bf16", **asked).to_model_explorer()
+        nc.explain(case(), under="bf16", **asked).to_model_explorer()

@@ -98,14 +98,14 @@ def test_the_readme_s_example_runs():
 
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SUBJECTS = [e for e in EXAMPLES if "def subject(" in e.read_text(encoding="utf-8")]
+CASES = [e for e in EXAMPLES if "def case(" in e.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("example", SUBJECTS, ids=lambda e: e.name)
-def test_each_subject_of_the_examples_can_be_explained(example, tmp_path):
+@pytest.mark.parametrize("example", CASES, ids=lambda e: e.name)
+def test_each_case_of_the_examples_can_be_explained(example, tmp_path):
     """With the command line, and as a page of less than a megabyte."""
     page = tmp_path / "page.html"
-    asked = ("--policy", "safe", "--html", str(page))
+    asked = ("--under", "safe", "--html", str(page))
     done = run(sys.executable, "-m", "narrowcast", "explain", f"examples/{example.name}", *asked)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if not line.startswith("Loaded pretrained")]  # a package's own

@@ -16,8 +16,8 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return self.head(torch.nn.functional.gelu(self.body(x)))
 
-def subject():
-    return nc.Subject(Net(), (torch.ones(4, 8),), name="a net")
+def case():
+    return nc.Case(Net(), (torch.ones(4, 8),), name="a net")
 """
 POLICY = """
 name = "mine"
@@ -50,7 +50,7 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
     file, policy, result = tmp_path / "formats.txt", tmp_path / "mine.toml", tmp_path / "check.json"
     cli("check", target, "--snapshot", file, "--update")
     before = file.read_text()
-    code, out, err = cli("check", target, "--snapshot", file, "--policy", policy, "--json", result)
+    code, out, err = cli("check", target, "--snapshot", file, "--under", policy, "--json", result)
     assert (code, err) == (1, "") and file.read_text() == before
     assert out.startswith(f"a net on cpu does not compute as {file} says: 2 changed (3 calls)\n\nchanged  aten.gelu")
     assert f"aten.gelu: full ({policy}:5)\n         because tails matter\n  at     {target}:11\n" in out
@@ -59,15 +59,15 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
     assert [(c["call"], c["follows"]) for c in data["changes"]] == [
         ("aten.gelu.default #1", False), ("head aten.linear.default #1", True)
     ]  # fmt: skip
-    code, printed, _ = cli("check", target, "--snapshot", file, "--policy", policy, "--json", "-")
+    code, printed, _ = cli("check", target, "--snapshot", file, "--under", policy, "--json", "-")
     assert code == 1 and json.loads(printed) == data
 
 
 def test_new_casts_alone(cli, target, tmp_path):
     file, policy = tmp_path / "formats.txt", tmp_path / "mine.toml"
     cli("check", target, "--snapshot", file, "--update")
-    assert cli("check", target, "--snapshot", file, "--new-casts", "--dtype", "fp16")[0] == 0
-    code, out, _ = cli("check", target, "--snapshot", file, "--new-casts", "--policy", policy)
+    assert cli("check", target, "--snapshot", file, "--new-casts", "--under", "fp16")[0] == 0
+    code, out, _ = cli("check", target, "--snapshot", file, "--new-casts", "--under", policy)
     assert code == 1 and "casts what it did not cast in" in out
 
 
@@ -77,10 +77,10 @@ def test_other_devices_and_gradients(cli, target, tmp_path):
     cli("check", target, "--snapshot", file, "--update", "--gradients")
     assert "gradients on" in file.read_text()
     assert cli("check", target, "--snapshot", file)[0] == 0 and "gradients on" in file.read_text()
-    code, _, err = cli("check", target, "--snapshot", file, "--device-type", "mps")
+    code, _, err = cli("check", target, "--snapshot", file, "--device", "mps")
     assert code == 2 and "holds cpu with torch" in err
-    cli("check", target, "--snapshot", file, "--update", "--device-type", "mps", "--torch-versions", ">=2.11,<3")
-    assert cli("check", target, "--snapshot", file, "--device-type", "mps")[0] == 0
+    cli("check", target, "--snapshot", file, "--update", "--device", "mps", "--torch-versions", ">=2.11,<3")
+    assert cli("check", target, "--snapshot", file, "--device", "mps")[0] == 0
     assert "\ndevice mps\n" in file.read_text() and "\ntorch >=2.11,<3\n" in file.read_text()
 
 

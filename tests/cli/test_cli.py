@@ -13,9 +13,9 @@ SUBJECT = """
 import torch
 import narrowcast as nc
 
-def subject():
+def case():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
-    return nc.Subject(model, (torch.ones(2, 8),), metric=lambda m: float(m(torch.ones(2, 8)).sum()), name="tiny")
+    return nc.Case(model, (torch.ones(2, 8),), evaluate=lambda m: float(m(torch.ones(2, 8)).sum()), name="tiny")
 
 def other():
     return 3
@@ -24,7 +24,7 @@ def leaving():
     raise SystemExit(3)
 
 def no_model():
-    return nc.Subject(5)
+    return nc.Case(5)
 
 def failing():
     raise KeyError("weights")
@@ -48,7 +48,7 @@ def test_explain_shows_ops_casts_and_totals(cli, target):
 
 def test_explain_run_compares(cli, target):
     """--run adds outputs, metric and cost."""
-    code, out, _ = cli("explain", target, "--run", "--dtype", "fp16", "--all")
+    code, out, _ = cli("explain", target, "--run", "--under", "fp16", "--all")
     assert code == 0
     assert "SQNR" in out and "metric" in out and "fp16" in out
 
@@ -56,9 +56,9 @@ def test_explain_run_compares(cli, target):
 @pytest.mark.parametrize("command", ["explain", "compare", "capture"])
 def test_a_model_of_torchs_modules_alone_has_no_place(cli, tmp_path, command):
     """What called the command is no line of the user's: neither typer's, nor the console script's."""
-    made = "nc.Subject(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1)), (torch.ones(2, 8),))"
+    made = "nc.Case(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1)), (torch.ones(2, 8),))"
     file = tmp_path / "alone.py"
-    file.write_text(f"import torch\nimport narrowcast as nc\n\ndef subject():\n    return {made}\n")
+    file.write_text(f"import torch\nimport narrowcast as nc\n\ndef case():\n    return {made}\n")
     output = ["-o", tmp_path / "run.json"] if command == "capture" else []
     for every in ([], ["--all"]):
         code, out, err = cli(command, file, *output, *every)
@@ -68,7 +68,7 @@ def test_a_model_of_torchs_modules_alone_has_no_place(cli, tmp_path, command):
 
 def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
     """--json to a file and to the terminal."""
-    code, out, _ = cli("explain", target, "--device-type", "cuda", "--policy", "safe", "--json", "-")
+    code, out, _ = cli("explain", target, "--device", "cuda", "--under", "safe", "--json", "-")
     assert code == 0
     data = json.loads(out)
     assert data["device_type"] == "cuda" and data["policy"] == "safe"
@@ -87,7 +87,7 @@ def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
         ("{}:missing", "defines no function missing()"),
         ("{}:leaving", "SystemExit"),
         ("{}:no_model", "cannot be called"),
-        ("json", "defines no function subject()"),
+        ("json", "defines no function case()"),
     ],
 )
 def test_a_bad_target_is_said_in_four_parts(cli, target, name, said):
@@ -102,7 +102,7 @@ def test_a_bad_target_is_said_in_four_parts(cli, target, name, said):
 def test_a_target_with_a_syntax_error_names_its_line(cli, tmp_path):
     """The user's file and line."""
     bad = tmp_path / "bad.py"
-    bad.write_text("x = 1\ndef subject(:\n")
+    bad.write_text("x = 1\ndef case(:\n")
     code, _, err = cli("explain", bad)
     assert code == 2 and "bad.py:2" in err and "SyntaxError" in err
 
@@ -122,7 +122,7 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
     """By explain and by policy check alike."""
     file = tmp_path / "p.toml"
     file.write_text(text)
-    for command in (("explain", target, "--policy", file), ("policy", "check", file)):
+    for command in (("explain", target, "--under", file), ("policy", "check", file)):
         code, _, err = cli(*command)
         assert code == 2, err
         assert all(word in err for word in said), err
@@ -132,12 +132,12 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--device-type", "tpu"), "tpu"),
-        (("--dtype", "float8_e4m3fn"), "8-bit formats need scales"),
-        (("--dtype", "fp99"), "no such format"),
-        (("--policy", "fastest"), "no such built-in policy"),
-        (("--policy", "none.toml"), "none.toml"),
-        (("--device-type", "cuda", "--run"), "Omit run"),
+        (("--device", "tpu"), "tpu"),
+        (("--under", "float8_e4m3fn"), "8-bit formats need scales"),
+        (("--under", "fp99"), "Did you mean 'fp16'"),
+        (("--under", "fastest"), "no format, no built-in policy, and no .toml file"),
+        (("--under", "none.toml"), "none.toml"),
+        (("--device", "cuda", "--run"), "Omit run"),
         (("--nonsense",), "No such option"),
         (("--json", "/nowhere/x.json"), "its folder does not exist"),
     ],
@@ -158,7 +158,7 @@ def test_traceback_on_request(target):
 
 def test_policy_show_check_and_diff(cli, tmp_path):
     """Rules with reasons; findings; differences."""
-    code, out, _ = cli("policy", "show", "--all", "native", "--device-type", "cuda")
+    code, out, _ = cli("policy", "show", "--all", "native", "--device", "cuda")
     assert code == 0 and "aten.softmax.int: full_set_dtype" in out
     code, out, _ = cli("policy", "check", "safe")
     assert code == 0 and "0 findings" in out

@@ -36,16 +36,16 @@ class Stack(torch.nn.Module):
     def forward(self, x):
         return torch.softmax(self.head(self.encoder_of_a_model_with_a_long_name(x)), -1)
 
-def subject(blocks=12):
+def case(blocks=12):
     torch.manual_seed(0)
     metric = lambda m: float(m(torch.ones(2, 8)).sum())
-    return nc.Subject(Stack(blocks).eval(), (torch.randn(4, 8),), metric=metric, name="a stack of some blocks")
+    return nc.Case(Stack(blocks).eval(), (torch.randn(4, 8),), evaluate=metric, name="a stack of some blocks")
 
 def few():
-    return subject(2)
+    return case(2)
 
 def wide(blocks=12):
-    made = subject(blocks)
+    made = case(blocks)
     with torch.no_grad():
         for block in made.model.encoder_of_a_model_with_a_long_name:
             block.an_attention_with_a_long_name.weight.mul_(1e6)
@@ -81,18 +81,18 @@ def folder(tmp_path_factory):
     made = {}
     exec(MODEL, made)
     with torch.no_grad():
-        for name, subject, region in (("a", made["subject"], {}), ("b", made["wide"], {"dtype": "bf16"})):
-            nc.capture(subject(), **region).save(folder / f"{name}.json.gz")
-        nc.compare(made["subject"](), dtype="bf16", isolate=0).save(folder / "compared.json")
+        for name, make, region in (("a", made["case"], {}), ("b", made["wide"], {"under": "bf16"})):
+            nc.capture(make(), **region).save(folder / f"{name}.json.gz")
+        nc.compare(made["case"](), under="bf16", isolate=0).save(folder / "compared.json")
         nc.compare_runs(folder / "a.json.gz", folder / "b.json.gz").save(folder / "two.json")
         nc.fit(nc.load(folder / "b.json.gz")).save(folder / "fit.json")
         with nc.record() as ledger, nc.autocast("cpu"):
-            made["subject"]().run()
+            made["case"]().model(torch.randn(4, 8))
         ledger.save(folder / "ledger.json")
         with nc.watch() as watched:
             exec(SCRIPT, {})
         watched.save(folder / "watched.json")
-        nc.repair(made["few_wide"](), dtype="fp16").save(folder / "repair.json")
+        nc.repair(made["few_wide"](), under="fp16").save(folder / "repair.json")
     nc.testing.check_formats(made["wide"](), snapshot=folder / "formats.txt", policy="native", update=True)
     profile = Profile(device_now("cpu"))
     measure(profile, sweep("cpu")[:2], 0.2)
@@ -103,23 +103,23 @@ def folder(tmp_path_factory):
 
 COMMANDS = {
     "explain": ("explain", "stack.py"),
-    "explain rules": ("explain", "stack.py", "--policy", "rules.toml", "--device-type", "cuda"),
-    "explain --run": ("explain", "stack.py", "--run", "--dtype", "bf16"),
+    "explain rules": ("explain", "stack.py", "--under", "rules.toml", "--device", "cuda"),
+    "explain --run": ("explain", "stack.py", "--run", "--under", "bf16"),
     "explain export": ("explain", "stack.py:few", "--front-end", "export"),
     "explain --goal": ("explain", "stack.py:few", "--front-end", "export", "--goal", "fast", "--backend", "eager"),
-    "capture": ("capture", "stack.py", "-o", "new.json.gz", "--dtype", "bf16", "--backward"),
-    "capture not finite": ("capture", "stack.py:wide", "-o", "new.json.gz", "--dtype", "fp16"),
-    "compare": ("compare", "stack.py", "--dtype", "bf16", "--isolate", "2", "--backward"),
-    "compare by module": ("compare", "stack.py:wide", "--dtype", "fp16", "--by", "module", "--isolate", "0"),
+    "capture": ("capture", "stack.py", "-o", "new.json.gz", "--under", "bf16", "--backward"),
+    "capture not finite": ("capture", "stack.py:wide", "-o", "new.json.gz", "--under", "fp16"),
+    "compare": ("compare", "stack.py", "--under", "bf16", "--isolate", "2", "--backward"),
+    "compare by module": ("compare", "stack.py:wide", "--under", "fp16", "--by", "module", "--isolate", "0"),
     "compare runs": ("compare", "a.json.gz", "b.json.gz", "--mapping", "pairs.txt"),
     "watch": ("watch", "--save", "alone", "nan.py"),
     "fit": ("fit", "stack.py:wide", "-o", "fits.toml"),
-    "repair": ("repair", "stack.py:few_wide", "--dtype", "fp16", "-o", "fixed.toml"),
-    "check": ("check", "stack.py", "--snapshot", "formats.txt", "--policy", "rules.toml"),
+    "repair": ("repair", "stack.py:few_wide", "--under", "fp16", "-o", "fixed.toml"),
+    "check": ("check", "stack.py", "--snapshot", "formats.txt", "--under", "rules.toml"),
     "policy show": ("policy", "show", "native"),
     "policy show rules": ("policy", "show", "rules.toml"),
     "policy check": ("policy", "check", "rules.toml"),
-    "policy diff": ("policy", "diff", "native", "rules.toml", "--device-type", "cuda"),
+    "policy diff": ("policy", "diff", "native", "rules.toml", "--device", "cuda"),
     "profile show": ("profile", "show"),
     "profile compare": ("profile", "compare", "profile.json"),
     "report run": ("report", "a.json.gz"),

@@ -9,9 +9,9 @@ SUBJECT = """
 import torch
 import narrowcast as nc
 
-def subject():
+def case():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
-    return nc.Subject(model.eval(), (torch.ones(2, 8),), name="tiny")
+    return nc.Case(model.eval(), (torch.ones(2, 8),), name="tiny")
 """
 
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_done_is_said(folder, capsys):
     """No profile yet, no such device, no time, no folder for the plot, files that are none, nothing in common."""
     assert call("profile", "show") == 2
     assert "narrowcast profile" in capsys.readouterr().err
-    for wrong in (("--device-type", "tpu"), ("--seconds", "0")):
+    for wrong in (("--device", "tpu"), ("--seconds", "0")):
         assert call("profile", *wrong) == 2
         assert "ProfileError" in capsys.readouterr().err
     (folder / "broken.json").write_text("{")
@@ -85,7 +85,7 @@ def test_explain_takes_a_goal(folder, capsys):
     """What each call may be and costs; a profile of another device plans, and is refused for verification."""
     file = folder / "tiny.py"
     file.write_text(SUBJECT)
-    arguments = ("explain", file, "--dtype", "bf16", "--front-end", "export", "--goal", "fast", "--all")
+    arguments = ("explain", file, "--under", "bf16", "--front-end", "export", "--goal", "fast", "--all")
     arguments += ("--backend", "eager")
     assert call(*arguments) == 0
     out = capsys.readouterr().out

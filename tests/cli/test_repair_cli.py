@@ -18,21 +18,21 @@ class Masked(torch.nn.Module):
     def forward(self, x):
         return self.last(self.first(x).masked_fill(x > 1, -1e9).tanh())
 
-def subject():
+def case():
     torch.manual_seed(0)
-    return nc.Subject(Masked().eval(), (torch.randn(4, 8),), name="masked")
+    return nc.Case(Masked().eval(), (torch.randn(4, 8),), name="masked")
 
 def measured():
-    made = subject()
+    made = case()
     with torch.no_grad():
-        best = made.run()
+        best = made.model(*made.inputs)
     def off(model):
-        return float((model(*made.args) - best).abs().max())
-    return nc.Subject(made.model, made.args, metric=off, name="measured")
+        return float((model(*made.inputs) - best).abs().max())
+    return nc.Case(made.model, made.inputs, evaluate=off, name="measured")
 
 def broken():
-    made = subject()
-    return nc.Subject(lambda x: made.model(x) @ torch.ones(3, 3), made.args, name="broken")
+    made = case()
+    return nc.Case(lambda x: made.model(x) @ torch.ones(3, 3), made.inputs, name="broken")
 """
 
 
@@ -46,13 +46,13 @@ def target(tmp_path):
 @pytest.fixture
 def mine(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text('# mine\nname = "mine"\n\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
+    file.write_text('# mine\nname = "mine"\nlow = "fp16"\n\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
     return file
 
 
 def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
     before = mine.read_text()
-    code, out, err = cli("repair", target, "--policy", mine, "--dtype", "fp16", "-o", tmp_path / "fixed.toml",
+    code, out, err = cli("repair", target, "--under", mine, "-o", tmp_path / "fixed.toml",
                          "--json", tmp_path / "repair.json", "--html", tmp_path / "page.html")  # fmt: skip
     assert '"kind":"repair"' in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert (code, err) == (0, "") and "VERDICT: Repaired: raises RuntimeError" in out and "wrote" in out
@@ -63,25 +63,25 @@ def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
     code, again, _ = cli("report", tmp_path / "repair.json")
     assert code == 0 and again.strip() in out and len(again.splitlines()) <= 25
     assert "under mine" in cli("report", tmp_path / "repair.json", "--all")[1]
-    code, out, _ = cli("repair", target, "--policy", tmp_path / "fixed.toml", "--dtype", "fp16")
+    code, out, _ = cli("repair", target, "--under", tmp_path / "fixed.toml")
     assert code == 0 and "VERDICT: Nothing to repair" in out
 
 
 def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_path):
     before = mine.read_text()
-    command = ("repair", target, "--policy", mine, "--dtype", "fp16", "-o", tmp_path / "." / "mine.toml")
+    command = ("repair", target, "--under", mine, "-o", tmp_path / "." / "mine.toml")
     code, out, err = cli(*command)
     assert (code, out) == (2, "") and "holds the policy that is to be repaired" in err and mine.read_text() == before
     code, _, _ = cli(*command, "--force")
     assert code == 0 and "masked_fill" in mine.read_text()
 
 
-def test_a_budget_and_the_subject_s_metric_are_asked(cli, target):
-    code, out, _ = cli("repair", target, "--dtype", "bf16", "--budget", "60 dB", "--json", "-")
+def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
+    code, out, _ = cli("repair", target, "--under", "bf16", "--budget", "60 dB", "--json", "-")
     found = json.loads(out)
     assert code == 0 and found["schema"] == "narrowcast.repair/1"
     assert found["before"]["error"] > 1e-3 >= found["after"]["error"]
-    code, out, _ = cli("repair", f"{target}:measured", "--dtype", "bf16", "--lower-is-better", "--tolerance", "0")
+    code, out, _ = cli("repair", f"{target}:measured", "--under", "bf16", "--lower-is-better", "--tolerance", "0")
     assert code == 0 and "metric at most 0 above fp32's" in out
 
 
@@ -94,5 +94,5 @@ def test_what_is_not_repaired_is_not_written_and_exits_with_1(cli, target, tmp_p
 def test_bad_input_is_said_before_anything_runs(cli, target, tmp_path):
     code, _, err = cli("repair", target, "-o", tmp_path / "nowhere" / "fixed.toml")
     assert code == 2 and "its folder does not exist" in err
-    assert cli("repair", target, "--policy", "nowhere.toml")[0] == 2
+    assert cli("repair", target, "--under", "nowhere.toml")[0] == 2
     assert cli("repair", target, "--budget", "loud")[0] == 2

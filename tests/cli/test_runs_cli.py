@@ -8,13 +8,13 @@ SUBJECT = """
 import torch
 import narrowcast as nc
 
-def subject():
+def case():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
-    return nc.Subject(model, (torch.randn(4, 8),), name="tiny")
+    return nc.Case(model, (torch.randn(4, 8),), name="tiny")
 
 def wide():
-    made = subject()
+    made = case()
     with torch.no_grad():
         made.model[0].weight.mul_(1e6)
     return made
@@ -51,7 +51,7 @@ def script(tmp_path):
 
 
 def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
-    code, out, err = cli("capture", target, "-o", tmp_path / "run", "--dtype", "bf16", "--backward")
+    code, out, err = cli("capture", target, "-o", tmp_path / "run", "--under", "bf16", "--backward")
     assert (code, err) == (0, "") and "VERDICT: Every value is finite" in out and "0 aten.linear #1" in out
     code, again, _ = cli("report", tmp_path / "run.json.gz")
     assert code == 0 and again.strip() in out
@@ -59,7 +59,7 @@ def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
 
 
 def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
-    code, out, err = cli("compare", target, "--dtype", "bf16", "--json", tmp_path / "c.json", "--isolate", "1")
+    code, out, err = cli("compare", target, "--under", "bf16", "--json", tmp_path / "c.json", "--isolate", "1")
     assert (code, err) == (0, "") and out.startswith("model: tiny; ") and "VERDICT: Round-off: " in out
     assert len(out.splitlines()) <= 25
     assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "round-off"
@@ -67,7 +67,7 @@ def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
 
 
 def test_a_model_that_overflows_is_a_finding_with_exit_code_one(cli, target):
-    code, out, _ = cli("compare", f"{target}:wide", "--dtype", "fp16", "--by", "module")
+    code, out, _ = cli("compare", f"{target}:wide", "--under", "fp16", "--by", "module")
     assert code == 1 and "VERDICT: Not finite: " in out and "Each module: its own calls" in out
 
 
@@ -91,7 +91,7 @@ def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
 
 
 def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli, target, tmp_path):
-    for name, arguments in (("a", ()), ("b", ("--dtype", "bf16")), ("c", ())):
+    for name, arguments in (("a", ()), ("b", ("--under", "bf16")), ("c", ())):
         which = f"{target}:wide" if name == "c" else target
         cli("capture", which, "-o", tmp_path / name, *arguments)
     a, b, c = (tmp_path / f"{name}.json.gz" for name in "abc")
@@ -144,21 +144,21 @@ def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp
     """And report writes that of a saved result."""
     page = tmp_path / "page.html"
     run = tmp_path / "run.json.gz"
-    assert cli("capture", target, "-o", run, "--dtype", "bf16", "--html", page)[0] == 0 and has_page(page, "run")
+    assert cli("capture", target, "-o", run, "--under", "bf16", "--html", page)[0] == 0 and has_page(page, "run")
     code, out, _ = cli("report", run, "--html", tmp_path / "again.html")
     assert code == 0 and "VERDICT: Every value is finite" in out
     assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
-    assert cli("compare", target, "--dtype", "bf16", "--html", page)[0] == 0 and has_page(page, "comparison")
+    assert cli("compare", target, "--under", "bf16", "--html", page)[0] == 0 and has_page(page, "comparison")
     assert cli("fit", target, "--html", page)[0] == 0 and has_page(page, "fit")
     assert cli("watch", script, "--html", page, "--", "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
-    code, out, _ = cli("explain", target, "--dtype", "bf16", "--html", page)
+    code, out, _ = cli("explain", target, "--under", "bf16", "--html", page)
     assert code == 0 and "VERDICT" in out and has_page(page, "explanation")
 
 
 def test_a_saved_explanation_is_shown_again(cli, target, tmp_path):
     """As text, as JSON and as the same page."""
     saved, page = tmp_path / "e.json", tmp_path / "page.html"
-    code, out, _ = cli("explain", target, "--dtype", "bf16", "--json", saved, "--html", page)
+    code, out, _ = cli("explain", target, "--under", "bf16", "--json", saved, "--html", page)
     assert code == 0
     code, again, _ = cli("report", saved, "--html", tmp_path / "again.html")
     assert (code, again) == (0, out) and (tmp_path / "again.html").read_bytes() == page.read_bytes()
@@ -180,7 +180,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(cli, targ
 def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_path):
     """And report writes the trace of a run that was timed; what has none is refused."""
     trace, run, folder = tmp_path / "trace.json", tmp_path / "run.json.gz", tmp_path / "explorer"
-    assert cli("capture", target, "-o", run, "--dtype", "bf16", "--trace", trace)[0] == 0
+    assert cli("capture", target, "-o", run, "--under", "bf16", "--trace", trace)[0] == 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert "linear bf16" in {event["name"] for event in events}
     assert cli("report", run, "--trace", tmp_path / "again.json")[0] == 0
@@ -191,6 +191,6 @@ def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_p
     assert json.loads(trace.read_text())["otherData"]["times"] == "predicted"
     code, _, err = cli("explain", target, "--model-explorer", folder)
     assert code == 2 and "--front-end export" in err
-    cli("compare", target, "--dtype", "bf16", "--isolate", "0", "--json", tmp_path / "c.json")
+    cli("compare", target, "--under", "bf16", "--isolate", "0", "--json", tmp_path / "c.json")
     code, _, err = cli("report", tmp_path / "c.json", "--trace", trace)
     assert code == 2 and "no calls with times" in err

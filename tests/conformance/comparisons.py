@@ -54,12 +54,12 @@ def loaded_twice(loaded: Callable) -> tuple[torch.nn.Module, torch.nn.Module, tu
 def in_eager_and_compiled(loaded: Callable, backend: str, backward: bool) -> tuple[Differences, list[str]]:
     """Compiled code against eager code in the same region, and in what their captures differ."""
     model, same, args, kwargs = loaded_twice(loaded)
-    compiled = nc.compile(same, dtype=LOW, backend=backend)
+    compiled = nc.compile(same, under=LOW, backend=backend)
     eager = in_a_region(model)
-    found = nc.compare(compiled, args, kwargs, reference=eager, backward=backward)
+    found = nc.compare(compiled, (args, kwargs), reference=eager, backward=backward)
     if backend != "aot_eager":
         return found, []
-    captured = [nc.capture(form, args, kwargs, backward=backward) for form in (eager, compiled)]
+    captured = [nc.capture(form, (args, kwargs), backward=backward) for form in (eager, compiled)]
     return found, differing_calls(*captured)
 
 
@@ -108,7 +108,7 @@ def check(loaded: Callable, backward: bool, inductor: bool) -> dict[str, list[st
     found, calls = in_eager_and_compiled(loaded, "aot_eager", backward)
     wrong["compiled"], wrong["captured"] = not_exact(found), calls
     model, _, args, kwargs = loaded_twice(loaded)
-    wrong["against fp32"] = beyond_round_off(nc.compare(model, args, kwargs, dtype=LOW, backward=backward))
+    wrong["against fp32"] = beyond_round_off(nc.compare(model, (args, kwargs), under=LOW, backward=backward))
     if inductor:
         with torch._inductor.config.patch(fallback_random=True):
             wrong["inductor"] = beyond_round_off(in_eager_and_compiled(loaded, "inductor", backward=False)[0])

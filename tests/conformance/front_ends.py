@@ -77,11 +77,11 @@ class Op(nn.Module):
 
 def compiled(op):
     torch._dynamo.reset()
-    return nc.compile(op, dtype=BF16, device_type="cpu", backend="aot_eager")(*op.inputs())
+    return nc.compile(op, under=nc.autocast("cpu", BF16), backend="aot_eager")(*op.inputs())
 
 
 def exported(op):
-    return nc.export(op, op.inputs(), dtype=BF16, device_type="cpu").module()(*op.inputs())
+    return nc.export(op, op.inputs(), under=nc.autocast("cpu", BF16)).module()(*op.inputs())
 
 
 def plain_trace(op):
@@ -89,7 +89,7 @@ def plain_trace(op):
 
 
 def converted(op):
-    return nc.convert(plain_trace(op), dtype=BF16)(*op.inputs())
+    return nc.script(plain_trace(op), under=BF16)(*op.inputs())
 
 
 def scripted(op):
@@ -98,7 +98,7 @@ def scripted(op):
 
 
 def traced(op):
-    made = nc.trace(lambda *tensors: op(*tensors), op.inputs(), dtype=BF16, device_type="cpu", check_trace=False)
+    made = nc.trace(lambda *tensors: op(*tensors), op.inputs(), under=nc.autocast("cpu", BF16), check_trace=False)
     return made(*op.inputs())
 
 

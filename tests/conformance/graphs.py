@@ -78,7 +78,7 @@ def check(loaded: Callable, dtype: torch.dtype, policy: nc.Policy | str | None, 
     """One row of the table."""
     torch.manual_seed(0)
     model, args, kwargs = loaded()
-    region = {"policy": policy, "dtype": dtype, "device_type": "cpu"}
+    region = {"under": nc.autocast("cpu", dtype, policy=policy)}
     row: dict[str, object] = {}
 
     def eager(model: torch.nn.Module) -> object:
@@ -96,7 +96,7 @@ def check(loaded: Callable, dtype: torch.dtype, policy: nc.Policy | str | None, 
     row["fallbacks"] = [g.fallback for g in graphs if g.fallback]
     row["casts"] = sum(len(g.after.casts()) for g in graphs if g.after)
     try:
-        exported = nc.export(third, args, kwargs, **region)
+        exported = nc.export(third, (args, kwargs), **region)
     except Exception as error:
         row["exported"] = [] if reference.error else [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
     else:

@@ -24,7 +24,7 @@ import narrowcast as nc
 sys.path.insert(0, str(Path(__file__).parent))
 from front_ends import BF16, difference
 
-AROUND = {"dtype": BF16, "device_type": "cpu"}
+AROUND = {"under": BF16}
 
 
 def tensors(tree):
@@ -39,7 +39,7 @@ def compiled(module, args, kwargs, around):
 
 
 def exported(module, args, kwargs, around):
-    made = nc.export(module, args, kwargs, **around) if around else torch.export.export(module, args, kwargs)
+    made = nc.export(module, (args, kwargs), **around) if around else torch.export.export(module, args, kwargs)
     return made.module(), None
 
 
@@ -50,7 +50,7 @@ def scripted(module, args, kwargs, around):
 
 def converted(module, args, kwargs, around):
     made = torch.jit.script(module)
-    made = nc.convert(made, **around) if around else made
+    made = nc.script(made, **around) if around else made
     return made, made
 
 

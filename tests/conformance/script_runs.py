@@ -327,7 +327,7 @@ class Runs:
         except Exception:
             return  # it is counted as saved
         if loaded is not None:
-            yield from self._made(lambda: nc.convert(loaded), calls)
+            yield from self._made(lambda: nc.script(loaded), calls)
 
     def _made(self, make, calls, names=("alone", "inside")):
         try:
@@ -345,7 +345,7 @@ class Runs:
         except Exception as error:
             self.no_form["jit"] = f"{type(error).__name__}: {error}"[:200]
             return
-        yield from self._made(lambda: nc.convert(made), calls)
+        yield from self._made(lambda: nc.script(made), calls)
 
     def _fixed(self, calls, make, times=2, inside=True):
         for call in calls:

@@ -78,7 +78,7 @@ def compare(name, how):
             except RuntimeError as error:
                 refused = f"; torch: {str(error).strip().splitlines()[0][:60]}"
     else:
-        made = nc.script(copy.deepcopy(model), dtype="bf16")
+        made = nc.script(copy.deepcopy(model), under="bf16")
         made.load_state_dict(model.state_dict())
     owner = made if how == "script" else model
     wrong = sum(differences(expected, outcome(made, owner, inputs)) for _ in range(3))
@@ -111,7 +111,7 @@ def silero():
     """AUC before and after; returns whether it held."""
     file = models.package_folder("silero_vad") / "data/silero_vad.jit"
     script = torch.jit.load(file).eval()
-    converted = nc.convert(script, dtype="bf16")
+    converted = nc.script(script, under="bf16")
     samples, speech = recording()
     aucs = []
     for model in (script, converted):
@@ -120,7 +120,7 @@ def silero():
             chunks = [samples[n * CHUNK : (n + 1) * CHUNK] for n in range(len(speech))]
             scores = torch.stack([model(chunk, RATE).reshape(()) for chunk in chunks])
         aucs.append(roc_auc_score(speech, scores.float().numpy()))
-    explained = nc.explain(script, dtype="bf16", front_end="script")
+    explained = nc.explain(script, under="bf16", front_end="script")
     casts = [cast for cast in explained.ledger.casts if cast.how == "copied"]
     placed = sum(bool(cast.file and cast.line) for cast in casts)
     print(f"silero  AUC {aucs[0]:.5f} in fp32, {aucs[1]:.5f} in bf16; {len(casts)} casts, {placed} with their lines:")

@@ -81,7 +81,7 @@ def _ways(program, module):
     region = region_of(program, module)
     if not program.given:
         return {}, region
-    return ({"region": nc.autocast("cpu", **region)} if "cache_enabled" in region else region), {}
+    return ({"under": nc.autocast("cpu", **region)} if region else {}), {}
 
 
 def _eager(program, module):
@@ -118,7 +118,7 @@ def _traced(program, module):
 
 def _converted(program, module):
     model, (arguments, around) = made(module), _ways(program, module)
-    run = nc.convert(torch.jit.trace(model, inputs(program), check_trace=False), **arguments)
+    run = nc.script(torch.jit.trace(model, inputs(program), check_trace=False), **arguments)
     return run, _inside(run, around)
 
 

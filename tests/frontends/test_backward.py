@@ -117,11 +117,11 @@ def test_gradients_inside_a_forward_are_those_of_eager_code(fresh_dynamo, backen
     policy = nc.Policy.native().with_rules(nc.Rule("aten.tanh", "full"))
     with nc.autocast("cpu", policy=policy):
         expected = model(x)
-    compiled = nc.compile(model, policy=policy, backend=backend, backward="same_as_forward")
+    compiled = nc.compile(model, under=policy, backend=backend, backward="same_as_forward")
     assert all(map(torch.equal, compiled(x), expected))
     torch._dynamo.reset()
     with pytest.raises(BackwardError, match=r"torch\.autograd\.grad in a model") as caught:
-        nc.compile(model, policy=policy, backend=backend)(x)
+        nc.compile(model, under=policy, backend=backend)(x)
     assert not re.search("maia|mtia|ipu|quint|'off'", str(caught.value))
 
 
@@ -161,7 +161,7 @@ def test_rules_about_the_backward(rule, expected):
     model, x = two_layers(), torch.randn(4, 16)
     policy = nc.Policy.native().with_rules(*([nc.Rule(rule, "full")] if rule else []))
     with watch_graphs() as graphs:
-        out = nc.compile(model, policy=policy, dtype="bf16", backend="aot_eager")(x)
+        out = nc.compile(model, under=policy, backend="aot_eager")(x)
     assert products(graphs[0]) == expected
     assert torch.equal(out, _in_region(model, x))
     out.float().sum().backward()
@@ -175,7 +175,7 @@ def test_wgrad_in_fp32_is_nearer_to_exact():
         torch._dynamo.reset()
         model, x = two_layers(), torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
         reference = two_layers()
-        out = nc.compile(model, policy=nc.Policy.native().with_rules(rules), dtype="bf16", backend="aot_eager")(x)
+        out = nc.compile(model, under=nc.Policy.native().with_rules(rules), backend="aot_eager")(x)
         out.float().square().mean().backward()
         reference(x).square().mean().backward()
         exact = reference[2].weight.grad
@@ -189,7 +189,7 @@ def test_another_rule_is_another_graph():
     for rule, expected in (("wgrad.aten.mm", "fp32"), (None, "bf16"), ("wgrad.aten.mm", "fp32")):
         policy = nc.Policy.native().with_rules(*([nc.Rule(rule, "full")] if rule else []))
         with watch_graphs() as graphs:
-            nc.compile(model, policy=policy, dtype="bf16", backend="aot_eager")(x)
+            nc.compile(model, under=policy, backend="aot_eager")(x)
         assert products(graphs[0])["wgrad"] == {expected}
         torch._dynamo.reset()
 
@@ -202,7 +202,7 @@ def test_rules_about_ops_that_give_several_gradients(rule, backend):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
     policy = nc.Policy.native().with_rules(nc.Rule(rule, "full"))
     x = torch.randn(2, 3, 9, 9)
-    out = nc.compile(model, policy=policy, dtype="bf16", backend=backend)(x)
+    out = nc.compile(model, under=policy, backend=backend)(x)
     out.float().square().mean().backward()
     reference = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

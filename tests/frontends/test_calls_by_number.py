@@ -54,10 +54,10 @@ def in_fp32(model, rules, *args):
 
 
 FRONT_ENDS = {
-    "compile": lambda model, rules: nc.compile(model, policy=rules, device_type="cpu", backend="aot_eager"),
-    "export": lambda model, rules: nc.export(model, (X,), policy=rules, device_type="cpu").module(),
-    "script": lambda model, rules: nc.script(model, policy=rules, device_type="cpu"),
-    "trace": lambda model, rules: nc.trace(model, (X,), policy=rules, device_type="cpu"),
+    "compile": lambda model, rules: nc.compile(model, under=nc.autocast("cpu", policy=rules), backend="aot_eager"),
+    "export": lambda model, rules: nc.export(model, (X,), under=nc.autocast("cpu", policy=rules)).module(),
+    "script": lambda model, rules: nc.script(model, under=nc.autocast("cpu", policy=rules)),
+    "trace": lambda model, rules: nc.trace(model, (X,), under=nc.autocast("cpu", policy=rules)),
 }
 
 
@@ -80,7 +80,7 @@ def test_the_nth_call_is_the_same_in_every_front_end(front_end, call, module, ex
 
 def test_compiled_code_is_still_compiled(fresh_dynamo):
     """The hook that counts calls stands in the way of nothing."""
-    found = nc.explain(Net().eval(), X, policy=policy(2), dtype="bf16", front_end="compile")
+    found = nc.explain(Net().eval(), (X,), under=policy(2), front_end="compile")
     assert [graph.after is not None for graph in found.graphs] == [True]
     numbers = {k.module_path: set(t.numbers) for k, t in found.ledger.calls.items() if k.computes == "fp32"}
     assert numbers["a"] >= {2}
@@ -90,14 +90,14 @@ def test_compiled_code_is_still_compiled(fresh_dynamo):
 def test_a_captured_call_names_the_call_that_a_rule_means():
     """What a capture calls #2 is what `call = 2` is about: each call of each op, by a rule made of its identity."""
     model = Net().eval()
-    run = nc.capture(model, (X,), policy="native", dtype="bf16")
+    run = nc.capture(model, (X,), under="native")
     ids = {
         (c.id.module_path, c.id.op, c.id.number) for c in run.calls if c.id.op.startswith(("aten.matmul", "aten.li"))
     }
     assert len(ids) == 8
     for path, op, number in sorted(ids):
         rule = nc.Rule(op, "to(fp16)", module=path or None, call=number)
-        again = nc.capture(model, (X,), policy=nc.Policy("one").with_rules(rule), dtype="bf16")
+        again = nc.capture(model, (X,), under=nc.Policy("one").with_rules(rule))
         low = {(c.id.module_path, c.id.op, c.id.number) for c in again.calls if c.computes == "fp16" and c.id.op == op}
         expected = {(p, o, n) for p, o, n in ids if (o, n) == (op, number) and p.startswith(path)}
         assert low == expected, rule
@@ -195,14 +195,14 @@ class Repeats(torch.nn.Module):
 @pytest.mark.parametrize("model", [Loop, Branch])
 def test_a_script_that_cannot_know_the_number_refuses_the_rule(model):
     with pytest.raises(RefusedError, match="not known before it runs"):
-        nc.script(model(), policy=policy(2), device_type="cpu")
-    nc.script(model(), policy=policy(2, "elsewhere"), device_type="cpu")  # it is about nothing here
+        nc.script(model(), under=nc.autocast("cpu", policy=policy(2)))
+    nc.script(model(), under=nc.autocast("cpu", policy=policy(2, "elsewhere")))  # it is about nothing here
 
 
 @pytest.mark.parametrize("model", [Alike, Repeats])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_script_counts_where_every_way_counts_alike(model, n):
-    made = nc.script(model(), policy=policy(2), device_type="cpu")
+    made = nc.script(model(), under=nc.autocast("cpu", policy=policy(2)))
     with torch.no_grad():
         assert torch.equal(made(X, n), in_fp32(model(), policy(2), X, n)[1])
 
@@ -226,12 +226,12 @@ class Outer(torch.nn.Module):
 
 def test_behind_a_graph_break_nobody_knows_the_number(fresh_dynamo):
     """The rule is refused there, and holds in modules that are called behind it."""
-    made = nc.compile(Outer(), policy=policy(2), device_type="cpu", backend="aot_eager")
+    made = nc.compile(Outer(), under=nc.autocast("cpu", policy=policy(2)), backend="aot_eager")
     with pytest.raises(Exception, match=r"a rule about call 2 of aten\.matmul\.default"):
         made(X)
     torch._dynamo.reset()
     model, rules = Outer(), policy(2, "whole")
-    made = nc.compile(model, policy=rules, device_type="cpu", backend="aot_eager")
+    made = nc.compile(model, under=nc.autocast("cpu", policy=rules), backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(made(X), in_fp32(model, rules, X)[1])
 

@@ -37,7 +37,7 @@ def sharded(blocks: list[nn.Module]) -> nn.Module:
 def test_a_block_of_torchs_own_class_is_refused_and_one_around_it_is_compiled() -> None:
     model = sharded([Block(), Block().inner])
     with pytest.raises(RegionError, match="1, a Sequential, is sharded") as caught:
-        nc.compile(model, dtype="bf16")
+        nc.compile(model, under="bf16")
     assert "a module of your own class around it" in str(caught.value)
 
     ran: list[int] = []
@@ -46,13 +46,13 @@ def test_a_block_of_torchs_own_class_is_refused_and_one_around_it_is_compiled() 
         return lambda *args: (ran.append(1), graph.forward(*args))[1]
 
     late = nn.Sequential(Block(), Block().inner)
-    compiled = nc.compile(late, dtype="bf16")
+    compiled = nc.compile(late, under="bf16")
     for block in late:
         fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(RegionError, match="1, a Sequential, is sharded"):  # since it was compiled
         compiled(torch.randn(2, 8))
 
-    compiled = nc.compile(sharded([Block(), Block()]), dtype="bf16", backend=backend)
+    compiled = nc.compile(sharded([Block(), Block()]), under="bf16", backend=backend)
     for _ in range(2):
         compiled(torch.randn(2, 8)).sum().backward()
     assert len(ran) == 2 * 2  # each block, each time

@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def compiled(model=None, **options):
-    return nc.compile(model or Model(), **{"dtype": BF16, "backend": "aot_eager", **options})
+    return nc.compile(model or Model(), **{"under": BF16, "backend": "aot_eager", **options})
 
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
@@ -70,27 +70,27 @@ def test_a_method_that_is_not_compiled_says_so():
 
 def test_a_compiled_model_is_compiled_again_in_its_region():
     """Its policy and dtype stay; the same ones may be named, others are refused with what is there."""
-    model = compiled(policy=MINE)
-    for again in (nc.compile(model, backend="eager"), compiled(model, policy=MINE), compiled(model, dtype="bf16")):
+    model = compiled(under=MINE)
+    for again in (nc.compile(model, backend="eager"), compiled(model, under=MINE)):
         assert again(X).dtype is FP32 and again.encode.__wrapped__ and again._orig_mod is model._orig_mod
-    with pytest.raises(nc.errors.RegionError, match=r"compiled already, with policy=mine, dtype=torch.bfloat16"):
-        compiled(model, dtype="fp16")
+    with pytest.raises(nc.errors.RegionError, match=r"compiled already, with under=mine"):
+        compiled(model, under="fp16")
     with pytest.raises(nc.errors.RegionError, match="compiled already"):
-        compiled(model, policy="safe")
+        compiled(model, under="safe")
     for other in ({"enabled": False}, {"cache_enabled": False}):  # of the region
         with pytest.raises(nc.errors.RegionError, match="compiled already"):
-            nc.compile(model, region=nc.autocast("cpu", BF16, policy=MINE, **other))
-    function = nc.compile(lambda x: x @ x.T, dtype=BF16, backend="aot_eager")
+            nc.compile(model, under=nc.autocast("cpu", policy=MINE, **other))
+    function = nc.compile(lambda x: x @ x.T, under=BF16, backend="aot_eager")
     assert nc.compile(function, backend="aot_eager")(X).dtype is BF16
     with pytest.raises(nc.errors.RegionError, match="compiled already"):
-        nc.compile(function, dtype="fp16")
+        nc.compile(function, under="fp16")
 
 
 @pytest.mark.parametrize("outer", [torch.compile, nc.compile], ids=["torch", "ours"])
 def test_code_that_is_compiled_as_a_whole_calls_compiled_models(outer):
     """Dynamo takes the model's call into its graph, in the model's region; so does compiling the model itself."""
-    model = compiled(policy=MINE)
-    function = nc.compile(lambda x: x @ x.T, dtype=BF16, backend="aot_eager")
+    model = compiled(under=MINE)
+    function = nc.compile(lambda x: x @ x.T, under=BF16, backend="aot_eager")
 
     def calls(x):
         return model(x), model._orig_mod.first(x), function(x)
@@ -104,7 +104,7 @@ def test_code_that_is_compiled_as_a_whole_calls_compiled_models(outer):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save", "average"])
 def test_compiled_models_are_copied(how):
     """A copy computes as the original did when it was copied, and is compiled at its first call."""
-    model = compiled(policy=MINE)
+    model = compiled(under=MINE)
     expected = model(X)
     made = COPIES[how](model)
     assert torch.equal(made(X), expected)

@@ -63,9 +63,9 @@ def test_a_composite_op_computes_as_in_eager_code(name, form):
 
     zero = torch.zeros((), dtype=expected.dtype)
     if form == "convert":
-        made = nc.convert(torch.jit.trace(program, zero, check_trace=False), dtype=BF16)
+        made = nc.script(torch.jit.trace(program, zero, check_trace=False), under=BF16)
     else:
-        made = nc.trace(program, zero, dtype=BF16, device_type="cpu", check_trace=False)
+        made = nc.trace(program, zero, under=nc.autocast("cpu", BF16), check_trace=False)
     found = made(zero)
     assert found.dtype is expected.dtype and torch.equal(found, expected)
 
@@ -116,8 +116,8 @@ def test_a_rule_about_a_composite_op_holds():
         return torch.tensordot(x, x, dims=1)
 
     policy = nc.Policy.native().with_rules(nc.Rule("aten.tensordot", "full"))
-    assert nc.script(program, dtype="bf16", policy=policy)(SQUARE).dtype is torch.float32
-    assert nc.script(program, dtype="bf16")(SQUARE).dtype is BF16
+    assert nc.script(program, under=policy)(SQUARE).dtype is torch.float32
+    assert nc.script(program, under="bf16")(SQUARE).dtype is BF16
 
 
 class Recurrent(nn.Module):
@@ -155,7 +155,7 @@ def test_a_gru_keeps_its_state_as_it_came(options, training):
         return found
 
     expected = run(model, model)
-    for made in (nc.script(model), nc.convert(torch.jit.script(model), dtype=BF16)):
+    for made in (nc.script(model), nc.script(torch.jit.script(model), under=BF16)):
         found = run(made, made)
         assert [t.dtype for t in found[:2]] == [torch.float32] * 2
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -168,7 +168,7 @@ def test_an_op_whose_inside_is_not_written_down_says_so():
         return torch.linalg.pinv(x)
 
     with pytest.warns(nc.errors.ScriptWarning, match=r"aten.linalg_pinv \(.*test_composite_ops.py:\d+\) calls ops"):
-        nc.script(program, dtype="bf16")
+        nc.script(program, under="bf16")
 
 
 LSTM = nn.LSTM(3, 3).requires_grad_(False)
@@ -201,4 +201,4 @@ def test_a_region_inside_traced_code_says_what_it_does_not_record():
         warnings.simplefilter("error", nc.errors.ScriptWarning)
         nc.trace(lambda x: program(x, enabled=False), SQUARE, check_trace=False)
         with torch.backends.mkldnn.flags(enabled=False):
-            nc.trace(lambda x: LSTM(x)[0], SQUARE, dtype=BF16, check_trace=False)
+            nc.trace(lambda x: LSTM(x)[0], SQUARE, under=BF16, check_trace=False)

@@ -91,12 +91,12 @@ def test_rules_by_name_with_arguments_and_results(case):
 
     expected = run(model, nc.autocast("cpu", policy=policy))
     assert (expected[1].dtype, expected[2].dtype) == dtypes
-    compiled = nc.compile(model, policy=policy, device_type="cpu", backend="aot_eager", fullgraph=True)
+    compiled = nc.compile(model, under=nc.autocast("cpu", policy=policy), backend="aot_eager", fullgraph=True)
     assert same(run(compiled, nullcontext()), expected)
-    exported = nc.export(model, (X, TABLE), policy=policy)
+    exported = nc.export(model, (X, TABLE), under=policy)
     with torch.no_grad():
         assert same(exported.module()(X, TABLE), expected[:3])
-    scripted = nc.script(model, policy=policy, device_type="cpu")
+    scripted = nc.script(model, under=nc.autocast("cpu", policy=policy))
     assert same(scripted(X, TABLE), expected[:3])
 
 
@@ -124,7 +124,7 @@ def test_higher_order_ops_have_rules_inside():
         return torch.cond(x.sum() > 0, lambda y: torch.mm(y, y), lambda y: y * 2.0, (x,))
 
     policy = nc.Policy.native().with_rules(nc.Rule("aten.mm", "full"))
-    compiled = nc.compile(branch, policy=policy, device_type="cpu", backend="aot_eager")
+    compiled = nc.compile(branch, under=nc.autocast("cpu", policy=policy), backend="aot_eager")
     for x in (torch.ones(4, 4), -torch.ones(4, 4)):
         with nc.autocast("cpu", policy=policy):
             expected = branch(x)
@@ -209,7 +209,7 @@ def test_the_backward_runs_under_the_policy_of_the_forward(compiled):
     def call(x):
         return Watched.apply(x)
 
-    run = nc.compile(call, policy=policy, device_type="cpu", backend="aot_eager") if compiled else call
+    run = nc.compile(call, under=nc.autocast("cpu", policy=policy), backend="aot_eager") if compiled else call
     with nc.autocast("cpu", policy=policy):
         out = run(a)
     out.sum().backward()

@@ -83,7 +83,7 @@ def given_times(monkeypatch, **ns):
 
 
 def fast(model, **options):
-    return nc.compile(model, dtype=BF16, backend="eager", goal="fast", weights="cast", **options)
+    return nc.compile(model, under=BF16, backend="eager", goal="fast", weights="cast", **options)
 
 
 def eager_rules(run):
@@ -153,7 +153,7 @@ def test_a_model_that_is_captured_whole_has_nothing_to_race(monkeypatch):
     """Neither graphs nor their candidates count as eager code, in training or without."""
     races = given_times(monkeypatch, policy=2e6, high=1e6)
     model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 3), nn.Linear(6, 2))
-    run = nc.compile(model, dtype=BF16, backend="aot_eager", goal="fast")
+    run = nc.compile(model, under=BF16, backend="aot_eager", goal="fast")
     run(torch.randn(1, 2, 8)).float().sum().backward()
     assert races == []
     assert run._around._regions["cpu"].policy is NATIVE
@@ -215,7 +215,7 @@ def test_what_a_rule_asks_for_somewhere_is_not_overruled(op, action, monkeypatch
     given_times(monkeypatch, policy=2e6, high=1e6)
     policy = nc.Policy.native().with_rules(nc.Rule(op, parse_action(action), module="somewhere"))
     with torch.no_grad():
-        run = nc.compile(Tagger().eval(), dtype=BF16, policy=policy, backend="eager", goal="fast", weights="cast")
+        run = nc.compile(Tagger().eval(), under=policy, backend="eager", goal="fast", weights="cast")
         run(torch.randn(5, 2, 16))
     lifted = {rule.op for rule in run._around._regions["cpu"].policy.rules if rule.reason.startswith("measured")}
     assert lifted == (set() if op.startswith("aten.linear") else {"aten.linear.default"})
@@ -246,7 +246,7 @@ def test_formats_that_the_user_gave_a_module_stay(how, monkeypatch):
         policy = policy.with_rules(nc.Rule("aten.linear", "full", module="two"))
     else:
         nc.pin(model.two, "fp16")
-    run = nc.compile(model, policy=policy, dtype=BF16, backend="aot_eager", goal="fast")
+    run = nc.compile(model, under=policy, backend="aot_eager", goal="fast")
     found = [[part.dtype for part in run(torch.ones(2, 8))] for _ in range(3)]
     if how == "pin":
         nc.unpin(model.two)
@@ -257,7 +257,7 @@ def test_rules_about_modules_hold_in_the_graphs_of_a_first_call():
     """Watching eager code does not hide from a capture in which module its calls are made."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="2"))
-    run = nc.compile(model, policy=policy, dtype=BF16, goal="fast", backend="aot_eager")
+    run = nc.compile(model, under=policy, goal="fast", backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Guards may run slower")  # Dynamo on Python 3.13.0
@@ -289,7 +289,7 @@ def test_races_draw_no_random_numbers(monkeypatch):
     for goal in ("exact", "fast"):
         torch._dynamo.reset()
         torch.manual_seed(1)
-        nc.compile(Heads(), dtype=BF16, backend="eager", goal=goal, weights="cast")(torch.ones(2, 8))
+        nc.compile(Heads(), under=BF16, backend="eager", goal=goal, weights="cast")(torch.ones(2, 8))
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
 
@@ -339,7 +339,9 @@ def test_explaining_inside_a_recording_times_nothing(monkeypatch):
     """As compiling does: what is recorded takes other times."""
     races = given_times(monkeypatch, policy=2e6, high=1e6)
     with nc.record():
-        nc.explain(Tagger().eval(), torch.ones(5, 2, 16), dtype=BF16, goal="fast", front_end="compile", backend="eager")
+        nc.explain(
+            Tagger().eval(), (torch.ones(5, 2, 16),), under=BF16, goal="fast", front_end="compile", backend="eager"
+        )
     assert races == []
 
 
@@ -348,7 +350,7 @@ def test_goals_that_time_nothing_race_nothing(goal, monkeypatch):
     """`exact`, `memory`, and `fast` without verification keep the policy's formats between graphs."""
     races = given_times(monkeypatch, policy=2e6, high=1e6)
     with torch.no_grad():
-        run = nc.compile(Tagger().eval(), dtype=BF16, backend="eager", weights="cast", policy=NATIVE, goal=goal)
+        run = nc.compile(Tagger().eval(), under=NATIVE, backend="eager", weights="cast", goal=goal)
         run(torch.randn(5, 2, 16))
     assert races == []
 
@@ -368,7 +370,7 @@ def test_explain_says_what_was_measured(monkeypatch):
     """The op, its format and both times, though it is in no graph."""
     given_times(monkeypatch, policy=2e6, high=1e6)
     found = nc.explain(
-        Tagger().eval(), torch.ones(5, 2, 16), dtype=BF16, goal="fast", front_end="compile", backend="eager"
+        Tagger().eval(), (torch.ones(5, 2, 16),), under=BF16, goal="fast", front_end="compile", backend="eager"
     )
     assert "aten.lstm.input in eager code between graphs runs in fp32 (measured: 1 ms in fp32, 2 ms as" in found.note
 

@@ -25,7 +25,7 @@ FRONT_ENDS = {
     "export": lambda model, **region: nc.export(model, (X,), **region).module()(X),
     "script": lambda model, **region: nc.script(model, **region)(X),
     "trace": lambda model, **region: nc.trace(model, X, **region)(X),
-    "convert": lambda model, **region: nc.convert(torch.jit.trace(model, X), **region)(X),
+    "convert": lambda model, **region: nc.script(torch.jit.trace(model, X), **region)(X),
 }
 
 
@@ -45,31 +45,33 @@ def test_a_region_that_was_made_is_the_same_as_its_parts(name):
     region = nc.autocast("cpu", BF16, policy=policy)
     with region:
         expected = net()(X)
-    for given in ({"region": region}, {"policy": policy, "dtype": BF16, "device_type": "cpu"}):
-        found = front_end(net(), **given)
+    for given in (region, policy):
+        found = front_end(net(), under=given)
         assert found.dtype is expected.dtype and torch.equal(found, expected)
-    off = front_end(net(), region=nc.autocast("cpu", BF16, enabled=False))
+    off = front_end(net(), under=nc.autocast("cpu", BF16, enabled=False))
     assert torch.equal(off, net()(X))
 
 
 @pytest.mark.parametrize("name", [*FRONT_ENDS, "explain"])
-def test_what_a_region_says_already_is_not_said_twice(name):
-    """Nor is anything a region that was not made by nc.autocast: what was given, and what to give."""
-    front_end = FRONT_ENDS.get(name, lambda model, **region: nc.explain(model, X, **region))
-    region = nc.autocast("cpu", BF16)
-    with pytest.raises(nc.errors.RegionError, match=r"policy and dtype.*already.*\n.*Give the region alone"):
-        front_end(net(), region=region, policy="safe", dtype=BF16)
-    with pytest.raises(nc.errors.RegionError, match=r"region=narrowcast.autocast"):
-        front_end(net(), region=torch.autocast("cpu", BF16))
+def test_what_no_region_can_be_is_refused_with_what_to_write(name):
+    """What torch made, a number, a misspelt name."""
+    front_end = FRONT_ENDS.get(name, lambda model, **region: nc.explain(model, (X,), **region))
+    for under in (torch.autocast("cpu", BF16), 16):
+        with pytest.raises(nc.errors.RegionError, match=r"under=[^\n]*\n[^\n]*narrowcast.autocast"):
+            front_end(net(), under=under)
+    with pytest.raises(nc.errors.RegionError, match="Did you mean 'native'"):
+        front_end(net(), under="nativ")
 
 
 def test_explain_takes_a_region():
     """With its policy, format and device type."""
-    found = nc.explain(net(), X, region=nc.autocast("cpu", torch.float16, policy=POLICY))
+    found = nc.explain(net(), (X,), under=nc.autocast("cpu", torch.float16, policy=POLICY))
     assert (found.policy, found.low, found.device_type) == (POLICY.name, "fp16", "cpu")
     assert (
         found.ledger.op_formats()["aten.gelu.default"]
-        == nc.explain(net(), X, policy=POLICY, dtype="fp16").ledger.op_formats()["aten.gelu.default"]
+        == nc.explain(net(), (X,), under=nc.autocast("cpu", "fp16", policy=POLICY)).ledger.op_formats()[
+            "aten.gelu.default"
+        ]
     )
 
 
@@ -79,10 +81,10 @@ def test_a_name_and_a_value_are_one_goal():
 
     assert as_goal("fast") == nc.fast() and as_goal("memory") == nc.memory()
     assert nc.fast(verify=False).races is False and nc.fast().races and not nc.memory().races
-    for function in (nc.compile, nc.export, nc.explain, nc.script, nc.trace, nc.convert):
+    for function in (nc.compile, nc.export, nc.explain, nc.script, nc.trace):
         parameters = inspect.signature(function).parameters
-        assert not set(parameters) & {"verify", "profile", "memory_limit_bytes", "slowdown_limit", "enabled", "device"}
-        assert {"policy", "dtype", "device_type", "region"} <= set(parameters)
+        assert not set(parameters) & {"verify", "profile", "memory_limit_bytes", "slowdown_limit", "enabled", "policy", "region"}
+        assert "under" in parameters and "dtype" not in parameters
     with pytest.raises(TypeError):
         nc.memory(memory_limit_bytes=5)
     with pytest.raises(nc.errors.GoalError, match=r"fast\(\) or memory\(\)"):

@@ -72,7 +72,7 @@ def test_exported_equals_eager_bit_for_bit(policy, ambient):
         with nc.autocast("cpu", policy=policy):
             program = nc.export(model, (x,))
     else:
-        program = nc.export(model, (x,), policy=policy, dtype=torch.bfloat16)
+        program = nc.export(model, (x,), under=policy)
     module = program.module()
     found = run(module, module, x)
     assert found.keys() == expected.keys()
@@ -114,7 +114,7 @@ def gradients_of(model, call, x):
 def test_regions_inside_keep_their_weight_caches(region, strict, around):
     """On, off, not given, or that of the region around; the gradients are those of eager code."""
     x = torch.randn(64, 8)
-    options = {"dtype": "bf16"} if around else {}
+    options = {"under": "bf16"} if around else {}
     with_cache, without = ([], [])
     for model in (
         Regions(region), Regions(region, cache_enabled=None), Regions(region, cache_enabled=True),
@@ -157,7 +157,7 @@ def test_tied_weights_are_one(strict):
 
     expected = gradients_of(model, run, x)
     assert not torch.equal(expected[0], gradients_of(model, lambda x: run(x, False), x)[0])
-    module = nc.export(model, (x,), strict=strict, dtype="bf16").module()
+    module = nc.export(model, (x,), under="bf16", strict=strict).module()
     assert all(map(torch.equal, gradients_of(module, module, x), expected))
 
 
@@ -197,7 +197,7 @@ def test_dynamic_shapes_and_folded_weights(fold):
     model = Model().eval()
     x = torch.randn(4, 8)
     batch = torch.export.Dim("batch", min=2, max=64)
-    program = nc.export(model, (x,), dtype="bf16", dynamic_shapes={"x": {0: batch}}, fold_weights=fold)
+    program = nc.export(model, (x,), under="bf16", dynamic_shapes={"x": {0: batch}}, fold_weights=fold)
     for n in (2, 5, 33):
         x = torch.randn(n, 8)
         with nc.autocast("cpu"):
@@ -227,7 +227,7 @@ def test_a_weight_that_is_read_in_two_formats_is_not_folded():
         def forward(self, x):
             return self.layer(x), self.layer.weight.sum()
 
-    program = nc.export(Twice(), (torch.randn(2, 8),), dtype="bf16", fold_weights=True)
+    program = nc.export(Twice(), (torch.randn(2, 8),), under="bf16", fold_weights=True)
     assert program.state_dict["layer.weight"].dtype is torch.float32
 
 
@@ -246,7 +246,7 @@ def test_weights_that_are_parts_of_one_memory_stay_apart():
     model, x = Parts(), torch.randn(4, 8)
     with nc.autocast("cpu"):
         expected = model(x)
-    found = nc.export(model, (x,), dtype="bf16", fold_weights=True).module()(x)
+    found = nc.export(model, (x,), under="bf16", fold_weights=True).module()(x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -264,7 +264,7 @@ def test_a_weight_that_is_changed_under_no_grad():
             return x @ self.weight
 
     model, x = Changed(), torch.randn(4, 8)
-    found = nc.export(copy.deepcopy(model), (x,), dtype="bf16").module()(x)
+    found = nc.export(copy.deepcopy(model), (x,), under="bf16").module()(x)
     with nc.autocast("cpu"):
         assert torch.equal(found, model(x))
 
@@ -282,7 +282,7 @@ def test_saved_and_loaded_without_narrowcast(tmp_path):
     """By torch.export.save and load, with the same bits."""
     model, x = Model().eval(), torch.randn(4, 8)
     with torch.no_grad():
-        program = nc.export(model, (x,), policy=CUSTOM, dtype="bf16", fold_weights=True)
+        program = nc.export(model, (x,), under=CUSTOM, fold_weights=True)
         expected = program.module()(x)
     torch.export.save(program, tmp_path / "model.pt2")
     torch.save({"x": x, "expected": expected}, tmp_path / "data.pt")
@@ -320,7 +320,7 @@ def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
     """Compiled to a package, loaded in a process of its own; same formats, and bits within Inductor's rounding."""
     model, x = Model().eval(), torch.randn(4, 8)
     with torch.no_grad():
-        program = nc.export(model, (x,), dtype="bf16", fold_weights=True)
+        program = nc.export(model, (x,), under="bf16", fold_weights=True)
         expected = program.module()(x)
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "package.pt2"))
     torch.save({"x": x, "expected": expected}, tmp_path / "data.pt")
@@ -350,7 +350,7 @@ def test_onnx_in_onnxruntime():
 
     model, x = Net().eval(), torch.randn(4, 8)
     with torch.no_grad():
-        program = nc.export(model, (x,), dtype=torch.float16)
+        program = nc.export(model, (x,), under=torch.float16)
         expected = program.module()(x)
         onnx = torch.onnx.export(program, (x,), dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(onnx.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -372,7 +372,7 @@ class TestErrors:
         """An exported program has none."""
         policy = nc.Policy.native().with_rules(nc.Rule("backward.aten.mm", "full"))
         with pytest.raises(RegionError, match="about the backward"):
-            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), policy=policy)
+            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), under=policy)
 
     def test_a_fault_of_ours_is_refused(self, monkeypatch):
         """Rather than a program that lost its region."""
@@ -383,7 +383,7 @@ class TestErrors:
 
         monkeypatch.setattr(exported, "make_explicit", broken)
         with pytest.raises(CaptureError, match="a fault of ours"):
-            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), dtype="bf16")
+            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), under="bf16")
 
 
 def test_the_model_and_the_state_are_left_alone():
@@ -391,7 +391,7 @@ def test_the_model_and_the_state_are_left_alone():
     model, x = Model(), torch.randn(4, 8)
     before = copy.deepcopy(model.state_dict())
     with watch_graphs() as graphs:
-        nc.export(model, (x,), dtype="bf16", fold_weights=True)
+        nc.export(model, (x,), under="bf16", fold_weights=True)
     assert len(graphs) == 1 and graphs[0].after is not None
     assert not torch.is_autocast_enabled("cpu")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

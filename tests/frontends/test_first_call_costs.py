@@ -94,7 +94,7 @@ def run(counts, policy=None):
     torch._dynamo.reset()
     model, args, kwargs = models.unet()
     with torch.no_grad(), watch_graphs() as graphs:
-        nc.compile(model.eval(), dtype="bf16", policy=policy, backend=counting(counts), goal="fast")(*args, **kwargs)
+        nc.compile(model.eval(), under=policy, backend=counting(counts), goal="fast")(*args, **kwargs)
     return graphs
 
 
@@ -146,7 +146,7 @@ def test_a_large_graph_is_given_to_the_compiler_once(monkeypatch):
     worth, counts = placing.worth_timing, []
     monkeypatch.setattr(placing, "worth_timing", lambda found, goal, fused: worth(found, goal, True))
     with torch.no_grad(), watch_graphs() as graphs:
-        nc.compile(model, dtype="bf16", backend=counting(counts), goal="fast")(x)
+        nc.compile(model, under="bf16", backend=counting(counts), goal="fast")(x)
     assert len(graphs[0].candidates) > 1 and len(counts) == 1
 
 

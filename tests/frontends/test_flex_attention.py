@@ -47,8 +47,8 @@ def test_flex_attention_equals_eager(masked, policy):
             expected = model(x)
         torch._dynamo.reset()
         with watch_graphs() as graphs:
-            found = nc.compile(model, policy=policy, dtype="bf16", backend="aot_eager")(x)
-        exported = nc.export(model, (x,), policy=policy, dtype="bf16").module()(x)
+            found = nc.compile(model, under=policy, backend="aot_eager")(x)
+        exported = nc.export(model, (x,), under=policy).module()(x)
     (graph,) = graphs
     assert graph.fallback == "" and graph.broken_by == ""
     (step,) = [s for s in graph.after.steps.values() if s.op == "higher_order.flex_attention"]
@@ -68,5 +68,5 @@ def test_a_vmap_over_floats_falls_back_and_changes_nothing():
         expected = batched(x, w)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="could not be given explicit casts"):
-        found = nc.compile(batched, dtype="bf16", backend="aot_eager")(x, w)
+        found = nc.compile(batched, under="bf16", backend="aot_eager")(x, w)
     assert found.dtype is expected.dtype and torch.equal(found, expected)

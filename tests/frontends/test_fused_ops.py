@@ -129,9 +129,9 @@ def test_matrix_exp_of_a_low_format_is_warned_about():
         assert_same(found, expected)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="matrix_exp of a matrix in bfloat16"):
-        nc.compile(Exp(), dtype="bf16", backend="aot_eager")(x.bfloat16())
+        nc.compile(Exp(), under="bf16", backend="aot_eager")(x.bfloat16())
     with pytest.warns(UserWarning, match="matrix_exp of a matrix in bfloat16"):
-        nc.export(Exp(), (x.bfloat16(),), dtype="bf16")
+        nc.export(Exp(), (x.bfloat16(),), under="bf16")
 
 
 class Attention(nn.Module):
@@ -151,8 +151,8 @@ def test_attention_that_asks_whether_it_is_traced_is_warned_about():
     model, x = Attention().eval(), torch.randn(2, 5, 16)
     with torch.no_grad():
         for run in (
-            lambda: nc.compile(model, dtype="bf16", backend="aot_eager")(x),
-            lambda: nc.export(model, (x,), dtype="bf16"),
+            lambda: nc.compile(model, under="bf16", backend="aot_eager")(x),
+            lambda: nc.export(model, (x,), under="bf16"),
         ):
             with pytest.warns(UserWarning, match="unfused path when it is traced: inner"):
                 run()
@@ -196,7 +196,7 @@ def test_pinv_is_what_it_is_in_eager_code(hermitian):
 
     with nc.autocast("cpu", torch.bfloat16):
         expected = program(x)
-    found = nc.compile(program, dtype="bf16", device_type="cpu", backend="aot_eager")(x)
+    found = nc.compile(program, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x)
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
     with pytest.warns(UserWarning, match="pinv with gradients casts inside"):
-        nc.compile(program, dtype="bf16", device_type="cpu", backend="aot_eager")(x.clone().requires_grad_())
+        nc.compile(program, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x.clone().requires_grad_())

@@ -71,7 +71,7 @@ def placed(model, *args, **options):
     """The compiled model's results, and what became of its graphs."""
     torch._dynamo.reset()
     with watch_graphs() as graphs:
-        made = nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+        made = nc.compile(model, under=BF16, backend="aot_eager", **options)
         results = made(*args)
     return made, results, graphs
 
@@ -81,7 +81,7 @@ def test_explain_says_what_a_goal_chose_and_why(prefer):
     prefer("fp32")
     model, x = net()
     found = nc.explain(
-        model.eval(), x, dtype=BF16, front_end="compile", goal=nc.fast(verify=False), backend="aot_eager"
+        model.eval(), (x,), under=BF16, front_end="compile", goal=nc.fast(verify=False), backend="aot_eager"
     )
     kinds = {k for k in found.ledger.calls if k.op in ("aten.conv2d.default", "aten.linear.default")}
     assert {k.action for k in kinds} == {"placed"} and {k.computes for k in kinds} == {"fp32"}
@@ -108,7 +108,7 @@ def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
     peaks = [{c.name: c.peak.bytes for c in graph.candidates} for graph in (held, free)]
     assert peaks[1][free.chosen] == min(peaks[1].values()) < peaks[0][held.chosen]
     assert held.placement.cost < free.placement.cost
-    found = nc.explain(model, x, dtype=BF16, front_end="compile", goal="memory", backend="eager")
+    found = nc.explain(model, (x,), under=BF16, front_end="compile", goal="memory", backend="eager")
     text = " ".join(found.to_text(every=True).split())
     assert "predicted to hold at most" in text and "kept for the backward" in text
     assert re.search(r"Measured: one call of the compiled model \(forward and backward\) holds [\d.]+ MiB", text)
@@ -160,7 +160,7 @@ def test_a_placement_is_never_less_precise_than_the_policy(prefer):
         with torch.autocast("cpu", BF16):
             native = model(*args, **kwargs).last_hidden_state
         torch._dynamo.reset()
-        made = nc.compile(model, dtype=BF16, backend="aot_eager", goal=nc.fast(verify=False))
+        made = nc.compile(model, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))
         found = made(*args, **kwargs).last_hidden_state
     assert found.dtype == native.dtype
     assert (found.float() - reference).norm() < 0.5 * (native.float() - reference).norm()
@@ -263,7 +263,7 @@ def test_training_under_a_goal_learns(prefer):
         target = torch.arange(4) % 4
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         torch._dynamo.reset()
-        run = model if goal == "eager" else nc.compile(model, dtype=BF16, backend="aot_eager", goal=goal)
+        run = model if goal == "eager" else nc.compile(model, under=BF16, backend="aot_eager", goal=goal)
         for _ in range(8):
             optimizer.zero_grad()
             with torch.autocast("cpu", BF16, enabled=goal == "eager"):
@@ -329,7 +329,7 @@ def test_what_does_not_exist_is_an_error_at_once():
         {"goal": "quick"}, {"weights": "frozen"}, {"goal": 5},
     ):  # fmt: skip
         with pytest.raises(GoalError):
-            nc.compile(nn.Linear(2, 2), dtype=BF16, **options)
+            nc.compile(nn.Linear(2, 2), under=BF16, **options)
     assert as_goal("fast").places
     assert not as_goal("exact").places
 
@@ -382,14 +382,14 @@ def test_exported_programs_have_goals(prefer, runs_in):
     prefer("fp32")
     model, x = net()
     model.eval()
-    program = nc.export(model, (x,), dtype=BF16, goal=nc.fast(verify=False), runs_in=runs_in, fold_weights=True)
+    program = nc.export(model, (x,), under=BF16, goal=nc.fast(verify=False), runs_in=runs_in, fold_weights=True)
     with torch.no_grad():
         found, wanted = program.module()(x), model(x)
     assert [t.dtype for t in found] == [BF16, torch.float32]
     assert torch.allclose(found[1], wanted[1], rtol=1e-5)
     assert all(v.dtype is not BF16 for v in program.state_dict.values())
     with pytest.raises(GoalError, match="runs_in"):
-        nc.export(model, (x,), dtype=BF16, runs_in="gpu")
+        nc.export(model, (x,), under=BF16, runs_in="gpu")
 
 
 def test_exported_candidates_are_timed():
@@ -397,7 +397,7 @@ def test_exported_candidates_are_timed():
     model, x = net()
     model.eval()
     with watch_graphs() as graphs:
-        program = nc.export(model, (x,), dtype=BF16, goal="fast")
+        program = nc.export(model, (x,), under=BF16, goal="fast")
     assert graphs[0].chosen in {"placed", "policy", "high"}
     assert len(program.module()(x)) == 2
 
@@ -407,8 +407,8 @@ def test_an_explanation_shows_what_each_call_may_cost():
     model, x = net()
     model.eval()
     with torch.no_grad():
-        found = nc.explain(model, x, dtype=BF16, front_end="compile", goal="fast", backend="aot_eager")
-        exported = nc.explain(model, x, dtype=BF16, front_end="export", backend="eager", goal=nc.fast(verify=False))
+        found = nc.explain(model, (x,), under=BF16, front_end="compile", goal="fast", backend="aot_eager")
+        exported = nc.explain(model, (x,), under=BF16, front_end="export", backend="eager", goal=nc.fast(verify=False))
     text = found.to_text(every=True)
     for words in (
         "Candidates: each way that was considered",
@@ -425,7 +425,7 @@ def test_an_explanation_shows_what_each_call_may_cost():
     assert any(call["op"] == "aten.conv2d.default" and call["line"] for call in data["calls"])
     assert "not timed" in str(exported)
     with pytest.raises(GoalError, match="compile"):
-        nc.explain(model, x, dtype=BF16, goal="fast")
+        nc.explain(model, (x,), under=BF16, goal="fast")
 
 
 def test_the_profile_grows_with_the_models_own_calls():

@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 def compiled(model, **options):
     torch._dynamo.reset()
-    return nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+    return nc.compile(model, under=BF16, backend="aot_eager", **options)
 
 
 def under_autocast(model, *args):
@@ -109,7 +109,7 @@ def test_exporting_leaves_model_state_and_inputs_alone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     x, before, state = torch.randn(4, 8), copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    program = nc.export(model, (x,), dtype=BF16, goal="fast")
+    program = nc.export(model, (x,), under=BF16, goal="fast")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert program.state_dict["1.num_batches_tracked"] == 0
     assert torch.equal(state, torch.get_rng_state())
@@ -119,7 +119,7 @@ def test_exporting_leaves_model_state_and_inputs_alone():
             return torch.mm(x.add_(1), x)
 
     x = torch.zeros(4, 4)
-    nc.export(Writes(), (x,), dtype=BF16, goal="fast")
+    nc.export(Writes(), (x,), under=BF16, goal="fast")
     assert x.sum() == 0
 
 
@@ -189,13 +189,13 @@ def test_a_race_leaves_inputs_alone_that_share_memory_with_what_is_written(backe
 
     with torch.no_grad():
         torch._dynamo.reset()
-        nc.compile(adds, dtype=BF16, backend=backend, goal="fast")(whole, whole[1:])
+        nc.compile(adds, under=BF16, backend=backend, goal="fast")(whole, whole[1:])
         assert torch.equal(whole, before + 1)
         # of other sizes what Inductor writes raises, under torch.compile alone, too (docs/limits.md)
         for rows in (3, 5) if backend == "aot_eager" else (3,):
             x, y = torch.randn(3, 8), torch.randn(rows, 8)
             kept = y.clone()
-            found = nc.compile(takes, dtype=BF16, backend=backend, goal="fast")(x, y)
+            found = nc.compile(takes, under=BF16, backend=backend, goal="fast")(x, y)
             assert torch.equal(y, kept)
             torch.testing.assert_close(found, under_autocast(linear, kept), rtol=1e-2, atol=1e-2)
 
@@ -207,8 +207,8 @@ def test_numbers_that_change_are_no_reason_to_fall_back(goal, backend):
     linear, x = nn.Linear(8, 8), torch.ones(4, 8)
     norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     torch._dynamo.reset()
-    run = nc.compile(lambda x, scale: linear(x) * scale, dtype=BF16, backend=backend, goal=goal)
-    other = nc.compile(norm, dtype=BF16, backend=backend, goal=goal, dynamic=True)
+    run = nc.compile(lambda x, scale: linear(x) * scale, under=BF16, backend=backend, goal=goal)
+    other = nc.compile(norm, under=BF16, backend=backend, goal=goal, dynamic=True)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="narrowcast")
         for scale in (1.5, 2.5, 3.5):
@@ -272,7 +272,7 @@ def test_an_op_whose_kernel_looks_at_values_is_captured(goal):
 def test_a_backend_that_does_not_exist_is_an_error_at_once(backend):
     """With those that do."""
     with pytest.raises(NarrowcastError, match=r"Give one of .*inductor"):
-        nc.compile(nn.Linear(2, 2), dtype=BF16, backend=backend)
+        nc.compile(nn.Linear(2, 2), under=BF16, backend=backend)
 
 
 def test_a_model_on_meta_is_compiled_for_where_it_comes_to():
@@ -280,7 +280,7 @@ def test_a_model_on_meta_is_compiled_for_where_it_comes_to():
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     torch._dynamo.reset()
-    run = nc.compile(model, dtype=BF16, backend="aot_eager")
+    run = nc.compile(model, under=BF16, backend="aot_eager")
     model.to_empty(device="cpu")
     assert run(torch.ones(1, 2)).dtype is BF16
 

@@ -239,15 +239,15 @@ def test_compiled_equals_eager_bit_for_bit(body, policy):
     eager = model_of(body)
     compiled_model = copy.deepcopy(eager)
     x = torch.randn(4, 8)
-    region = {"policy": POLICIES[policy], "dtype": torch.bfloat16}
+    region = nc.autocast("cpu", torch.bfloat16, policy=POLICIES[policy])
 
     def in_region(x):
-        with nc.autocast("cpu", **region):
+        with region:
             return eager(x)
 
     expected = run(eager, in_region, x)
     with watch_graphs() as graphs:
-        found = run(compiled_model, nc.compile(compiled_model, backend="aot_eager", **region), x)
+        found = run(compiled_model, nc.compile(compiled_model, backend="aot_eager", under=region), x)
     assert_same(found, expected)
     assert graphs and not any(g.fallback for g in graphs)
     for graph in graphs:
@@ -283,7 +283,7 @@ def test_the_weight_cache_is_shared_with_its_effect_on_gradients():
         eager_gradient = layer.weight.grad.clone()
         torch._dynamo.reset()
         region = nc.autocast("cpu", torch.bfloat16, cache_enabled=cached)
-        compiled = nc.compile(repeated, region=region, backend="aot_eager")
+        compiled = nc.compile(repeated, under=region, backend="aot_eager")
         with watch_graphs() as graphs:
             found = gradient(compiled)
         assert torch.equal(found, eager_gradient)
@@ -303,12 +303,12 @@ def test_q_k_and_v_of_one_input_share_its_cast_after_autograd_only():
         return q(x) + k(x) * v(x)
 
     with watch_graphs() as graphs:
-        nc.compile(projections, dtype="bf16", device_type="cpu", backend="aot_eager")(x)
+        nc.compile(projections, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x)
     assert [len([c for c in p.casts() if c.value.shape == (4, 8) and c.direction == "forward"])
             for p in (graphs[0].after, graphs[0].joint_after)] == [3, 1]  # fmt: skip
     torch._dynamo.reset()
     with watch_graphs() as graphs, torch.no_grad():
-        nc.compile(projections, dtype="bf16", device_type="cpu", backend="aot_eager")(x)
+        nc.compile(projections, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x)
     assert len([c for c in graphs[0].after.casts() if c.value.shape == (4, 8)]) == 1
 
 
@@ -316,7 +316,7 @@ def test_q_k_and_v_of_one_input_share_its_cast_after_autograd_only():
 def test_dynamic_shapes(dynamic):
     """Sizes that change: one graph for all of them, or a second one when they first change."""
     model = model_of(lambda m, x: m.second(torch.relu(m.first(x)).flip(0)))
-    compiled = nc.compile(copy.deepcopy(model), dtype=torch.bfloat16, backend="aot_eager", dynamic=dynamic)
+    compiled = nc.compile(copy.deepcopy(model), under=torch.bfloat16, backend="aot_eager", dynamic=dynamic)
     with watch_graphs() as graphs:
         for n in (4, 5, 6, 7):
             x = torch.randn(n, 8)
@@ -342,7 +342,7 @@ def test_dynamic_shapes(dynamic):
 def test_other_batches_of_a_training(last, goal):
     """Sizes that become symbols where gradients flow: draws and transforms are taken as torch.compile takes them."""
     layer = nn.Linear(8, 8)
-    run = nc.compile(lambda x: last(layer(x)), dtype="bf16", device_type="cpu", backend="aot_eager", goal=goal)
+    run = nc.compile(lambda x: last(layer(x)), under=nc.autocast("cpu", "bf16"), backend="aot_eager", goal=goal)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Guards may run slower")  # Dynamo on Python 3.13.0
@@ -420,7 +420,7 @@ class TestRecompilation:
             expected = model(x)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert torch.equal(nc.compile(model, policy=policy, backend="aot_eager")(x), expected)
+            assert torch.equal(nc.compile(model, under=policy, backend="aot_eager")(x), expected)
 
 
 class TestMarks:
@@ -535,7 +535,7 @@ class TestFallback:
             expected = function(x, w)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = nc.compile(function, dtype="bf16", device_type="cpu", backend="aot_eager")(x, w)
+            found = nc.compile(function, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x, w)
         pairs = list(zip(*(t if isinstance(t, tuple) else (t,) for t in (found, expected)), strict=True))
         assert all(type(a) is torch.Tensor and torch.equal(a, b) for a, b in pairs)
         last = pairs[-1][0]
@@ -555,7 +555,7 @@ class TestFallback:
 
         x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8)
         with pytest.warns(UserWarning, match="inference"):
-            found = nc.compile(function, dtype="bf16", device_type="cpu", backend="aot_eager")(x, w)
+            found = nc.compile(function, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x, w)
         assert [t.requires_grad for t in found] == [False, True]
 
     def test_a_fault_of_ours_runs_as_eager_would(self, monkeypatch):
@@ -577,7 +577,7 @@ class TestFallback:
         expected = in_region(x)
         policy = nc.Policy.native().with_rules(nc.Rule("aten.tanh", "full"))
         with pytest.warns(UserWarning, match="a fault of ours"), watch_graphs() as graphs:
-            found = nc.compile(compiled, policy=policy, backend="aot_eager")(x)
+            found = nc.compile(compiled, under=policy, backend="aot_eager")(x)
         assert torch.equal(found, expected) and "KeyError" in graphs[0].fallback
 
     def test_a_wrong_decision_is_found_out(self, monkeypatch):
@@ -595,7 +595,9 @@ class TestFallback:
         """With the rule; not a fallback."""
         policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="not in this model"))
         with pytest.raises(Exception, match="not in this model"):
-            nc.compile(lambda t: F.gelu(t), policy=policy, device_type="cpu", backend="aot_eager")(torch.randn(4))
+            nc.compile(lambda t: F.gelu(t), under=nc.autocast("cpu", policy=policy), backend="aot_eager")(
+                torch.randn(4)
+            )
 
 
 def test_results_that_were_two_stay_two():
@@ -604,7 +606,7 @@ def test_results_that_were_two_stay_two():
     def function(x):
         return x.to(torch.bfloat16).view(-1), x.to(torch.bfloat16).view(-1)
 
-    a, b = nc.compile(function, dtype="bf16", device_type="cpu", backend="aot_eager")(torch.randn(2, 2))
+    a, b = nc.compile(function, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(torch.randn(2, 2))
     a.add_(1)
     assert not torch.equal(a, b)
 
@@ -612,7 +614,7 @@ def test_results_that_were_two_stay_two():
 def test_a_compiled_module_is_still_its_module():
     """Parameters, state and attributes are the original's."""
     model = model_of(body_buffers)
-    compiled = nc.compile(model, dtype=torch.bfloat16, backend="aot_eager")
+    compiled = nc.compile(model, under=torch.bfloat16, backend="aot_eager")
     assert isinstance(compiled, nn.Module) and compiled.first is model.first
     assert list(compiled.parameters()) == list(model.parameters())
     compiled.eval()
@@ -620,7 +622,7 @@ def test_a_compiled_module_is_still_its_module():
     with pytest.raises(nc.errors.RegionError, match="not callable"):
         nc.compile(3)
     with pytest.raises(nc.errors.RegionError):
-        nc.compile(model, dtype=torch.float64)
+        nc.compile(model, under=torch.float64)
 
 
 def test_threads_compile_and_run_side_by_side():
@@ -628,7 +630,7 @@ def test_threads_compile_and_run_side_by_side():
     from concurrent.futures import ThreadPoolExecutor
 
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
-    compiled = nc.compile(layer, dtype=torch.bfloat16, backend="aot_eager")
+    compiled = nc.compile(layer, under=torch.bfloat16, backend="aot_eager")
     with torch.no_grad():
         expected = compiled(x)
         with ThreadPoolExecutor(4) as pool:

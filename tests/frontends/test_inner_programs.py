@@ -96,8 +96,8 @@ def test_inner_programs_equal_eager(kind, gradients):
         expected = run(in_region, model, x, gradients)
         torch._dynamo.reset()
         with watch_graphs() as graphs:
-            found = run(nc.compile(model, dtype="bf16", backend="aot_eager", fullgraph=True), model, x, gradients)
-            exported = nc.export(model, (x,), dtype="bf16").module()
+            found = run(nc.compile(model, under="bf16", backend="aot_eager", fullgraph=True), model, x, gradients)
+            exported = nc.export(model, (x,), under="bf16").module()
         assert len(graphs) == 2 and not any(graph.fallback for graph in graphs)
         assert_same(found, expected)
         assert_same(run(exported, exported, x, gradients), expected)
@@ -119,10 +119,10 @@ def test_a_generic_associative_scan_falls_back_with_a_warning():
         expected = model(x)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="could not be given explicit casts"):
-        found = nc.compile(model, dtype="bf16", backend="aot_eager")(x)
+        found = nc.compile(model, under="bf16", backend="aot_eager")(x)
     assert found.dtype is expected.dtype and torch.equal(found, expected)
     with pytest.raises(CaptureError, match="lost sight"):
-        nc.export(model, (x,), dtype="bf16")
+        nc.export(model, (x,), under="bf16")
 
 
 class Quantized(torch.Tensor):
@@ -179,9 +179,9 @@ def test_quantized_weights_that_are_subclasses(kind, falls_back):
         expected = model(x)
     with watch_graphs() as graphs, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = nc.compile(model, dtype="bf16", backend="aot_eager", fullgraph=True)(x)
+        found = nc.compile(model, under="bf16", backend="aot_eager", fullgraph=True)(x)
     assert [bool(graph.fallback) for graph in graphs] == [falls_back]
     assert falls_back == any("could not be given explicit casts" in str(w.message) for w in told)
-    exported = nc.export(model, (x,), dtype="bf16").module()(x)
+    exported = nc.export(model, (x,), under="bf16").module()(x)
     for result in (found, exported):
         assert result.dtype is expected.dtype and torch.equal(result, expected)

@@ -37,12 +37,12 @@ def eager(model, x, policy):
 
 FRONT_ENDS = {
     "eager": eager,
-    "compile": lambda m, x, policy: nc.compile(m, dtype=BF16, policy=policy, backend="aot_eager")(x),
+    "compile": lambda m, x, policy: nc.compile(m, under=policy, backend="aot_eager")(x),
     "traced by another backend": lambda m, x, policy: eager(torch.compile(m, backend="aot_eager"), x, policy),
-    "export": lambda m, x, policy: nc.export(m, (x,), dtype=BF16, policy=policy).module()(x),
-    "script": lambda m, x, policy: nc.script(m, dtype=BF16, policy=policy)(x),
-    "convert": lambda m, x, policy: nc.convert(torch.jit.script(m), dtype=BF16, policy=policy)(x),
-    "trace": lambda m, x, policy: nc.trace(m, x, dtype=BF16, policy=policy)(x),
+    "export": lambda m, x, policy: nc.export(m, (x,), under=policy).module()(x),
+    "script": lambda m, x, policy: nc.script(m, under=policy)(x),
+    "convert": lambda m, x, policy: nc.script(torch.jit.script(m), under=policy)(x),
+    "trace": lambda m, x, policy: nc.trace(m, x, under=policy)(x),
 }
 
 
@@ -131,7 +131,7 @@ def test_recordings_and_explanations_count_the_calls_that_are_kept_from_the_poli
         with nc.record() as ledger:
             eager(model, x, RELU_FULL)
     else:
-        ledger = nc.explain(model, x, policy=RELU_FULL, dtype="bf16", front_end=front_end).ledger
+        ledger = nc.explain(model, (x,), under=RELU_FULL, front_end=front_end).ledger
     found = {advice.kind: advice for advice in ledger.advice}
     hidden, off = found["hidden policy"], found["switched off"]
     start = Framework.forward.__code__.co_firstlineno

@@ -65,10 +65,10 @@ def test_a_trace_made_and_frozen_in_the_region_computes_as_eager_code(dtype):
 
 
 @pytest.mark.parametrize("make", [
-    lambda net: nc.trace(net, IMAGES, policy="ipex"),
-    lambda net: nc.script(net, policy="ipex"),
-    lambda net: nc.compile(net, policy="ipex", backend="aot_eager"),
-    lambda net: nc.export(net, (IMAGES,), policy="ipex").module(),
+    lambda net: nc.trace(net, IMAGES, under="ipex"),
+    lambda net: nc.script(net, under="ipex"),
+    lambda net: nc.compile(net, under="ipex", backend="aot_eager"),
+    lambda net: nc.export(net, (IMAGES,), under="ipex").module(),
 ], ids=["trace", "script", "compile", "export"])  # fmt: skip
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_every_front_end_knows_the_policy_by_name(make):
@@ -93,7 +93,7 @@ def test_a_region_without_a_format_takes_the_policys():
         torch.set_autocast_dtype("cpu", before)
     for device in ("cuda", "xpu", "mps"):
         assert nc.autocast(device, policy="ipex").fast_dtype is BF
-        assert nc.explain(Net(), IMAGES, device_type=device, policy="ipex").low == "bf16"
+        assert nc.explain(Net(), (IMAGES,), under="ipex", device=device).low == "bf16"
 
 
 class InScript(nn.Module):
@@ -173,7 +173,7 @@ def test_the_warning_is_shown_once_per_line():
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_training_in_fp16_warns_too():
     """While it is captured."""
-    compiled = nc.compile(Net(), policy="ipex", dtype=HF, backend="aot_eager")
+    compiled = nc.compile(Net(), under=nc.autocast("cpu", HF, policy="ipex"), backend="aot_eager")
     with pytest.warns(RegionWarning, match="torch.no_grad"):
         compiled(IMAGES).float().sum().backward()
 
@@ -254,9 +254,8 @@ def test_the_net_is_explained_for_devices_that_are_not_here(device, low):
     """On stand-ins."""
     net = Net()
     with torch.no_grad():
-        found = nc.explain(
-            lambda x: F.cross_entropy(net(x), LABELS), IMAGES, device_type=device, policy="ipex", dtype=low
-        )  # fmt: skip
+        region = nc.autocast(device, low, policy="ipex")
+        found = nc.explain(lambda x: F.cross_entropy(net(x), LABELS), (IMAGES,), under=region)
     computes = {row.op.split(".")[1]: row.computes for row in found.op_rows()}
     assert computes["conv2d"] == low and computes["cross_entropy_loss"] == "fp32"
 
@@ -264,7 +263,7 @@ def test_the_net_is_explained_for_devices_that_are_not_here(device, low):
 def test_the_command_line_shows_what_differs_from_native_on_xpu(capsys):
     """Rules op by op, then what the head says."""
     with pytest.raises(SystemExit) as stopped:
-        main(["policy", "diff", "native", "ipex", "--device-type", "xpu", "--all"])
+        main(["policy", "diff", "native", "ipex", "--device", "xpu", "--all"])
     out = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "aten.layer_norm.default: full -> -" in out and "aten.cat.default: - -> promote" in out

@@ -381,7 +381,7 @@ def test_gradients_of_a_script_in_a_caller_s_region(region):
 
 def test_a_script_that_is_off_stays_off():
     """Whatever its caller's region is: that is what `_set_ignore_amp` is for in torch."""
-    quiet, arguments = nc.script(cases.products, region=nc.autocast("cpu", "bf16", enabled=False)), tensors("fp32 fp32")
+    quiet, arguments = nc.script(cases.products, under=nc.autocast("cpu", "bf16", enabled=False)), tensors("fp32 fp32")
     with torch.autocast("cpu", BF16):
         found = [outcome(quiet, *arguments) for _ in range(3)]
     expected = outcome(cases.products, *arguments)
@@ -460,7 +460,7 @@ def test_a_frozen_script_has_its_constants_cast():
 
 
 @holds("test_script_autocast_cpu")
-@pytest.mark.parametrize("target", [nc.script, lambda f: nc.convert(torch.jit.script(f))], ids=["script", "convert"])
+@pytest.mark.parametrize("target", [nc.script, lambda f: nc.script(torch.jit.script(f))], ids=["script", "convert"])
 def test_code_that_asks_is_told_of_its_caller_s_region(target):
     """Asked when it runs, not when it is compiled."""
     scripted, arguments = target(cases.asks), tensors("fp32")
@@ -565,8 +565,8 @@ def test_a_trace_promotes_what_it_concatenates(formats, freezes):
     """The widest format, recorded under a region, given around it, and converted."""
     model, arguments = cases.Concatenated().eval(), tensors(formats)
     inputs = tuple(arguments)
-    traced = nc.trace(model, inputs, dtype="bf16")
-    converted = nc.convert(torch.jit.trace(model, inputs), dtype="bf16")
+    traced = nc.trace(model, inputs, under="bf16")
+    converted = nc.script(torch.jit.trace(model, inputs), under="bf16")
     for found in (recorded(model, inputs, "bf16"), traced, converted):
         expected = assert_same(
             within(model, "bf16"), torch.jit.freeze(found) if freezes else found, *arguments, gradients=WITHOUT
@@ -606,26 +606,26 @@ def recorded(model, x, dtype):
 
 # Each way in which a trace comes to its casts.
 FORMS = {
-    "converted": lambda model, x, dtype: nc.convert(torch.jit.trace(model, x), dtype=dtype),
+    "converted": lambda model, x, dtype: nc.script(torch.jit.trace(model, x), under=dtype),
     "called by a script": lambda model, x, dtype: nc.script(CALLING[dtype](torch.jit.trace(model, x))),
     "our trace, called by a script": lambda model, x, dtype: nc.script(CALLING[dtype](nc.trace(model, x))),
-    "our trace, converted": lambda model, x, dtype: nc.convert(nc.trace(model, x), dtype=dtype),
-    "traced": lambda model, x, dtype: nc.trace(model, x, dtype=dtype),
+    "our trace, converted": lambda model, x, dtype: nc.script(nc.trace(model, x), under=dtype),
+    "traced": lambda model, x, dtype: nc.trace(model, x, under=dtype),
     "traced in a region": traced_inside,
 }
 # What is frozen computes no gradients of weights: they are constants.
 FILES = {
-    "file, converted": lambda model, x, dtype: nc.convert(reloaded(torch.jit.trace(model, x)), dtype=dtype),
+    "file, converted": lambda model, x, dtype: nc.script(reloaded(torch.jit.trace(model, x)), under=dtype),
     "file, called by a script": lambda model, x, dtype: nc.script(CALLING[dtype](reloaded(torch.jit.trace(model, x)))),
-    "traced, saved": lambda model, x, dtype: reloaded(nc.trace(model, x, dtype=dtype)),
+    "traced, saved": lambda model, x, dtype: reloaded(nc.trace(model, x, under=dtype)),
     "recorded": recorded,
 }
 FROZEN = {
-    "traced, frozen": lambda model, x, dtype: frozen(nc.trace(model, x, dtype=dtype)),
-    "converted, frozen": lambda model, x, dtype: frozen(nc.convert(torch.jit.trace(model, x), dtype=dtype)),
-    "frozen, converted": lambda model, x, dtype: nc.convert(frozen(torch.jit.trace(model, x)), dtype=dtype),
-    "frozen file, converted": lambda model, x, dtype: nc.convert(
-        reloaded(frozen(torch.jit.trace(model, x))), dtype=dtype
+    "traced, frozen": lambda model, x, dtype: frozen(nc.trace(model, x, under=dtype)),
+    "converted, frozen": lambda model, x, dtype: frozen(nc.script(torch.jit.trace(model, x), under=dtype)),
+    "frozen, converted": lambda model, x, dtype: nc.script(frozen(torch.jit.trace(model, x)), under=dtype),
+    "frozen file, converted": lambda model, x, dtype: nc.script(
+        reloaded(frozen(torch.jit.trace(model, x))), under=dtype
     ),
     "called by a script, frozen": lambda model, x, dtype: frozen(
         nc.script(CALLING[dtype](torch.jit.trace(model, x)).eval())
@@ -750,7 +750,7 @@ def test_a_trace_is_cast_where_its_script_has_a_region(name, target):
 
 
 @pytest.mark.parametrize("name", ["conv2d", "same, 2d", "transposed, 2d", "conv, norm"])
-@pytest.mark.parametrize("target", [lambda m, x: nc.convert(torch.jit.trace(m, x)), nc.trace], ids=["convert", "trace"])
+@pytest.mark.parametrize("target", [lambda m, x: nc.script(torch.jit.trace(m, x)), nc.trace], ids=["convert", "trace"])
 def test_a_trace_without_a_region_follows_its_caller_s(name, target):
     """In each format in turn, and in none."""
     model, x = built(name)
@@ -779,7 +779,7 @@ def test_traced_functions_with_convolutions(function, target):
     traced = target(function, (x, w))
     weighted = (x, w.clone().requires_grad_())  # what eager's weight cache holds depends on it when a region is traced
     for made in (
-        nc.script(cases.calling(traced)), nc.convert(traced, dtype="bf16"), nc.trace(function, weighted, dtype="bf16")
+        nc.script(cases.calling(traced)), nc.script(traced, under="bf16"), nc.trace(function, weighted, under="bf16")
     ):  # fmt: skip
         expected = assert_same(within(function, "bf16"), made, x, w, times=2)
         assert set(formats_of(expected)) == {BF16}

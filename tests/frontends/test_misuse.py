@@ -101,15 +101,15 @@ def test_scripts_are_no_code_to_capture(freeze):
     script = torch.jit.freeze(script) if freeze else script
     x = torch.randn(2, 4)
     calls = (
-        lambda: nc.compile(script, dtype="bf16"),
-        lambda: nc.export(script, (x,), dtype="bf16"),
-        lambda: nc.explain(script, x, dtype="bf16", front_end="compile"),
-        lambda: nc.explain(script, x, dtype="bf16", front_end="export"),
+        lambda: nc.compile(script, under="bf16"),
+        lambda: nc.export(script, (x,), under="bf16"),
+        lambda: nc.explain(script, (x,), under="bf16", front_end="compile"),
+        lambda: nc.explain(script, (x,), under="bf16", front_end="export"),
     )
     for call in calls:
         with pytest.raises(nc.errors.CaptureError, match=r"no Python code.*\n.*narrowcast.convert"):
             call()
-    assert nc.convert(script, dtype="bf16")(x).dtype is torch.bfloat16
+    assert nc.script(script, under="bf16")(x).dtype is torch.bfloat16
 
 
 def test_a_script_that_was_optimized_for_inference():
@@ -117,10 +117,10 @@ def test_a_script_that_was_optimized_for_inference():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
     x = torch.randn(2, 3, 5, 5)
     with pytest.raises(nc.errors.ScriptError, match=r"optimize the result: torch.jit.optimize_for_inference"):
-        nc.convert(torch.jit.optimize_for_inference(torch.jit.script(model)), dtype="bf16")
+        nc.script(torch.jit.optimize_for_inference(torch.jit.script(model)), under="bf16")
     frozen = torch.jit.freeze(torch.jit.script(model))
     with nc.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = model(x)
     with torch.no_grad():
-        found = torch.jit.optimize_for_inference(torch.jit.freeze(nc.convert(frozen, dtype="bf16").eval()))(x)
+        found = torch.jit.optimize_for_inference(torch.jit.freeze(nc.script(frozen, under="bf16").eval()))(x)
     assert found.dtype is torch.bfloat16 and torch.allclose(found.float(), expected.float(), rtol=0.02, atol=0.02)

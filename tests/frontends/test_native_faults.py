@@ -259,4 +259,4 @@ def test_export_in_a_region_records_no_casts():
     with torch.autocast("cpu"):
         exported = torch.export.export(model, (X,))
     assert exported.module()(X).dtype is FP
-    assert nc.export(model, (X,), dtype=BF).module()(X).dtype is BF
+    assert nc.export(model, (X,), under=BF).module()(X).dtype is BF

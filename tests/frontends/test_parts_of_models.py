@@ -48,10 +48,10 @@ def test_a_rule_holds_by_the_path_in_the_model_and_in_the_part(path, op):
     task = Task()
     with nc.autocast("cpu", BF16, policy=policy):
         eager = [y.dtype for y in task.training_step(X)]
-    whole = nc.compile(task.training_step, policy=policy, dtype=BF16, device_type="cpu", backend="aot_eager")
+    whole = nc.compile(task.training_step, under=policy, backend="aot_eager")
     assert eager == [FP32, BF16]
     assert [y.dtype for y in whole(X)] == eager
-    task.net = nc.compile(task.net, policy=policy, dtype=BF16, backend="aot_eager")
+    task.net = nc.compile(task.net, under=policy, backend="aot_eager")
     assert [y.dtype for y in task.training_step(X)] == eager
 
 

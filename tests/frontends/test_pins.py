@@ -129,11 +129,11 @@ def test_the_pooling_runs_in_fp32_and_its_rois_are_left_alone(way, fresh_dynamo)
         with nc.autocast("cpu", policy=policy):
             expected, found = by_hand(model), model(IMAGE, ROIS)
         assert seen == [(FP, FP, False)] and same(found, expected)
-        settings = {"policy": policy, "device_type": "cpu", "dtype": "bf16"}
+        settings = {"under": policy}
         assert same(nc.compile(model, backend="aot_eager", fullgraph=True, **settings)(IMAGE, ROIS), expected)
         assert same(nc.trace(model, (IMAGE, ROIS), **settings)(IMAGE, ROIS), expected)
         assert same(nc.script(scriptable(model), **settings)(IMAGE, ROIS), expected)
-        exported = nc.export(model, (IMAGE, ROIS), policy=policy, dtype="bf16")
+        exported = nc.export(model, (IMAGE, ROIS), under=policy)
         assert same(exported.module()(IMAGE, ROIS), expected)
         plain = torch.compile(model, backend="aot_eager", fullgraph=True)
         with nc.autocast("cpu", policy=policy):
@@ -549,7 +549,7 @@ def test_scripts_of_pinned_modules(part):
         nc.Rule("module.call", "to(fp32)", module_class="Twice", argument=f"result{part}"),
     )
     model = Outer()
-    settings = {"policy": policy, "device_type": "cpu"}
+    settings = {"under": policy}
     with nc.autocast("cpu", policy=policy):
         expected = model(x)
     expected[0].float().sum().backward()
@@ -561,7 +561,7 @@ def test_scripts_of_pinned_modules(part):
     assert torch.equal(model.twice.inner.weight.grad, gradient)
     with pytest.warns((DeprecationWarning, FutureWarning)):
         plain = torch.jit.script(model)
-    assert all(map(same, nc.convert(plain, **settings)(x), expected))
+    assert all(map(same, nc.script(plain, **settings)(x), expected))
     stream = io.BytesIO()
     torch.jit.save(scripted, stream)
     stream.seek(0)
@@ -584,7 +584,7 @@ def test_scripts_say_what_they_cannot_cast():
     """Results in a list, with the line of the call."""
     policy = nc.Policy.native().with_rules(nc.Rule("module.call", "to(fp32)", module="lists", argument="result"))
     with pytest.raises(ScriptError, match="container") as caught:
-        nc.script(OfLists(), policy=policy, device_type="cpu")
+        nc.script(OfLists(), under=nc.autocast("cpu", policy=policy))
     assert "test_pins.py" in str(caught.value) or caught.value.where == ()
 
 
@@ -608,7 +608,7 @@ def test_graphs_say_what_was_cast_at_boundaries(front_end, fresh_dynamo):
         nc.Rule("module.call", "to(fp16)", module="pool", argument="result"),
     )
     model, x = Scaled(), torch.randn(2, 4)
-    ledgers = [nc.explain(model, x, policy=policy, front_end=end).ledger for end in ("eager", front_end)]
+    ledgers = [nc.explain(model, (x,), under=policy, front_end=end).ledger for end in ("eager", front_end)]
     found = [[(c.argument, c.src, c.dst, c.module_path, c.action) for c in ledger.casts] for ledger in ledgers]
     assert found[0] == found[1] and ("x", "bf16", "fp32", "pool", "full") not in found[0]
     assert ("input", "bf16", "fp32", "pool", "full") in found[0]
@@ -616,5 +616,5 @@ def test_graphs_say_what_was_cast_at_boundaries(front_end, fresh_dynamo):
     with nc.autocast("cpu", policy=policy):
         expected = model(x)
     assert expected.dtype is HF
-    assert same(nc.export(model, (x,), policy=policy).module()(x), expected)
-    assert nc.explain(model, x, policy=policy, front_end=front_end).differences == ()
+    assert same(nc.export(model, (x,), under=policy).module()(x), expected)
+    assert nc.explain(model, (x,), under=policy, front_end=front_end).differences == ()

@@ -92,7 +92,7 @@ def test_compiled_code_is_not_shared_between_policies_about_modules():
         chosen = policy(nc.Rule("module.call", f"to({text})", module_class="*Same"))
         with nc.autocast("cpu", policy=chosen):
             assert compiled(X).dtype is dtype
-        assert nc.compile(model, policy=chosen, device_type="cpu", backend="aot_eager")(X).dtype is dtype
+        assert nc.compile(model, under=nc.autocast("cpu", policy=chosen), backend="aot_eager")(X).dtype is dtype
         assert compiled(X).dtype is FP
 
 
@@ -158,7 +158,7 @@ def test_exports_have_the_paths_of_eager_code():
     """Strict or not: what torch.export puts around the model adds nothing."""
     chosen = policy(nc.Rule("module.call", "to(fp64)", module="a"))
     for strict in (False, True):
-        assert nc.export(Around(), (X,), policy=chosen, strict=strict).module()(X).dtype is DP
+        assert nc.export(Around(), (X,), under=chosen, strict=strict).module()(X).dtype is DP
     wrapped = nn.Module()
     wrapped.inner = torch.compile(Around(), backend="aot_eager")
     wrapped.forward = lambda x: wrapped.inner(x)
@@ -277,7 +277,7 @@ def test_compiling_with_dynamic_shapes_around_a_pin():
     nc.pin(model.norm, "fp32")
     with nc.autocast("cpu"):
         expected = model(X)
-    compiled = nc.compile(model, policy="native", device_type="cpu", backend="aot_eager", dynamic=True)
+    compiled = nc.compile(model, under=nc.autocast("cpu", policy="native"), backend="aot_eager", dynamic=True)
     assert same(compiled(X), expected)
 
 
@@ -329,7 +329,7 @@ def test_scripts_know_rules_about_single_arguments():
     chosen = policy(nc.Rule("module.call", "to(fp16)", module_class="*Same", argument="x"))
     with nc.autocast("cpu", policy=chosen):
         expected = Around()(X)
-    assert same(nc.script(Around(), policy=chosen, device_type="cpu")(X), expected) and expected.dtype is HF
+    assert same(nc.script(Around(), under=nc.autocast("cpu", policy=chosen))(X), expected) and expected.dtype is HF
 
 
 def test_scripts_combine_a_pin_with_rules():
@@ -339,7 +339,7 @@ def test_scripts_combine_a_pin_with_rules():
     chosen = policy(nc.Rule("module.call", "to(fp64)", module="a", argument="result"))
     with nc.autocast("cpu", policy=chosen):
         expected = model(X)
-    assert same(nc.script(model, policy=chosen, device_type="cpu")(X), expected) and expected.dtype is DP
+    assert same(nc.script(model, under=nc.autocast("cpu", policy=chosen))(X), expected) and expected.dtype is DP
 
 
 def test_scripts_refuse_what_they_cannot_pin():

@@ -56,12 +56,12 @@ def test_results_have_the_formats_that_rules_give_them(case):
     with nc.autocast("cpu", policy=chosen):
         expected = model(x)
     assert tuple(t.dtype for t in expected) == dtypes
-    settings = {"policy": chosen, "device_type": "cpu"}
+    settings = {"under": chosen}
     for found in (
         nc.compile(model, backend="aot_eager", **settings)(x),
         nc.script(model, **settings)(x),
         nc.trace(model, x, **settings)(x),
-        nc.export(model, (x,), policy=chosen).module()(x),
+        nc.export(model, (x,), under=chosen).module()(x),
     ):
         assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -74,7 +74,7 @@ def plain(x):
 @pytest.mark.parametrize("rule", [nc.Rule("aten.gelu", "inside"), nc.Rule("aten.gelu", "to(fp16)", argument="result")])
 def test_scripts_that_do_not_know_what_comes_in(rule):
     """They look when they run."""
-    scripted = nc.script(plain, policy=policy(rule), device_type="cpu")
+    scripted = nc.script(plain, under=nc.autocast("cpu", policy=policy(rule)))
     for dtype in (BF, HF, FP, DP):
         x = torch.randn(4, dtype=dtype)
         with nc.autocast("cpu", policy=policy(rule)):
@@ -106,7 +106,7 @@ def test_the_ledger_lists_casts_of_results():
         model(x)
     (cast,) = ledger.select(lambda c: c.argument == "result")
     assert (cast.src, cast.dst, cast.reason) == ("bf16", "fp32", "read by numpy")
-    graphs = nc.explain(model, x, policy=chosen, front_end="compile").ledger
+    graphs = nc.explain(model, (x,), under=chosen, front_end="compile").ledger
     (edit,) = [e for e in graphs.edits if e.argument == "result"]
     assert (edit.src, edit.dst, edit.reason) == ("bf16", "fp32", "read by numpy")
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_said_of_results_is_an_error():
         nc.Rule("aten.gelu", "promote", argument="result")
     follows = policy(nc.Rule("aten.gelu", "follow", argument="result"), nc.Rule("aten.gelu", "full"))
     with pytest.raises(RefusedError, match="does not say what format comes in"):
-        nc.script(plain, policy=follows, device_type="cpu")
+        nc.script(plain, under=nc.autocast("cpu", policy=follows))
 
 
 def test_a_result_that_an_op_does_not_have():

@@ -46,7 +46,7 @@ def eager(policy):
 
 FRONT_ENDS = {
     "eager": eager,
-    "compile": lambda policy: nc.compile(Model(), dtype="bf16", policy=policy, backend="aot_eager")(X),
+    "compile": lambda policy: nc.compile(Model(), under=policy, backend="aot_eager")(X),
 }
 
 
@@ -102,7 +102,7 @@ def test_recordings_list_every_rule_without_effect():
 @pytest.mark.filterwarnings("ignore::narrowcast.errors.RegionWarning")
 def test_explanations_list_built_in_rules_only_where_they_hold():
     """Of a built-in policy those that matched; of the user's all."""
-    rows = nc.explain(Model(), X, policy="safe", dtype="bf16").rules
+    rows = nc.explain(Model(), (X,), under="safe").rules
     assert all(row.calls for row in rows)
-    rows = nc.explain(Model(), X, policy=policy_of(module="nowhere"), dtype="bf16").rules
+    rows = nc.explain(Model(), (X,), under=policy_of(module="nowhere")).rules
     assert [row.calls for row in rows] == [0]

@@ -153,7 +153,7 @@ class LeavesEarly(Base):
 def test_what_leaves_a_part_without_gradients_early(form):
     """`return` and `break` inside `with torch.no_grad()`: the mode is as before after it."""
     module = LeavesEarly()
-    made = nc.script(module, dtype=BF16) if form == "script" else nc.script(module)
+    made = nc.script(module, under=BF16) if form == "script" else nc.script(module)
     x = torch.randn(3, 4)
     for flag in (True, False):
         with nc.autocast("cpu", BF16):

@@ -258,7 +258,7 @@ def test_values_that_loops_inside_read_are_still_there(function, xw):
         with pytest.raises(RuntimeError, match="Expected Tensor but got None"):
             for _ in range(3):
                 plain(*xw, 2)
-        scripted = nc.script(function, dtype="bf16")
+        scripted = nc.script(function, under="bf16")
         with nc.autocast("cpu"):
             expected = function(*xw, 2)
         for _ in range(3):
@@ -306,7 +306,7 @@ def test_a_region_in_a_list_says_what_to_write():
     """With the place where it is known."""
     message = r"list or dict.*column 14.*with self.regions\[i\].*one with statement for each region, chosen by an if"
     with pytest.raises(ScriptError, match=f"(?s){message}"):
-        nc.script(FromList(), dtype="bf16")
+        nc.script(FromList(), under="bf16")
 
 
 def test_a_region_that_an_object_keeps():

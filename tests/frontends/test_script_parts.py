@@ -136,28 +136,28 @@ def test_what_a_module_holds(kind, form, tmp_path):
         made = nc.script(kind())
         assert_same(expected, run(inside(made), made))
     elif form == "saved":
-        nc.script(kind(), dtype=BF16).save(str(tmp_path / "low.pt"))
+        nc.script(kind(), under=BF16).save(str(tmp_path / "low.pt"))
         made = torch.jit.load(tmp_path / "low.pt")
         with torch.jit.optimized_execution(False):
             assert_same(expected, run(made, made))
     else:
         module = kind()
-        made = nc.script(module, dtype=BF16) if form == "script" else nc.convert(torch.jit.script(module), dtype=BF16)
+        made = nc.script(module, under=BF16) if form == "script" else nc.script(torch.jit.script(module), under=BF16)
         assert_same(expected, run(made, made))
 
 
 def test_a_bias_that_may_be_none_is_not_asked_for():
     """A convolution's graph decides no more, while it runs, than that of a linear layer."""
-    convolution, linear = (nc.script(m, dtype=BF16).graph for m in (nn.Conv1d(1, 2, 3), nn.Linear(8, 8)))
+    convolution, linear = (nc.script(m, under=BF16).graph for m in (nn.Conv1d(1, 2, 3), nn.Linear(8, 8)))
     assert len(convolution.findAllNodes("prim::If")) == len(linear.findAllNodes("prim::If")) == 1
 
 
 def test_norms_that_something_reads_are_as_they_were():
     """Nothing is added for those that are read; and what is made of a trace counts, too."""
-    graphs = [nc.script(m, dtype=BF16).graph for m in (nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), UnreadNorms())]
+    graphs = [nc.script(m, under=BF16).graph for m in (nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), UnreadNorms())]
     assert ["without dimensions" in str(graph) for graph in graphs] == [False, True]
     model = UnreadNorms()
-    made = nc.convert(torch.jit.trace(model, (torch.randn(4, 8),), check_trace=False), dtype=BF16)
+    made = nc.script(torch.jit.trace(model, (torch.randn(4, 8),), check_trace=False), under=BF16)
     before = made.norm.running_mean.clone()
     made(torch.randn(4, 8))
     assert not torch.equal(made.norm.running_mean, before)
@@ -189,7 +189,7 @@ class HasUnreadPart(nn.Module):
 def test_statistics_of_a_norm_in_a_part_that_nothing_reads():
     """Torch inlines the part as it optimizes it, and would have dropped the norm."""
     x, model = torch.randn(4, 8), HasUnreadPart()
-    made = nc.script(copy.deepcopy(model), dtype=BF16)
+    made = nc.script(copy.deepcopy(model), under=BF16)
     for run in (model, made):
         run(x)
     assert torch.equal(made.part.norm.running_mean, model.part.norm.running_mean)
@@ -243,7 +243,7 @@ FORMS = {
     "Python": lambda part: part,
     "script": nc.script,
     "trace": lambda part: nc.trace(part, (X,)),
-    "converted": lambda part: nc.convert(torch.jit.script(part)),
+    "converted": lambda part: nc.script(torch.jit.script(part)),
 }
 RULES = [{"module": name} for name in ("part.inner", "part", "inner", "other.inner")]
 RULES += [{"module_class": name} for name in ("Model", "Task", "Block", "ExplicitModule")]
@@ -259,7 +259,7 @@ def test_rules_about_places_mean_a_part_as_eager_code_does(rule):
         model, task = Model(part), Task(part)
         with nc.autocast("cpu", BF16, policy=policy):
             found = [model(X).dtype, task.training_step(X).dtype, part(X).dtype]
-        compiled = nc.compile(model, policy=policy, dtype=BF16, device_type="cpu", backend="aot_eager")
+        compiled = nc.compile(model, under=policy, backend="aot_eager")
         return [*found, compiled(X).dtype]
 
     expected = formats(Block())
@@ -281,7 +281,7 @@ def test_a_region_in_a_part_sees_what_is_around_it():
     assert Model(BlockWithARegion())(X).dtype is Model(nc.script(BlockWithARegion()))(X).dtype is FP32
     assert nc.script(BlockWithARegion())(X).dtype is BF16
     own = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="inner"))
-    part = nc.script(Block(), dtype=BF16, policy=own)
+    part = nc.script(Block(), under=own)
     with nc.autocast("cpu", BF16):
         assert part(X).dtype is Model(part)(X).dtype is FP32
 
@@ -310,23 +310,23 @@ class Calls(nn.Module):
 
 def test_a_region_for_a_script_that_is_cast_already_is_warned_about(tmp_path):
     """With what to write; a region on another device type has something left, and so has what was left open."""
-    nc.script(Block(), dtype=BF16).save(str(tmp_path / "low.pt"))
+    nc.script(Block(), under=BF16).save(str(tmp_path / "low.pt"))
     loaded = torch.jit.load(tmp_path / "low.pt")
-    for script in (loaded, nc.script(Block(), dtype=BF16), nc.trace(_scaled, (X,), dtype=BF16)):
+    for script in (loaded, nc.script(Block(), under=BF16), nc.trace(_scaled, (X,), under=BF16)):
         with pytest.warns(nc.errors.ScriptWarning, match=r"cast already.*Convert the original"):
-            nc.convert(script, dtype=torch.float16, device_type="cpu")
+            nc.script(script, under=nc.autocast("cpu", torch.float16))
     with warnings.catch_warnings():
         warnings.simplefilter("error", nc.errors.ScriptWarning)
-        nc.convert(loaded)
-        nc.convert(loaded, dtype=BF16, device_type="cuda")
-        nc.convert(nc.script(Block()), dtype=BF16)
+        nc.script(loaded)
+        nc.script(loaded, under=nc.autocast("cuda", BF16))
+        nc.script(nc.script(Block()), under=BF16)
 
 
 def test_explanations_name_scripts_that_are_cast_already(tmp_path):
     """Those that were loaded, which a region casts once more; not those that know."""
-    nc.script(Block(), dtype=BF16).save(str(tmp_path / "low.pt"))
-    parts = torch.jit.load(tmp_path / "low.pt"), nc.script(Block(), dtype=BF16)
-    notes = [nc.explain(Model(part), X).note for part in parts]
+    nc.script(Block(), under=BF16).save(str(tmp_path / "low.pt"))
+    parts = torch.jit.load(tmp_path / "low.pt"), nc.script(Block(), under=BF16)
+    notes = [nc.explain(Model(part), (X,)).note for part in parts]
     assert ["nc.convert(part) keeps its casts" in note for note in notes] == [True, False]
 
 
@@ -362,16 +362,16 @@ def test_a_part_keeps_its_regions_policy_and_formats(form, tmp_path):
     x = torch.randn(2, 4)
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
     torch.manual_seed(0)
-    ruled = nc.script(nn.Linear(4, 4), dtype="bf16", policy=policy)
+    ruled = nc.script(nn.Linear(4, 4), under=policy)
     for part, formats in ((ruled, (torch.float32,)), (nc.script(Half()), (torch.bfloat16, torch.float16))):
         expected = part(x)
         if form == "convert":
-            made = nc.convert(torch.jit.script(Outer(part)), dtype="fp16")
+            made = nc.script(torch.jit.script(Outer(part)), under="fp16")
         elif form == "file":
             nc.script(Outer(part)).save(str(tmp_path / "outer.pt"))
-            made = nc.convert(torch.jit.load(str(tmp_path / "outer.pt")), dtype="fp16")
+            made = nc.script(torch.jit.load(str(tmp_path / "outer.pt")), under="fp16")
         else:
-            made = nc.script(Outer(part), **({} if form == "in a region" else {"dtype": "fp16"}))
+            made = nc.script(Outer(part), **({} if form == "in a region" else {"under": "fp16"}))
         with nc.autocast("cpu", torch.float16, enabled=form == "in a region"):
             found, own = made(x)
         found, expected = (v if isinstance(v, tuple) else (v,) for v in (found, expected))
@@ -382,7 +382,7 @@ def test_a_part_keeps_its_regions_policy_and_formats(form, tmp_path):
 def test_a_saved_file_loads_where_a_method_computes_nothing(tmp_path):
     """A file cannot hold a with statement without a body: `__len__` of an nn.Sequential."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    for made in (nc.convert(torch.jit.script(model), dtype="bf16"), nc.script(model, dtype="bf16")):
+    for made in (nc.script(torch.jit.script(model), under="bf16"), nc.script(model, under="bf16")):
         made.save(str(tmp_path / "low.pt"))
         loaded = torch.jit.load(str(tmp_path / "low.pt"))
         assert loaded(torch.randn(2, 4)).dtype is BF16
@@ -448,7 +448,7 @@ def test_recurrent_layers_keep_their_pins_and_rules_in_scripts(kind, asked):
         policy = policy.with_rules(nc.Rule("module.call", asked, module="layer"))
     with torch.no_grad(), nc.autocast("cpu", torch.bfloat16, policy=policy):
         expected = model(x)
-    scripted = nc.script(model, dtype="bf16", policy=policy)
+    scripted = nc.script(model, under=policy)
     with torch.no_grad():
         found = scripted(x)
     assert found.dtype is expected.dtype and torch.equal(found, expected)

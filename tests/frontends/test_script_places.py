@@ -60,10 +60,10 @@ RULES = {
     "nobody": nc.Rule("aten.mm", "full", function="help"),
 }
 MAKE = {
-    "script": lambda model, x, policy: nc.script(model, policy=policy),
+    "script": lambda model, x, policy: nc.script(model, under=policy),
     "script inside": lambda model, x, policy: nc.script(model),
-    "convert": lambda model, x, policy: nc.convert(torch.jit.script(model), policy=policy),
-    "trace": lambda model, x, policy: nc.trace(model, x, policy=policy),
+    "convert": lambda model, x, policy: nc.script(torch.jit.script(model), under=policy),
+    "trace": lambda model, x, policy: nc.trace(model, x, under=policy),
 }
 
 
@@ -96,7 +96,7 @@ def test_rules_hold_where_they_say(rule, make):
 
 def test_places_are_the_users():
     """A submodule's call in the library has the line that calls it."""
-    program = nc.script(Model(), dtype="bf16")._narrowcast_methods["forward"].explained(0, {}).before
+    program = nc.script(Model(), under="bf16")._narrowcast_methods["forward"].explained(0, {}).before
     lines = Path(__file__).read_text().splitlines()
     sites = {step.op: step.site for step in program.steps.values() if step.computes}
     assert sites["aten.linear.default"].file == __file__
@@ -107,7 +107,7 @@ def test_places_are_the_users():
 
 def test_nothing_is_left_of_the_marks(tmp_path):
     """Neither in graphs nor in files nor in helpers that are scripted by themselves."""
-    scripted = nc.script(Model(), dtype="bf16")
+    scripted = nc.script(Model(), under="bf16")
     scripted.save(tmp_path / "m.pt")
     for part in (scripted, scripted.head, torch.jit.script(helper), torch.jit.load(tmp_path / "m.pt")):
         assert "narrowcast e" not in str(part.graph) and "TimePoint" not in str(part.graph)

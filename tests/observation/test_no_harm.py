@@ -119,10 +119,10 @@ def test_comparing_takes_tensors_of_every_kind(program):
             program()
     except NotImplementedError:
         with pytest.raises(NotImplementedError):
-            nc.compare(lambda x: program(), (torch.ones(1),), dtype="bf16", isolate=0)
+            nc.compare(lambda x: program(), (torch.ones(1),), under="bf16", isolate=0)
         return
     try:
-        found = nc.compare(lambda x: program(), (torch.ones(1),), dtype="bf16", isolate=0)
+        found = nc.compare(lambda x: program(), (torch.ones(1),), under="bf16", isolate=0)
     except nc.errors.RunError as error:
         assert "gave no floating tensor" in str(error)
     else:
@@ -171,7 +171,7 @@ def test_sharded_models_train_the_same_whoever_looks_on(mesh, how):
         assert given == plain and not [note for note in found.notes if note.startswith("not inspected")]
     _, _, found = run_again(program, OBSERVERS["watch"])
     assert found.history[0]["gradients"]["2.weight"]["rms"] > 0
-    found = nc.compare(sharded(mesh, how), (torch.randn(2, 4),), dtype="bf16", backward=True, isolate=0)
+    found = nc.compare(sharded(mesh, how), (torch.randn(2, 4),), under="bf16", backward=True, isolate=0)
     assert {row.parameter for row in found.gradients} >= {"0.weight", "0.bias"} and not found.faults
 
 
@@ -196,9 +196,9 @@ class Frames(nn.Module):
 
 def test_what_comes_of_whole_numbers_alone_does_not_move():
     """A length that is computed is the same in each run: its rounding is no rounding of the policy's."""
-    found = nc.compare(Frames(), (torch.randn(2, 1, 40),), dtype="bf16", isolate=0)
+    found = nc.compare(Frames(), (torch.randn(2, 1, 40),), under="bf16", isolate=0)
     assert found.band and not found.notes and not found.faults
-    assert "RAISED" not in str(nc.explain(Frames(), torch.randn(2, 1, 40), run=True))
+    assert "RAISED" not in str(nc.explain(Frames(), (torch.randn(2, 1, 40),), run=True))
 
 
 def test_a_trial_that_raises_is_a_note():
@@ -213,7 +213,7 @@ def test_a_trial_that_raises_is_a_note():
                 raise ValueError("another number of peaks")
         return y * 2
 
-    found = nc.compare(model, (torch.randn(4, 8),), dtype="bf16", isolate=0)
+    found = nc.compare(model, (torch.randn(4, 8),), under="bf16", isolate=0)
     assert found.verdict == "not judged" and not found.faults
     assert [note for note in found.notes if "the model raises ValueError: another number of peaks" in note]
 
@@ -291,14 +291,14 @@ def test_an_error_of_ours_is_a_note_and_the_program_goes_on(place, monkeypatch):
 @pytest.mark.parametrize(("owner", "name"), [(reference, "kept_of"), (bands.Moved, "gives"), (reference.Keep, "after")])
 def test_an_error_of_what_looks_for_a_comparison_is_a_note(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, planted)
-    found = nc.compare(nn.Linear(4, 4), (torch.randn(2, 4),), dtype="bf16", isolate=0)
+    found = nc.compare(nn.Linear(4, 4), (torch.randn(2, 4),), under="bf16", isolate=0)
     [note] = [note for note in found.notes if note.startswith("not inspected: ")]
     assert "times, this is the first" in note and "Planted" in note
 
 
 def test_an_explanation_says_what_was_not_inspected(monkeypatch):
     monkeypatch.setattr(Recorder, "_count", planted)
-    assert "not inspected" in nc.explain(nn.Linear(4, 4), torch.randn(2, 4), dtype="bf16").note
+    assert "not inspected" in nc.explain(nn.Linear(4, 4), (torch.randn(2, 4),), under="bf16").note
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), torch.OutOfMemoryError("out of memory")])

@@ -145,8 +145,8 @@ def test_a_goal_never_raises_where_fp32_runs(device, monkeypatch):
     model = Tagger().eval()
     with torch.no_grad():
         for low in (BF16, F16):
-            assert nc.compile(model, dtype=low, goal="fast", backend="aot_eager")(X).dtype is low
-            assert nc.export(model, (X,), dtype=low, goal=nc.fast(verify=False)).module()(X).dtype is low
+            assert nc.compile(model, under=low, goal="fast", backend="aot_eager")(X).dtype is low
+            assert nc.export(model, (X,), under=low, goal=nc.fast(verify=False)).module()(X).dtype is low
 
 
 def test_an_error_for_want_of_a_kernel_says_what_avoids_it(device):
@@ -182,7 +182,7 @@ def test_errors_of_compiled_code_have_the_note(device):
     if low is BF16:
         model = lambda x: torch.linalg.det(torch.mm(x[0], x[0].t()))
     with pytest.raises(RuntimeError) as raised:
-        nc.compile(model, dtype=low, backend="aot_eager")(X)
+        nc.compile(model, under=low, backend="aot_eager")(X)
     error = raised.value
     notes = [*getattr(error, "__notes__", []), *getattr(error.__cause__, "__notes__", [])]
     assert any("narrowcast: cpu" in note for note in notes)
@@ -264,8 +264,8 @@ def test_a_recording_says_once_that_a_format_has_no_fast_units(monkeypatch):
     assert "matrix products take about 40 times and convolutions take about 7 times fp32's time" in note
     assert 'goal="fast"' in note and f"note: {note}" in " ".join(str(ledger).split())
     assert parse(ledger.to_json()).notes == [note]
-    assert note in nc.explain(layer, X, dtype=BF16).note
-    assert note not in nc.explain(nn.Softmax(-1), X, dtype=BF16).note
+    assert note in nc.explain(layer, (X,), under=BF16).note
+    assert note not in nc.explain(nn.Softmax(-1), (X,), under=BF16).note
     monkeypatch.setattr(abilities, "slow_families", lambda device, format: {})
     with nc.record() as quiet, nc.autocast("cpu", BF16):
         layer(X)
@@ -299,7 +299,7 @@ def test_without_a_cpp_compiler_the_goal_runs_op_by_op():
     code = (
         "import torch, narrowcast as nc, warnings; m = torch.nn.Linear(8, 4); x = torch.ones(2, 8)\n"
         "with warnings.catch_warnings(record=True) as told:\n"
-        "    warnings.simplefilter('always'); made = nc.compile(m, dtype='bf16', goal='fast')(x)\n"
+        "    warnings.simplefilter('always'); made = nc.compile(m, under='bf16', goal='fast')(x)\n"
         "assert made.dtype is torch.bfloat16 and any('C++ compiler' in str(w.message) for w in told)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": "/nowhere"}, timeout=200)
@@ -310,7 +310,7 @@ def test_programs_are_made_for_a_device_and_say_which(tmp_path):
     missing = Ability("aten.linear.default", "bf16", "forward", RAISES)
     old = Profile(Device("cpu", "Old", ("avx2",), 2, "2.13.0"), abilities={missing.key: missing})
     path = str(old.write(tmp_path / "old.json"))
-    model, options = Mixed(), {"dtype": BF16, "policy": "safe"}
+    model, options = Mixed(), {"under": "safe"}
     makers = {
         "export": lambda **more: nc.export(model, (X,), **options, **more),
         "script": lambda **more: nc.script(model, **options, **more),

@@ -72,10 +72,10 @@ AROUND = {
 DONE = {
     "call": lambda layer: layer(X),
     "train": lambda layer: layer(X).float().sum().backward(),
-    "trace": lambda layer: nc.trace(layer, (X,), dtype="bf16"),
-    "script": lambda layer: nc.script(refused if layer.throws else scripted, dtype="bf16"),
-    "compile": lambda layer: nc.compile(layer, dtype="bf16", backend="eager", weights="cast")(X),
-    "explain": lambda layer: nc.explain(layer, X, policy=POLICY),
+    "trace": lambda layer: nc.trace(layer, (X,), under="bf16"),
+    "script": lambda layer: nc.script(refused if layer.throws else scripted, under="bf16"),
+    "compile": lambda layer: nc.compile(layer, under="bf16", backend="eager", weights="cast")(X),
+    "explain": lambda layer: nc.explain(layer, (X,), under=POLICY),
     "state": lambda layer: layer.load_state_dict(layer.state_dict()),
 }
 plans = st.recursive(
@@ -186,7 +186,7 @@ def test_everything_scoped_is_as_found(used_before, threads):
         assert Layer(False)(X).dtype is torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert nc.trace(nn.Linear(4, 4), (X,), dtype="bf16")(X).dtype is torch.bfloat16
+        assert nc.trace(nn.Linear(4, 4), (X,), under="bf16")(X).dtype is torch.bfloat16
 
 
 def test_a_patch_that_stays_is_seen():

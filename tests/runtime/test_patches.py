@@ -118,8 +118,8 @@ def test_recording_a_trace():
     code = (
         "import torch, narrowcast as nc; x = torch.ones(2, 4); m = torch.nn.Linear(4, 4)\n"
         "before = torch.autocast.__enter__\n"
-        "with nc.record(): a = nc.trace(m, (x,), dtype='bf16')\n"
-        "b = nc.trace(m, (x,), dtype='bf16')\n"
+        "with nc.record(): a = nc.trace(m, (x,), under='bf16')\n"
+        "b = nc.trace(m, (x,), under='bf16')\n"
         "assert a(x).dtype is b(x).dtype is torch.bfloat16\n"
         "assert torch.autocast.__enter__ is before\n"
     )
@@ -150,9 +150,9 @@ def test_an_exception_in_a_trace_leaves_tracing_possible(around):
     enter = torch.autocast.__enter__
     for _ in range(2):
         with pytest.raises(KeyError), around():
-            nc.trace(Raises(), (X,), dtype="bf16")
+            nc.trace(Raises(), (X,), under="bf16")
     assert torch.autocast.__enter__ is enter
-    assert nc.trace(torch.nn.Linear(4, 4), (X,), dtype="bf16")(X).dtype is torch.bfloat16
+    assert nc.trace(torch.nn.Linear(4, 4), (X,), under="bf16")(X).dtype is torch.bfloat16
 
 
 def test_six_threads_make_their_first_trace_at_once():
@@ -162,7 +162,7 @@ def test_six_threads_make_their_first_trace_at_once():
         "start = threading.Barrier(6)\n"
         "def work():\n"
         "    start.wait()\n"
-        "    made.append(nc.trace(torch.nn.Linear(4, 4), (x,), dtype='bf16'))\n"
+        "    made.append(nc.trace(torch.nn.Linear(4, 4), (x,), under='bf16'))\n"
         "threads = [threading.Thread(target=work, daemon=True) for _ in range(6)]\n"
         "for t in threads: t.start()\n"
         "for t in threads: t.join(60)\n"

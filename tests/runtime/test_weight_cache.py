@@ -479,10 +479,10 @@ def test_traces_compiled_and_exported_code_keep_no_casts_of_ours(cache):
         assert torch.equal(compiled(X), expected)
     assert held == 2
     assert torch.equal(traced(X), expected) and exported.module()(X).shape == expected.shape
-    own = nc.compile(model, region=nc.autocast("cpu", BF, cache_enabled=cache), backend="aot_eager")
+    own = nc.compile(model, under=nc.autocast("cpu", BF, cache_enabled=cache), backend="aot_eager")
     assert torch.equal(own(X), expected)
-    assert torch.equal(nc.script(model, region=nc.autocast("cpu", BF, cache_enabled=cache))(X), expected)
-    assert torch.equal(nc.trace(model, X, region=nc.autocast("cpu", BF, cache_enabled=cache))(X), expected)
+    assert torch.equal(nc.script(model, under=nc.autocast("cpu", BF, cache_enabled=cache))(X), expected)
+    assert torch.equal(nc.trace(model, X, under=nc.autocast("cpu", BF, cache_enabled=cache))(X), expected)
 
 
 def in_a_script(x):

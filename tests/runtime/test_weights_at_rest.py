@@ -32,7 +32,7 @@ def net():
 
 def compiled(model, **options):
     torch._dynamo.reset()
-    return nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+    return nc.compile(model, under=BF16, backend="aot_eager", **options)
 
 
 def called(model, x, **options):
@@ -220,7 +220,7 @@ def test_gradients_of_a_weight_that_is_cast_at_each_use_meet_in_fp32():
     expected = [p.grad for p in model.parameters()]
     torch._dynamo.reset()
     uncached = nc.autocast("cpu", BF16, cache_enabled=False)
-    run = nc.compile(model, region=uncached, backend="aot_eager", weights="working_copies")
+    run = nc.compile(model, under=uncached, backend="aot_eager", weights="working_copies")
     found = gradients(model, run, x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

@@ -117,7 +117,7 @@ def test_a_snapshot_has_a_line_for_each_call_and_holds(net, held):
 def test_a_file_is_shown_by_its_path_from_the_current_folder(net, held, monkeypatch):
     monkeypatch.chdir(held.parent.parent)
     with pytest.raises(CheckError, match=r"as formats/net\.txt says: .*(?s:.)*    formats/net\.txt:12"):
-        assert_formats(net, (X,), snapshot=held, dtype="fp16")
+        assert_formats(net, (X,), under="fp16", snapshot=held)
 
 
 def test_a_snapshot_that_is_not_there_is_never_written_unasked(net, tmp_path, updating):
@@ -136,7 +136,7 @@ def test_a_failure_names_call_formats_rule_with_its_place_and_the_model_s_line(n
     policy, before = tmp_path / "mine.toml", held.read_text()
     policy.write_text(POLICY)
     with pytest.raises(AssertionError) as caught:
-        assert_formats(net, (X,), snapshot=held, policy=str(policy))
+        assert_formats(net, (X,), under=str(policy), snapshot=held)
     text = str(caught.value)
     line = Block.forward.__code__.co_firstlineno + 1
     assert text.startswith(f"formats: Net on cpu does not compute as {held} says: 2 changed (9 calls)\n\nchanged  ")
@@ -153,21 +153,21 @@ def test_a_failure_names_call_formats_rule_with_its_place_and_the_model_s_line(n
     assert "pytest --narrowcast-update" in text.splitlines()[-1]
     assert held.read_text() == before
     with updating():
-        assert_formats(net, (X,), snapshot=held, policy=str(policy))
-    assert_formats(net, (X,), snapshot=held, policy=str(policy))
+        assert_formats(net, (X,), under=str(policy), snapshot=held)
+    assert_formats(net, (X,), under=str(policy), snapshot=held)
 
 
 def test_devices_that_this_machine_lacks_have_sections_of_their_own(net, held, updating):
     """Under their lists, in their low format; an update of one leaves the other."""
     with pytest.raises(SnapshotError, match="holds cpu with torch"):
-        assert_formats(net, (X,), snapshot=held, device_type="cuda")
+        assert_formats(net, (X,), device="cuda", snapshot=held)
     with updating():
-        assert_formats(net, (X,), snapshot=held, device_type="cuda")
+        assert_formats(net, (X,), device="cuda", snapshot=held)
     assert_formats(net, (X,), snapshot=held)
-    assert_formats(net, (X,), snapshot=held, device_type="cuda")
+    assert_formats(net, (X,), device="cuda", snapshot=held)
     assert "blocks.0 aten.softmax.int #1 | fp16 -> fp32 -> fp32 | full_set_dtype: self" in lines(held)
     with pytest.raises(CheckError, match="the low format was fp16 and is bf16"):
-        assert_formats(net, (X,), snapshot=held, device_type="cuda", dtype="bf16")
+        assert_formats(net, (X,), under="bf16", device="cuda", snapshot=held)
 
 
 def test_versions_of_torch_for_which_a_snapshot_holds(net, held, tmp_path, updating):
@@ -203,7 +203,7 @@ def test_a_table_in_the_test_or_another_model_is_held_too(net):
     other = take_snapshot(Net(), (X,))
     assert assert_formats(net, (X,), expected=other) == other
     with pytest.raises(CheckError, match="does not compute as the snapshot of Net says"):
-        assert_formats(net, (X,), expected=other, dtype="fp16")
+        assert_formats(net, (X,), under="fp16", expected=other)
 
 
 def test_what_cannot_be_held_is_said(net, held):
@@ -224,7 +224,7 @@ def test_what_cannot_be_held_is_said(net, held):
         take_snapshot(lambda x: x.tolist(), (torch.ones(2, dtype=torch.long),))
     refusing = nc.Policy.native().with_rules(nc.Rule("aten.matmul", "refuse", reason="no products here"))
     with pytest.raises(CheckError, match="no products here"):
-        take_snapshot(net, (X,), policy=refusing)
+        take_snapshot(net, (X,), under=refusing)
 
 
 def test_calls_that_are_alike_are_a_line_with_their_number():
@@ -242,7 +242,7 @@ def test_calls_that_are_alike_are_a_line_with_their_number():
                 x = self.cell(x)
             return x
 
-    (linear, back) = take_snapshot(Loop(), (X,), {"times": 3}).calls
+    (linear, back) = take_snapshot(Loop(), ((X,), {"times": 3})).calls
     assert (linear.times, linear.casts, back.times, back.casts) == (3, ("input", "weight", "bias"), 3, ("self",))
 
 
@@ -262,13 +262,13 @@ def test_new_casts_fail_and_fewer_do_not(net, held, tmp_path):
     low = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "full"))
     assert_no_new_casts(net, (X,), snapshot=held)
     with pytest.raises(CheckError, match="does not compute as"):
-        assert_formats(net, (X,), snapshot=held, dtype="fp16")
-    assert_no_new_casts(net, (X,), snapshot=held, dtype="fp16")
+        assert_formats(net, (X,), under="fp16", snapshot=held)
+    assert_no_new_casts(net, (X,), under="fp16", snapshot=held)
     with pytest.raises(CheckError, match="casts what it did not cast in") as caught:
-        assert_no_new_casts(net, (X,), snapshot=held, policy=low)
+        assert_no_new_casts(net, (X,), under=low, snapshot=held)
     assert "now    bf16 -> fp32 -> fp32 | full: self" in str(caught.value)
     with pytest.raises(CheckError, match=r"head aten\.linear"):
-        assert_no_new_casts(net, (X,), snapshot=held, policy=fewer), "its input comes low, and is cast up"
+        assert_no_new_casts(net, (X,), under=fewer, snapshot=held), "its input comes low, and is cast up"
 
 
 def test_a_conversion_that_the_model_makes_is_a_new_cast(net):
@@ -282,7 +282,7 @@ def test_a_conversion_that_the_model_makes_is_a_new_cast(net):
 
 
 def test_all_front_ends_agree(net, fresh_dynamo):
-    found = assert_front_ends_agree(net, (X,), dtype="bf16")
+    found = assert_front_ends_agree(net, (X,), under="bf16")
     assert found.calls == {"compile": 9, "export": 9, "script": 9}
     assert not found.not_taken and not found.disagreements and not found.as_a_whole
 
@@ -347,9 +347,9 @@ class Scaled(torch.nn.Module):
 
 def test_values_that_are_not_finite_are_found_with_who_made_them():
     torch.manual_seed(0)
-    assert_finite(Scaled(1e6), (X,), dtype="bf16", backward=True)
+    assert_finite(Scaled(1e6), (X,), under="bf16", backward=True)
     with pytest.raises(CheckError, match=r"infinity made by aten\.mul\.Tensor #1") as caught:
-        assert_finite(Scaled(1e6), (X,), dtype="fp16")
+        assert_finite(Scaled(1e6), (X,), under="fp16")
     line = Scaled.forward.__code__.co_firstlineno + 1
     assert f"{__file__}:{line}" in str(caught.value) and "in fp32, on the same inputs, it is finite" in str(
         caught.value
@@ -369,9 +369,9 @@ def test_values_that_are_not_finite_are_found_with_who_made_them():
 
 
 def test_outputs_are_held_to_a_budget_and_the_calls_to_blame_are_named(net):
-    (error,) = assert_close_to(net, (X,), budget=0.05, dtype="bf16")
+    (error,) = assert_close_to(net, (X,), under="bf16", budget=0.05)
     assert 0 < error.relative_error < 0.05
-    assert_close_to(net, (X,), budget=0, policy=nc.Policy("nothing", extends=()))
+    assert_close_to(net, (X,), under=nc.Policy("nothing", extends=()), budget=0)
     assert_close_to(net, (X,), budget=0.05, reference="fp64")
     with pytest.raises(CheckError, match="1 of 1 outputs are further off under policy native") as caught:
         assert_close_to(net, (X,), budget=1e-6)

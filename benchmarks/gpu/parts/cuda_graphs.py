@@ -124,7 +124,7 @@ def _compiled_captured(context: Context, scale: str) -> None:
         label = f"compiled, captured, {weights}"
         with context.attempt(label), torch.no_grad():
             model, args = subjects.make("mlp", scale, "cuda")
-            made = nc.compile(model, dtype=BF16, device_type="cuda", backend="aot_eager", weights=weights)
+            made = nc.compile(model, under=nc.autocast("cuda", BF16), backend="aot_eager", weights=weights)
             made(*args)
 
             def eager(model: nn.Module = model, args: tuple = args) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _reduce_overhead(context: Context, label: str, name: str, scale: str, goal: 
     """Inductor's own CUDA graphs: near eager at each call, with new inputs and with changed weights."""
     with context.attempt(label), torch.no_grad():
         model, args = subjects.make(name, scale, "cuda")
-        made = nc.compile(model, dtype=BF16, device_type="cuda", mode="reduce-overhead", goal=goal)
+        made = nc.compile(model, under=nc.autocast("cuda", BF16), mode="reduce-overhead", goal=goal)
         worst = 0.0
         for step in range(8):
             torch.compiler.cudagraph_mark_step_begin()
@@ -181,7 +181,7 @@ def _reduce_overhead_trains(context: Context, scale: str, goal: str) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
             made = model
             if ours:
-                made = nc.compile(model, dtype=BF16, device_type="cuda", mode="reduce-overhead", goal=goal)
+                made = nc.compile(model, under=nc.autocast("cuda", BF16), mode="reduce-overhead", goal=goal)
             found = []
             for _ in range(6):
                 torch.compiler.cudagraph_mark_step_begin()

@@ -126,7 +126,7 @@ def _compiled_calls(context: Context) -> dict[str, object]:
     device = context.device
     model, args = subjects.make("mlp", subjects.SMALL, device)
     with quiet_dynamo(), torch.no_grad():
-        plain, ours = torch.compile(model), nc.compile(model, dtype=BF16, device_type=device)
+        plain, ours = torch.compile(model), nc.compile(model, under=nc.autocast(device, BF16))
 
         def native() -> object:
             with torch.autocast(device, BF16):

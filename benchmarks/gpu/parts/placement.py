@@ -123,7 +123,7 @@ def _side(context: Context, name: str, module: nn.Module, args: tuple, trains: b
         region = partial(nc.autocast, device, BF16)
     else:
         goal = "fast" if name.startswith(FAST) else "exact"
-        run = nc.compile(module, dtype=BF16, device_type=device, goal=goal, mode=mode)
+        run = nc.compile(module, under=nc.autocast(device, BF16), goal=goal, mode=mode)
 
     def call() -> object:
         if mode is not None:

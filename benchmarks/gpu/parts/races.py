@@ -40,7 +40,7 @@ def _race(context: Context, label: str, name: str, scale: str, trains: bool) -> 
         for module in model.modules():  # not the whole: cuDNN's LSTM has a backward in training only
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.eval()  # what is compared has seen as many batches
-        made = nc.compile(model, dtype=BF16, device_type=context.device, goal="fast")
+        made = nc.compile(model, under=nc.autocast(context.device, BF16), goal="fast")
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as said, watch_graphs() as graphs:
             warnings.simplefilter("always")

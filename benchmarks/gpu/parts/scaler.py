@@ -71,7 +71,7 @@ def _compare(context: Context, label: str, model: nn.Module, args: tuple, optimi
         def call(own: nn.Module) -> object:
             if id(own) not in made:
                 made[id(own)] = nc.compile(
-                    own, policy=policy, dtype=low, device_type=device, backend="aot_eager", **options
+                    own, under=nc.autocast(device, low, policy=policy), backend="aot_eager", **options
                 )
             return made[id(own)](*args)
 

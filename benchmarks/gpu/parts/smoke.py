@@ -96,12 +96,12 @@ def _graphs(context: Context, label: str, model: nn.Module, args: tuple, low: to
 
         def compiled(policy: object = policy) -> dict[str, torch.Tensor]:
             own = copies(model)
-            made = nc.compile(own, policy=policy, dtype=low, device_type=context.device, backend="aot_eager")
+            made = nc.compile(own, under=nc.autocast(context.device, low, policy=policy), backend="aot_eager")
             return values_of(own, lambda: made(*args))
 
         def exported(policy: object = policy) -> dict[str, torch.Tensor]:
             own = copies(model)
-            made = nc.export(own, args, policy=policy, dtype=low, device_type=context.device).module()
+            made = nc.export(own, args, under=nc.autocast(context.device, low, policy=policy)).module()
             return values_of(made, lambda: made(*args))
 
         check_same(context, f"{label}: {name}, compiled", eager, compiled, torch_differs)
@@ -130,7 +130,7 @@ def _recorded(context: Context, name: str, model: nn.Module, args: tuple) -> Non
         context.check(f"{name}: recorded", "; ".join([*wrong[:3], *map(str, unseen[:3])]))
         context.data.setdefault("casts", {})[name] = len(seen)
     with context.attempt(f"{name}: explained"):
-        found = nc.explain(copies(model), *args, policy=CUSTOM, dtype=low)
+        found = nc.explain(copies(model), args, under=nc.autocast("cpu", low, policy=CUSTOM))
         told, real = Counter(map(_kind, found.ledger.casts)), Counter(map(_kind, seen))
         more = [f"{how} {k} {n}" for how, gap in (("only explained", told - real), ("only seen", real - told))
                 for k, n in gap.items()]  # fmt: skip
@@ -152,13 +152,13 @@ def _scripts(context: Context, name: str, model: nn.Module, args: tuple) -> None
 
     def script() -> dict[str, torch.Tensor]:
         own = copies(model)
-        made = nc.script(own, policy=CUSTOM, dtype=low, device_type=context.device)
+        made = nc.script(own, under=nc.autocast(context.device, low, policy=CUSTOM))
         return values_of(own, lambda: made(*args))
 
     def trace() -> dict[str, torch.Tensor]:
         own = copies(model)
         with torch.no_grad():  # batch norms, which count what they see, see the example
-            made = nc.trace(copies(own).eval(), args, policy=None, dtype=low, device_type=context.device)
+            made = nc.trace(copies(own).eval(), args, under=nc.autocast(context.device, low, policy=None))
         return values_of(own, lambda: made(*args), gradients=False)
 
     def eager_eval() -> dict[str, torch.Tensor]:
@@ -188,6 +188,6 @@ def _inductor(context: Context, scale: str) -> None:
             model, args = subjects.make(name, scale, context.device)
             wanted = _native(context, model, args, torch.bfloat16)
             own = copies(model)
-            made = nc.compile(own, dtype=torch.bfloat16, device_type=context.device)
+            made = nc.compile(own, under=nc.autocast(context.device, torch.bfloat16))
             off = off_by(wanted, values_of(own, lambda made=made, args=args: made(*args)))
             context.check(label, "" if off <= TOLERANCE else f"off by {off:.1e} of the largest output")

@@ -30,7 +30,7 @@ def run(context: Context) -> None:
 
 def _changes(context: Context, label: str, model: nn.Module, args: tuple, weights: str) -> None:
     device = context.device
-    made = nc.compile(model, dtype=BF16, device_type=device, backend="aot_eager", weights=weights)
+    made = nc.compile(model, under=nc.autocast(device, BF16), backend="aot_eager", weights=weights)
 
     def follows(what: str) -> None:
         with context.attempt(f"{label}: {what}"), torch.no_grad():
@@ -134,7 +134,7 @@ def _training(context: Context, scale: str) -> None:
     with context.attempt(label):
         for weights in ("cast", "working_copies"):
             model, args = subjects.make("mlp", scale, context.device, trains=True)
-            made = nc.compile(model, dtype=BF16, device_type=context.device, backend="aot_eager", weights=weights)
+            made = nc.compile(model, under=nc.autocast(context.device, BF16), backend="aot_eager", weights=weights)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             found = []
             for _ in range(8):

@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
-from narrowcast.cli.runs import DtypeOption, JsonOption, Target
-from narrowcast.cli.target import AllOption, check_folder, load_subject
+from narrowcast.cli.runs import JsonOption
+from narrowcast.cli.target import AllOption, DeviceOption, Target, UnderOption, check_folder, load_case
 from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, replace_text
 from narrowcast.output.screen import columns, shortened
@@ -21,9 +21,8 @@ from narrowcast.testing.snapshot_text import load_snapshots
 def check_command(
     target: Target,
     snapshot: Annotated[Path, typer.Option(help="The file: a line for each call, reviewed and committed.")],
-    policy: Annotated[str | None, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")] = None,
-    dtype: DtypeOption = None,
-    device_type: Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")] = None,
+    under: UnderOption = None,
+    device: DeviceOption = None,
     gradients: Annotated[bool | None, typer.Option(help="If not as the file says; off where it is new.")] = None,
     torch_versions: Annotated[str, typer.Option(help="For which --update writes: '>=2.11,<2.16'.")] = "",
     new_casts: Annotated[bool, typer.Option("--new-casts", help="Only casts that were not there are changes.")] = False,
@@ -35,11 +34,10 @@ def check_command(
     check_folder("--json", json_file)
     if gradients is None:
         gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
-    subject = load_subject(target)
     with torch.set_grad_enabled(gradients):
         found = check_formats(
-            subject, snapshot=snapshot, policy=policy, dtype=dtype, device_type=device_type,
-            torch_versions=torch_versions, update=update,
+            load_case(target), snapshot=snapshot, under=under, device=device, torch_versions=torch_versions,
+            update=update,
         )  # fmt: skip
     if new_casts:
         found = found.new_casts()

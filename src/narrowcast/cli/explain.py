@@ -9,11 +9,21 @@ import torch
 import typer
 
 from narrowcast.analysis.explain.explain import explain
-from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
+from narrowcast.cli.target import (
+    AllOption,
+    DeviceOption,
+    Target,
+    TraceOption,
+    UnderOption,
+    check_folder,
+    load_case,
+    write_page,
+    write_trace,
+)
 from narrowcast.core.goals import FAST, MEMORY, Goal, fast, memory
 from narrowcast.errors import GoalError, TargetError
 from narrowcast.frontends.exported.export import export
-from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.case import Case
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import columns
@@ -22,10 +32,9 @@ from narrowcast.reports.results.explanation import Explanation
 
 
 def explain_command(
-    target: Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")],
-    policy: Annotated[str, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")] = "native",
-    dtype: Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")] = None,
-    device_type: Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")] = None,
+    target: Target,
+    under: UnderOption = None,
+    device: DeviceOption = None,
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
     front_end: Annotated[str, typer.Option(help="eager, or explain the graphs: compile, export, script.")] = "eager",
@@ -47,9 +56,9 @@ def explain_command(
     check_folder("--html", html)
     check_folder("--trace", trace)
     check_folder("--model-explorer", model_explorer)
-    if model_explorer is not None and (front_end != "export" or goal != "exact" or device_type is not None):
-        found = f"front end {front_end}, goal {goal}, device type {device_type or 'of the model'}"
-        advice = "Write --front-end export, without a goal and a device type."
+    if model_explorer is not None and (front_end != "export" or goal != "exact" or device is not None):
+        found = f"front end {front_end}, goal {goal}, device {device or 'of the model'}"
+        advice = "Write --front-end export, without a goal and a device."
         raise TargetError(f"--model-explorer {model_explorer}", found, advice=advice)
     if show not in ("", "program"):
         raise TargetError(f"--show {show}", "no such thing to show", advice="Write --show program.")
@@ -58,14 +67,14 @@ def explain_command(
         "verify": False if no_verify else None,
     }  # fmt: skip
     wanted = _goal(goal, {name: value for name, value in said.items() if value is not None})
-    subject = load_subject(target)
+    case = load_case(target)
     with torch.no_grad():
         explanation = explain(
-            subject, policy=policy, dtype=dtype, device_type=device_type, run=run, real=real, front_end=front_end,
-            goal=wanted, backend=backend, times=trace is not None or model_explorer is not None,
+            case, under=under, device=device, run=run, real=real, front_end=front_end, goal=wanted,
+            backend=backend, times=trace is not None or model_explorer is not None,
         )  # fmt: skip
         if model_explorer is not None:
-            _write_model_explorer(explanation, _exported(subject, policy, dtype), model_explorer)
+            _write_model_explorer(explanation, _exported(case, under), model_explorer)
     write_trace(explanation, trace)
     write_page(explanation, html)
     if json_file is not None and str(json_file) == "-":
@@ -78,10 +87,10 @@ def explain_command(
         print_all(terminal(), program_parts(explanation))
 
 
-def _exported(subject: Subject, policy: str, dtype: str | None) -> torch.export.ExportedProgram:
+def _exported(case: Case, under: str | None) -> torch.export.ExportedProgram:
     """The program whose nodes the explanation names: the same that the front end has made of a copy."""
-    model: Any = subject.model
-    return export(model, subject.args, dict(subject.kwargs), policy=policy, dtype=dtype)
+    model: Any = case.model
+    return export(model, case.inputs, under=under)
 
 
 def _write_model_explorer(explanation: Explanation, program: torch.export.ExportedProgram, folder: Path) -> None:

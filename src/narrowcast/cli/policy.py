@@ -21,9 +21,9 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 
 
 @policy_app.command()
-def show(policy: PolicyName, device_type: Device = None, every: AllOption = False) -> None:
+def show(policy: PolicyName, device: Device = None, every: AllOption = False) -> None:
     """The rules of a policy, in the order in which they win."""
-    found = _resolved(policy, device_type)
+    found = _resolved(policy, device)
     settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
     head = f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}"
     rules: list[list[str]] = []
@@ -52,9 +52,9 @@ def check(policy: PolicyName, every: AllOption = False) -> None:
 
 
 @policy_app.command()
-def diff(before: PolicyName, after: PolicyName, device_type: Device = None, every: AllOption = False) -> None:
+def diff(before: PolicyName, after: PolicyName, device: Device = None, every: AllOption = False) -> None:
     """What changes from one policy to another, rule by rule."""
-    old, new = _resolved(before, device_type), _resolved(after, device_type)
+    old, new = _resolved(before, device), _resolved(after, device)
     changes = old.diff(new)
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
     settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
@@ -83,11 +83,11 @@ def _settings(policy: Policy) -> dict[str, str]:
     return {"weight cache": policy.effective_cache, "low format": low, "training in": training}
 
 
-def _resolved(name: str, device_type: str | None) -> Policy:
+def _resolved(name: str, device: str | None) -> Policy:
     found = as_policy(name)
-    if device_type is None:
+    if device is None:
         return found.resolve("cpu")
-    if device_type not in DEVICE_TYPES:
-        raise PolicyError(f"device type {device_type!r}", "no autocast lists are known for it",
+    if device not in DEVICE_TYPES:
+        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it",
                           advice=f"Give one of: {', '.join(DEVICE_TYPES)}.")  # fmt: skip
-    return found.resolve(device_type)
+    return found.resolve(device)

@@ -33,7 +33,7 @@ ProfileFile = Annotated[Path | None, typer.Argument(help="A profile's file. Defa
 @profile_app.callback(invoke_without_command=True)
 def measure_command(
     context: typer.Context,
-    device_type: DeviceType = "cpu",
+    device: DeviceType = "cpu",
     seconds: Annotated[float, typer.Option(help="Stop measuring after so many seconds.")] = 50.0,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the profile has.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the profile there, to be shipped.")] = None,
@@ -42,18 +42,18 @@ def measure_command(
     """Measure this device: every family of ops in every format, over sizes, forward and backward."""
     if context.invoked_subcommand is not None:
         return
-    _check_here(device_type)
+    _check_here(device)
     check_folder("--html", html)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         found = "it is a folder" if output.is_dir() else "its folder does not exist"
         raise ProfileError(f"--output {output}", found, advice="Name a file in a folder that is there.")
     if not seconds > 0:
         raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
-    here = device_now(device_type)
+    here = device_now(device)
     profile = Profile(here) if again else load_profile(here)
     if output is not None:
         profile.write(output)  # what is wrong with the file is said before a minute is spent
-    groups = sweep(device_type)
+    groups = sweep(device)
     load = machine_load()
     if load > here.threads:
         typer.echo(f"The machine is busy (load {load:.1f}): times will be too long, and spread.", err=True)
@@ -61,7 +61,7 @@ def measure_command(
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task(f"measuring {here.name}", total=len(groups))
         count = measure(profile, groups, seconds, progress=lambda: bar.advance(task))
-    asked = capabilities(device_type, backward=True)
+    asked = capabilities(device, backward=True)
     profile.abilities.update({ability.key: ability for ability in asked.abilities})
     path = profile.write(output or profile_path(here))
     write_page(profile, html)
@@ -77,14 +77,14 @@ def measure_command(
 @profile_app.command()
 def show(
     file: ProfileFile = None,
-    device_type: DeviceType = "cpu",
+    device: DeviceType = "cpu",
     every: AllOption = False,
     plot: Annotated[Path | None, typer.Option(help="Also write a plot there (.png, .svg, .pdf).")] = None,
     html: HtmlOption = None,
 ) -> None:
     """A profile as tables: which format wins, by how much, and how sure that is."""
     check_folder("--html", html)
-    profile = _profile(file, device_type)
+    profile = _profile(file, device)
     write_page(profile, html)
     if plot is not None:
         if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
@@ -99,10 +99,10 @@ def show(
 @profile_app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="A profile's file.")], second: ProfileFile = None,
-    device_type: DeviceType = "cpu", every: AllOption = False,
+    device: DeviceType = "cpu", every: AllOption = False,
 ) -> None:  # fmt: skip
     """Two profiles side by side, on the calls that both have."""
-    a, b = Profile.read(first), _profile(second, device_type)
+    a, b = Profile.read(first), _profile(second, device)
     if every:
         print_all(terminal(), comparison_parts(a, b))
     else:
@@ -110,25 +110,25 @@ def compare(
 
 
 @profile_app.command()
-def path(device_type: DeviceType = "cpu") -> None:
+def path(device: DeviceType = "cpu") -> None:
     """Where this device's profile is kept."""
-    _check_here(device_type)
-    typer.echo(profile_path(device_now(device_type)))
+    _check_here(device)
+    typer.echo(profile_path(device_now(device)))
 
 
-def _check_here(device_type: str) -> None:
-    if not is_here(device_type):
+def _check_here(device: str) -> None:
+    if not is_here(device):
         raise ProfileError(
-            asked=f"the profile of device type {device_type!r}", found="torch has no such device here",
+            asked=f"the profile of device type {device!r}", found="torch has no such device here",
             advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",
         )  # fmt: skip
 
 
-def _profile(file: Path | None, device_type: str) -> Profile:
+def _profile(file: Path | None, device: str) -> Profile:
     if file is not None:
         return Profile.read(file)
-    _check_here(device_type)
-    found = load_profile(device_now(device_type))
+    _check_here(device)
+    found = load_profile(device_now(device))
     if not found.samples:
         raise ProfileError(
             asked=f"the profile of {found.device}", found="nothing was measured yet",

@@ -10,30 +10,21 @@ import torch
 import typer
 
 from narrowcast.analysis.repair.repair import repair
-from narrowcast.cli.runs import (
-    BackwardOption,
-    DeviceOption,
-    DtypeOption,
-    HtmlOption,
-    JsonOption,
-    Target,
-    show,
-)
-from narrowcast.cli.target import AllOption, check_folder, load_subject
+from narrowcast.cli.runs import BackwardOption, HtmlOption, JsonOption, show
+from narrowcast.cli.target import AllOption, Target, UnderOption, check_folder, load_case
 from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
+from narrowcast.frontends.eager.asked import asked_region
 from narrowcast.reports.results.repair import Repair
 
 
 def repair_command(
     target: Target,
-    policy: Annotated[str, typer.Option(help="What to repair: native, safe, ipex, or a policy file.")] = "native",
-    dtype: DtypeOption = None,
-    device_type: DeviceOption = None,
+    under: UnderOption = None,
     backward: BackwardOption = False,
     budget: Annotated[str | None, typer.Option(help="Allowed output error: 0.01, or least SQNR: '40 dB'.")] = None,
-    tolerance: Annotated[float | None, typer.Option(help="How much worse the subject's metric may be.")] = None,
-    lower: Annotated[bool, typer.Option("--lower-is-better", help="Of the subject's metric.")] = False,
+    tolerance: Annotated[float | None, typer.Option(help="How much worse what evaluate gives may be.")] = None,
+    lower: Annotated[bool, typer.Option("--lower-is-better", help="Of what evaluate gives.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy there (.toml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Also over a file that holds the policy.")] = False,
     every_row: AllOption = False,
@@ -44,13 +35,11 @@ def repair_command(
     check_folder("--json", json_file)
     check_folder("--html", html)
     check_folder("--output", output)
-    asked = Policy.load(policy)
     if output is not None and not force:
-        _check_output(output, asked)
-    subject = load_subject(target)
+        _check_output(output, asked_region("repair", under).policy)
     with torch.set_grad_enabled(backward):
         found = repair(
-            subject, policy=asked, dtype=dtype, device_type=device_type, backward=backward, budget=budget,
+            load_case(target), under=under, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,
         )  # fmt: skip
     notices = [_write(found, output)] if output is not None else []

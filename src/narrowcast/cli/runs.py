@@ -15,7 +15,16 @@ from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare
 from narrowcast.analysis.compare_runs.compare_runs import compare_runs
 from narrowcast.analysis.watch.watch import watch
-from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
+from narrowcast.cli.target import (
+    AllOption,
+    Target,
+    TraceOption,
+    UnderOption,
+    check_folder,
+    load_case,
+    write_page,
+    write_trace,
+)
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
@@ -27,10 +36,6 @@ from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, VALUES_DIFFER
 
 _SAVED = (".gz", ".json")
-Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]
-PolicyOption = Annotated[str | None, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")]
-DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold, if not the model's own.")]
 BackwardOption = Annotated[bool, typer.Option("--backward", help="Differentiate, too.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a page there that shows it all.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")]
@@ -39,9 +44,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write JSON ther
 def capture_command(
     target: Target,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the run is saved (.json.gz).")],
-    policy: PolicyOption = None,
-    dtype: DtypeOption = None,
-    device_type: DeviceOption = None,
+    under: UnderOption = None,
     backward: BackwardOption = False,
     statistics: Annotated[str, typer.Option(help="sampled, or whole: look at every element.")] = "sampled",
     checksums: Annotated[bool, typer.Option("--checksums", help="One of each tensor's bytes.")] = False,
@@ -54,11 +57,10 @@ def capture_command(
     check_folder("--output", output)
     check_folder("--html", html)
     check_folder("--trace", trace)
-    subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         run = capture(
-            subject, policy=policy, dtype=dtype, device_type=device_type, backward=backward, statistics=statistics,
-            checksums=checksums, tensors=tensors, times=trace is not None,
+            load_case(target), under=under, backward=backward, statistics=statistics, checksums=checksums,
+            tensors=tensors, times=trace is not None,
         )  # fmt: skip
     saved = run.save(output)
     write_page(run, html)
@@ -71,9 +73,7 @@ def compare_command(
     target: Annotated[str, typer.Argument(help="As for capture; or RUN_A, a saved run.")],
     run_b: Annotated[list[Path] | None, typer.Argument(help="RUN_B, compared with it; several: of its ranks.")] = None,
     mapping: Annotated[Path | None, typer.Option(help="Of two runs: read if there is one, else written.")] = None,
-    policy: PolicyOption = None,
-    dtype: DtypeOption = None,
-    device_type: DeviceOption = None,
+    under: UnderOption = None,
     reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
     by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
     backward: BackwardOption = False,
@@ -95,13 +95,8 @@ def compare_command(
         return
     if mapping is not None or target.endswith(_SAVED):
         raise TargetError(f"compare {target}", "one saved run", advice="Give two: narrowcast compare RUN_A RUN_B.")
-    subject = load_subject(target)
     with torch.set_grad_enabled(backward):
-        found = compare(
-            subject, policy=policy, dtype=dtype, device_type=device_type, reference=reference, by=by,
-            backward=backward, isolate=isolate,
-        )  # fmt: skip
-    found.subject = subject.name
+        found = compare(load_case(target), under=under, reference=reference, by=by, backward=backward, isolate=isolate)
     show(found, every_call, json_file, html)
     if found.verdict in (*AT_FAULT, NOT_COMPARED):
         raise typer.Exit(2 if found.verdict == NOT_COMPARED else 1)
@@ -178,7 +173,7 @@ def fit_command(
         run = load(target, Run)
     else:
         with torch.set_grad_enabled(backward):
-            run = capture(load_subject(target), backward=backward, statistics="whole")
+            run = capture(load_case(target), backward=backward, statistics="whole")
     found = fit(run, tolerance)
     notices = []
     if output is not None:

@@ -1,4 +1,4 @@
-"""What commands are given: a TARGET, a Python file or a dotted path with a `subject()`, and files to write."""
+"""What commands are given: a TARGET, a Python file or a dotted path with a `case()`, and files to write."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from typing import Annotated
 import typer
 
 from narrowcast.errors import Origin, TargetError
-from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.case import Case
 from narrowcast.output.files import replace_text
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 
+Target = Annotated[str, typer.Argument(help="Python file or dotted path with case(), or PATH:function.")]
+UnderOption = Annotated[
+    str | None, typer.Option(help="A low format (bf16), a built-in policy (native, safe, ipex), or a policy file.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All of it, not only the first screen.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a trace there, for Perfetto.")]
 
 _ADVICE = (
     "TARGET is a file (examples/minilm.py) or a dotted path (package.module), with `:function` for another name than "
-    "subject; the function takes nothing and returns narrowcast.Subject(model, args, kwargs, metric, name)."
+    "case; the function takes nothing and returns narrowcast.Case(model, inputs, evaluate=..., name=...)."
 )
 
 
-def load_subject(target: str) -> Subject:
-    """The subject that TARGET names. TargetError if it cannot be imported, or its function fails or gives another."""
+def load_case(target: str) -> Case:
+    """The case that TARGET names. TargetError if it cannot be imported, or its function fails or gives another."""
     path, _, function = target.partition(":") if not Path(target).exists() else (target, "", "")
     module = _import(path, target)
-    name = function or "subject"
+    name = function or "case"
     make = getattr(module, name, None)
     if not callable(make):
         origin = Origin(getattr(module, "__file__", None) or path)
         raise TargetError(f"target {target!r}", f"it defines no function {name}()", (origin,), _ADVICE)
     try:
-        subject = make()
+        case = make()
     except (Exception, SystemExit) as error:
         raise TargetError(
             f"target {target!r}", f"{name}() raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
         ) from error
-    if not isinstance(subject, Subject):
+    if not isinstance(case, Case):
         code = getattr(make, "__code__", None)
         origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
-        raise TargetError(f"target {target!r}", f"{name}() returned a {type(subject).__name__}", (origin,), _ADVICE)
-    return subject
+        raise TargetError(f"target {target!r}", f"{name}() returned a {type(case).__name__}", (origin,), _ADVICE)
+    return case
 
 
 def check_folder(option: str, path: Path | None) -> None:

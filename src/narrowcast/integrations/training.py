@@ -18,7 +18,7 @@ from narrowcast.analysis.record.record import record
 from narrowcast.analysis.watch.watch import watch as open_watch
 from narrowcast.core.policy import Policy, as_policy
 from narrowcast.errors import Origin, RegionError, TrainingError, TrainingWarning
-from narrowcast.frontends.eager.asked import AnyDtype
+from narrowcast.formats import Format
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.integrations.resuming import precision_state, take_up
 from narrowcast.reports.results.findings import Watching
@@ -35,7 +35,7 @@ class Settings(TypedDict, total=False):
     """What every plugin takes; `TrainingPrecision` says what each is."""
 
     policy: Policy | str | Path | None
-    dtype: AnyDtype
+    dtype: torch.dtype | Format | str | None
     device_type: str | None
     cache_enabled: bool | str | None
     inner: str | None

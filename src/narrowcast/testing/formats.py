@@ -13,18 +13,17 @@ from narrowcast.analysis.explain.explain import explain
 from narrowcast.core.policy import installed_torch
 from narrowcast.errors import CheckError, Origin, SnapshotError
 from narrowcast.formats import parse_format
-from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
-from narrowcast.observation.trial.subject import Subject
-from narrowcast.observation.trial.trial import Trial
+from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.observation.trial.case import Case
 from narrowcast.output.files import is_there
 from narrowcast.runtime.devices.abilities import slow_note
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.testing.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
 from narrowcast.testing.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text
 from narrowcast.testing.snapshot_text import load_snapshots, save_snapshots, snapshots_text
 from narrowcast.testing.updating import is_updating
 
-Model = Callable[..., Any] | Subject
+Model = Callable[..., Any] | Case
 Expected = TypeVar("Expected")
 ANEW = (
     "If this is meant, write it anew and commit the difference: pytest --narrowcast-update, or narrowcast check "
@@ -34,25 +33,20 @@ ANEW = (
 
 def take_snapshot(
     model: Model,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: Inputs = (),
     *,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
+    device: str | None = None,
 ) -> Snapshot:
-    """The formats of each call of `model(*args, **kwargs)`, forward, on fake tensors where these carry it.
+    """The formats of each call of the model, forward, on fake tensors where these carry it.
 
-    model:  a Module, a callable, or a Subject (then without args). It is left as it is; weights may be meta tensors.
-    policy, dtype, device_type, region: as for `explain`: a device that this machine lacks is stood in for. On a machine
-            that has it the formats are the same as long as the model itself is on the cpu.
+    model:  a Module, a callable, or a Case (then without inputs). It is left as it is; weights may be meta tensors.
+    inputs, under, device: as for `explain`: a device that this machine lacks is stood in for. On a machine that has it
+            the formats are the same as long as the model itself is on the cpu.
 
     CheckError for a model that raises under the policy and not in fp32, or of which the policy refuses a call.
     """
-    trial = Trial.of("take_snapshot", model, args, kwargs, False)
-    subject = model if isinstance(model, Subject) else Subject(trial.model, trial.args, trial.kwargs)
-    found = explain(subject, policy=policy, dtype=dtype, device_type=device_type, region=region)
+    found = explain(model, inputs, under=under, device=device)
     asked = f"the formats of {found.subject} on {found.device_type}"
     if found.failure is not None:
         where = (Origin(found.failure.file, found.failure.line),) if found.failure.file else ()
@@ -65,7 +59,7 @@ def take_snapshot(
         )  # fmt: skip
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
-    opened = asked_or_around("take_snapshot", policy, dtype, device_type, region, found.device_type)
+    opened = asked_or_around("take_snapshot", under, found.device_type)
     resolved = opened.policy.resolve(found.device_type)
     made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
     slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
@@ -74,24 +68,21 @@ def take_snapshot(
 
 def assert_formats(
     model: Model,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: Inputs = (),
     *,
     snapshot: str | Path | None = None,
     expected: Mapping[str, Any] | Snapshot | None = None,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
+    device: str | None = None,
     torch_versions: str = "",
 ) -> Snapshot:
-    """Assert that each call of `model(*args, **kwargs)` computes in the formats that were agreed on.
+    """Assert that each call of the model computes in the formats that were agreed on.
 
     snapshot: a text file with a line for each call, which `pytest --narrowcast-update` (or NARROWCAST_UPDATE=1) writes.
             A relative path is one from the current folder; the fixture `narrowcast_snapshot` gives one beside the test.
     expected: or a table in the test, `{"aten.linear": "bf16", "head.* aten.softmax": "fp32"}`: what a rule could name,
             with the formats in which these calls compute; or another model's snapshot (`take_snapshot`).
-    policy, dtype, device_type, region: as for `take_snapshot`.
+    inputs, under, device: as for `take_snapshot`.
     torch_versions: for which what is written holds (`>=2.11,<2.16`); by default those on which it was seen.
 
     Returns what was found. CheckError, an AssertionError, if it is not so: with each call, what it was and is, the rule
@@ -100,12 +91,12 @@ def assert_formats(
     """
     __tracebackhide__ = True
     given: str | Path | Mapping[str, Any] | Snapshot = _one_of("assert_formats", snapshot, expected)
-    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
+    asked: dict[str, Any] = {"under": under, "device": device}
     if isinstance(given, Mapping):
-        found = take_snapshot(model, args, kwargs, **asked)
+        found = take_snapshot(model, inputs, **asked)
         _check_expected(found, given)
         return found
-    check = _check(model, args, kwargs, given, asked, torch_versions)
+    check = _check(model, inputs, given, asked, torch_versions)
     if not check.is_same:
         raise failure(check)
     return check.now
@@ -113,26 +104,23 @@ def assert_formats(
 
 def assert_no_new_casts(
     model: Model,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: Inputs = (),
     *,
     snapshot: str | Path | None = None,
     expected: Snapshot | None = None,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
+    device: str | None = None,
     torch_versions: str = "",
 ) -> Snapshot:
-    """Assert that no call of `model(*args, **kwargs)` casts an argument that it did not cast before.
+    """Assert that no call of the model casts an argument that it did not cast before.
 
     The arguments are those of `assert_formats`, and so are the errors and the file. Other changes of formats, and fewer
     casts, are no failure. A conversion that the model's own code makes is a cast, too.
     """
     __tracebackhide__ = True
     given = _one_of("assert_no_new_casts", snapshot, expected)
-    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
-    check = _check(model, args, kwargs, given, asked, torch_versions).new_casts()
+    asked: dict[str, Any] = {"under": under, "device": device}
+    check = _check(model, inputs, given, asked, torch_versions).new_casts()
     if not check.is_same:
         raise failure(check)
     return check.now
@@ -140,14 +128,11 @@ def assert_no_new_casts(
 
 def check_formats(
     model: Model,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: Inputs = (),
     *,
     snapshot: str | Path,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
+    device: str | None = None,
     torch_versions: str = "",
     update: bool = False,
 ) -> SnapshotCheck:
@@ -156,8 +141,8 @@ def check_formats(
     The arguments are those of `assert_formats`. update: write the file first, as a run of pytest with
     --narrowcast-update does. Raises SnapshotError as that does, and CheckError where no formats can be had.
     """
-    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
-    now = take_snapshot(model, args, kwargs, **asked)
+    asked: dict[str, Any] = {"under": under, "device": device}
+    now = take_snapshot(model, inputs, **asked)
     check_versions(torch_versions, installed_torch())
     path = _from_here(Path(snapshot))
     kept = load_snapshots(path) if not update or is_there(path) else Snapshots(file=str(path))
@@ -181,20 +166,17 @@ def failure(check: SnapshotCheck) -> CheckError:
 
 
 def _check(
-    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, given: str | Path | Snapshot,
-    asked: Mapping[str, Any], torch_versions: str,
-) -> SnapshotCheck:  # fmt: skip
+    model: Model, inputs: Inputs, given: str | Path | Snapshot, asked: Mapping[str, Any], torch_versions: str
+) -> SnapshotCheck:
     __tracebackhide__ = True
     if not isinstance(given, Snapshot):
         update = is_updating()
         try:
-            return check_formats(
-                model, args, kwargs, snapshot=given, torch_versions=torch_versions, update=update, **asked
-            )
+            return check_formats(model, inputs, snapshot=given, torch_versions=torch_versions, update=update, **asked)
         except SnapshotError as error:  # a reader looks for the line of the test
             raise error.with_traceback(None) from None
     was = given if given.file else replace(given, file=f"the snapshot of {given.model}")
-    return compare_snapshots(was, take_snapshot(model, args, kwargs, **asked))
+    return compare_snapshots(was, take_snapshot(model, inputs, **asked))
 
 
 def _one_of(verb: str, snapshot: str | Path | None, expected: Expected | None) -> str | Path | Expected:

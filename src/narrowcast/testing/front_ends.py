@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,16 +12,17 @@ from narrowcast.core.policy import Policy
 from narrowcast.errors import CheckError, CheckWarning, NarrowcastError
 from narrowcast.frontends.compiled.compile import compile
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.exported.export import export
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.scripts.script import script
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
+from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.raising import first_line
-from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Trial
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
 from narrowcast.testing.agreement import Agreement, BesideEager, RanCall, compare_calls, disagreement_lines
 
@@ -29,24 +30,20 @@ FRONT_ENDS = ("compile", "export", "script")
 
 
 def assert_front_ends_agree(
-    model: Callable[..., Any] | Subject,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
     *,
     front_ends: Sequence[str] | None = None,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
 ) -> Agreement:
-    """Assert that `model(*args, **kwargs)` computes in the formats of eager code in the other front ends, too.
+    """Assert that the model computes in the formats of eager code in the other front ends, too.
 
     The model runs for real in each: as eager code in the region, through `nc.compile` (graphs run call by call, so that
     nothing is fused and no code is generated), `nc.export` and `nc.script`. Calls are held together by their identity.
 
     front_ends: which of `compile`, `export`, `script`. One that is named and cannot be taken fails; left out, all are
             tried, and for one that cannot be taken there is a CheckWarning with the reason, which `not_taken` has, too.
-    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+    inputs, under: as for `nc.compare`; the policy native if no region is given.
 
     Returns what was compared. CheckError, an AssertionError, names the calls that differ, with formats, rule and line.
     """
@@ -58,8 +55,8 @@ def assert_front_ends_agree(
             f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}",
             advice=f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against.",
         )  # fmt: skip
-    trial = Trial.of("assert_front_ends_agree", model, args, kwargs, False)
-    opened = observed_region("assert_front_ends_agree", trial, policy, dtype, device_type, region, "native")
+    trial = Trial.of("assert_front_ends_agree", model, inputs)
+    opened = observed_region("assert_front_ends_agree", trial, under, "native")
     eager = _calls(trial, opened, opened.policy)
     found: dict[str, BesideEager] = {}
     not_taken: dict[str, str] = {}
@@ -83,7 +80,7 @@ def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCa
         forget_compiled_code()
         try:
             with watch_graphs() as graphs:
-                made = Trial(compile(trial.model, region=region, backend="aot_eager"), trial.args, trial.kwargs)
+                made = Trial(compile(trial.model, under=region, backend="aot_eager"), trial.args, trial.kwargs)
                 calls = _calls(made, None, region.policy)
         finally:
             forget_compiled_code()
@@ -92,9 +89,9 @@ def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCa
             raise CheckError("compile", f"the model ran as eager code: {why}")
         return _seen(calls, front_end)
     if front_end == "export":
-        program = export(trial.model, trial.args, trial.kwargs, region=region)  # type: ignore[arg-type]  # it refuses
+        program = export(trial.model, (trial.args, trial.kwargs), under=region)  # type: ignore[arg-type]  # it refuses
         return _seen(_calls(Trial(program.module(), trial.args, trial.kwargs), None, region.policy), front_end)
-    scripted = script(trial.model, region=region)
+    scripted = script(trial.model, under=region)
     return _seen(_calls(Trial(scripted, trial.args, trial.kwargs), None, region.policy), front_end)
 
 
@@ -129,20 +126,21 @@ class _Formats(Observer):
 def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None:
     """Fail, or warn, as it is to be."""
     __tracebackhide__ = True
-    name = getattr(trial.model, "__name__", type(trial.model).__name__)
     missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
     if agreement.disagreements:
         front_ends = ", ".join(dict.fromkeys(d.front_end for d in agreement.disagreements))
         raise CheckError(
-            f"formats of {name}: {len(agreement.disagreements)} of {count} calls compute otherwise in {front_ends} "
-            "than in eager code\n\n" + "\n".join(disagreement_lines(agreement.disagreements)),
+            f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
+            f"{front_ends} than in eager code\n\n" + "\n".join(disagreement_lines(agreement.disagreements)),
             advice=f"\nNot taken: {missing}" if missing else "",
         )  # fmt: skip
     if not agreement.not_taken:
         return
     if by_name or not agreement.calls:
         raise CheckError(
-            f"front ends of {name}: {', '.join(agreement.not_taken)} cannot be taken", missing,
+            f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken", missing,
             advice="Leave it out of front_ends, or mend what stands in its way.",
         )  # fmt: skip
-    warnings.warn(f"narrowcast: front ends of {name} that were not compared: {missing}", CheckWarning, stacklevel=3)
+    warnings.warn(
+        f"narrowcast: front ends of {trial.name} that were not compared: {missing}", CheckWarning, stacklevel=3
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from narrowcast.analysis.capture.capture import NOTHING, observed_region
@@ -11,66 +11,59 @@ from narrowcast.analysis.compare.compare import REFERENCES, compare
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.frontends.eager.asked import Under
+from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.output_errors import output_errors
-from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
 from narrowcast.reports.results.differences import CallError, OutputError
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 _NAMED = 3
 
 
 def assert_finite(
-    model: Callable[..., Any] | Subject,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
     *,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     backward: bool | Loss = False,
 ) -> None:
-    """Assert that no call of `model(*args, **kwargs)` makes a NaN or an infinity.
+    """Assert that no call of the model makes a NaN or an infinity.
 
     What is meant is none: masks, fills with -inf, and what the policy allows (`allow_nonfinite = true`).
-    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+    inputs, under: as for `nc.compare`; the policy native if no region is given.
     backward: differentiate, too, as for `nc.capture`. The model runs once, for real, and is left as it is.
 
     CheckError, an AssertionError, names the first such call, its line, and whether the cast, the format or the op made
     it.
     """
     __tracebackhide__ = True
-    trial, opened = _asked("assert_finite", model, args, kwargs, policy, dtype, device_type, region, backward)
+    trial, opened = _asked("assert_finite", model, inputs, under, backward)
     watching = watch(at="op")
     trial.run(opened, watching)
     first = watching.found.first
     if first is not None:
         more = len(watching.found.findings) - 1
         raise CheckError(
-            f"finite values of {_name(trial)}, policy {opened.policy.name}", str(first),
+            f"finite values of {trial.name}, policy {opened.policy.name}", str(first),
             advice=f"{more} more calls make one: nc.watch lists them." if more else "",
         )  # fmt: skip
 
 
 def assert_close_to(
-    model: Callable[..., Any] | Subject,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
     *,
     budget: float,
     reference: str | Callable[..., Any] = "fp32",
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
 ) -> tuple[OutputError, ...]:
-    """Assert that each output of `model(*args, **kwargs)` is within a budget of a reference's.
+    """Assert that each output of the model is within a budget of a reference's.
 
     budget: the largest relative error, ||x - reference|| / ||reference||, of any floating output: 0 and more.
     reference: `fp32`, the same model in a region that casts nothing; `fp64`, a copy of it in fp64; or another model
             that takes the same arguments and runs in the same region.
-    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+    inputs, under: as for `nc.compare`; the policy native if no region is given.
 
     Both run once, for real, with the same random state. Only if it fails `nc.compare` runs the model again and names
     the calls to blame. Returns the errors. CheckError, an AssertionError, if an output is too far off, is not finite
@@ -78,13 +71,13 @@ def assert_close_to(
     """
     __tracebackhide__ = True
     _check_budget(budget, reference)
-    trial, opened = _asked("assert_close_to", model, args, kwargs, policy, dtype, device_type, region, False)
+    trial, opened = _asked("assert_close_to", model, inputs, under, False)
     is_own = isinstance(reference, str)
-    other = trial if is_own else Trial.of("assert_close_to", reference, trial.args, trial.kwargs, False)
+    other = trial if is_own else Trial.of("assert_close_to", reference, (trial.args, trial.kwargs))
     around = autocast(opened.device, policy=NOTHING) if is_own else opened
     expected = other.run(around, None, REFERENCES.get(str(reference)))
     errors = output_errors(expected.output, trial.run(opened).output)
-    asked = f"outputs of {_name(trial)} within {budget:g} of {reference if is_own else _name(other)}"
+    asked = f"outputs of {trial.name} within {budget:g} of {reference if is_own else other.name}"
     wanted = sum(t.is_floating_point() for t in tensors_of(expected.output))
     if not errors or len(errors) < wanted:
         raise CheckError(
@@ -93,7 +86,7 @@ def assert_close_to(
         )  # fmt: skip
     too_far = [error for error in errors if not error.relative_error <= budget]
     if too_far:
-        found = compare(trial.model, trial.args, trial.kwargs, region=opened, reference=reference)
+        found = compare(trial.model, (trial.args, trial.kwargs), under=opened, reference=reference)
         raise CheckError(
             asked, _too_far_text(too_far, len(errors), opened) + _blame_text(found.worst[:_NAMED]),
             advice="Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32.",
@@ -101,13 +94,10 @@ def assert_close_to(
     return errors
 
 
-def _asked(
-    verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, policy: AnyPolicy, dtype: AnyDtype,
-    device_type: str | None, region: autocast | None, backward: bool | Loss,
-) -> tuple[Trial, autocast]:  # fmt: skip
+def _asked(verb: str, model: Any, inputs: Inputs, under: Under, backward: bool | Loss) -> tuple[Trial, autocast]:
     """The model with its input, and the region: native's where none is named."""
-    trial = Trial.of(verb, model, args, kwargs, backward)
-    return trial, observed_region(verb, trial, policy, dtype, device_type, region, "native")
+    trial = Trial.of(verb, model, inputs, backward)
+    return trial, observed_region(verb, trial, under, "native")
 
 
 def _check_budget(budget: float, reference: Any) -> None:
@@ -120,10 +110,6 @@ def _check_budget(budget: float, reference: Any) -> None:
             f"assert_close_to(reference={reference!r})", "no such reference",
             advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
         )  # fmt: skip
-
-
-def _name(trial: Trial) -> str:
-    return str(getattr(trial.model, "__name__", type(trial.model).__name__))
 
 
 def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> str:

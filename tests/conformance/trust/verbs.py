@@ -210,15 +210,15 @@ def told(found: Any) -> str:
 
 
 def compare(made: Made, dtype: torch.dtype, trains: bool) -> str:
-    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=4))
+    return told(nc.compare(made.model, made.args, under=dtype, isolate=4))
 
 
 def compare_backward(made: Made, dtype: torch.dtype, trains: bool) -> str:
-    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=4, backward=made.loss_of))
+    return told(nc.compare(made.model, made.args, under=dtype, isolate=4, backward=made.loss_of))
 
 
 def explain(made: Made, dtype: torch.dtype, trains: bool) -> str:
-    found = nc.explain(made.model, *made.args, dtype=dtype, run=True)
+    found = nc.explain(made.model, made.args, under=dtype, run=True)
     if found.failure is not None or found.comparison is None:
         return f"no comparison: {found.failure}"
     return told(found.comparison.differences)
@@ -226,7 +226,7 @@ def explain(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 def repair(made: Made, dtype: torch.dtype, trains: bool) -> str:
     nc.fit(nc.capture(made.model, made.args))
-    found = nc.repair(made.model, made.args, dtype=dtype)
+    found = nc.repair(made.model, made.args, under=dtype)
     return "" if found.verdict == "nothing to repair" else str(found)
 
 
@@ -238,7 +238,7 @@ def alike(a: Any, b: Any) -> str:
 def against_fp32(made: Made, dtype: torch.dtype, trains: bool) -> str:
     """Forward and backward."""
     runs, options = [], {"backward": made.loss_of} if trains else {}
-    for more in ({}, {"dtype": dtype}):
+    for more in ({}, {"under": dtype}):
         seeded()
         runs.append(nc.capture(made.model, made.args, **options, **more))
     seeded()
@@ -246,7 +246,7 @@ def against_fp32(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 
 def against_twin(made: Made, dtype: torch.dtype, trains: bool) -> str:
-    return alike(nc.capture(made.model, made.args, dtype=dtype), nc.capture(made.twin, made.args, dtype=dtype))
+    return alike(nc.capture(made.model, made.args, under=dtype), nc.capture(made.twin, made.args, under=dtype))
 
 
 def decoding(made: Made, dtype: torch.dtype, trains: bool) -> str:
@@ -262,8 +262,8 @@ def decoding(made: Made, dtype: torch.dtype, trains: bool) -> str:
 def compiled(made: Made, dtype: torch.dtype, trains: bool) -> str:
     """The model, and what Inductor makes of it."""
     with torch.no_grad():
-        one_by_one = nc.capture(made.model, made.args, dtype=dtype)
-        return alike(one_by_one, nc.capture(nc.compile(made.model, dtype=dtype), made.args))
+        one_by_one = nc.capture(made.model, made.args, under=dtype)
+        return alike(one_by_one, nc.capture(nc.compile(made.model, under=dtype), made.args))
 
 
 def check_training(subject: Subject, dtype: torch.dtype) -> str:

@@ -172,7 +172,7 @@ def compared(pair: Pair) -> Said:
 def compared_runs(pair: Pair) -> Said:
     """The first call that differs, or that only one run has, and its line."""
     right, wrong, x = pair.made()
-    found = nc.compare_runs(*(nc.capture(model, (x,), dtype=pair.dtype) for model in (right, wrong)))
+    found = nc.compare_runs(*(nc.capture(model, (x,), under=pair.dtype) for model in (right, wrong)))
     if found.verdict != "values differ":
         return Said(MISSED, f"wanted {sorted(pair.lines)}:\n{found}")
     named = [(str(one.id), one.place) for one in found.alone[:1]]

@@ -75,9 +75,9 @@ def drawn(stem: str, formats: str, seed: int) -> tuple[Any, Any, str, bool]:
     path, module = draw.choice([(path, m) for path, m in leaves if CAN[fault](m)])
     first, _, second = formats.rpartition(" and ")
     dtypes = [None if format == "fp32" else format for format in (first or second, second)]
-    a = nc.capture(made.model, made.args, dtype=dtypes[0])
+    a = nc.capture(made.model, made.args, under=dtypes[0])
     plant(module, fault)
-    b = nc.capture(made.model, made.args, dtype=dtypes[1])
+    b = nc.capture(made.model, made.args, under=dtypes[1])
     moved = (made.model(*made.args) - right).norm() / right.norm()
     return a, b, f"{path} ", bool(moved > (1e-4 if dtypes[0] == dtypes[1] else 0.02))
 

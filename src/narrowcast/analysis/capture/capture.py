@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from narrowcast.analysis.capture.token_probabilities import log_probabilities_of
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.observation.observer.door import Door
 from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -26,12 +26,13 @@ from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
+from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
-from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.runtime.torch_bridge import FORMATS, device_type_of
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 
@@ -45,20 +46,15 @@ def capture(
 ) -> Capturing: ...  # fmt: skip
 @overload
 def capture(
-    model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
-    policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
+    model: Callable[..., Any] | Case, inputs: Inputs = ..., *, under: Under = ...,
     backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
     tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ..., times: bool = ...,
 ) -> Run: ...  # fmt: skip
 def capture(
-    model: Callable[..., Any] | Subject | None = None,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case | None = None,
+    inputs: Inputs = (),
     *,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     backward: bool | Loss = False,
     statistics: str = "sampled",
     checksums: bool = False,
@@ -67,17 +63,18 @@ def capture(
     tokens: torch.Tensor | None = None,
     times: bool = False,
 ) -> Run | Capturing:
-    """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
+    """Capture what the model computes on its inputs; or, without a model, what runs in `with capture() as run:`.
 
     Each call is listed with its identity, place, rule, formats, arguments that are no tensors, and facts of its
     tensors: finite range, mean, rms, shares of zeros, subnormal, saturated and non-finite values, a histogram of
     exponents. With them come gradients of parameters, moments of optimizers that step in the block, and the
     environment. Inside a block the regions that are open hold; nothing of the user's code changes.
 
-    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject. It runs on a copy
-            that shares its weights, and leaves gradients and random state alone.
-    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the model runs in
-            one that casts nothing, in which calls have the identities that they have under a policy.
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Case. It runs on a copy that
+            shares its weights, and leaves gradients and random state alone.
+    inputs: as for `explain`.
+    under:  as for `explain`; without it, and no region around the call, the model runs in one that casts nothing, in
+            which calls have the identities that they have under a policy.
     backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
             outputs; or a function that makes the loss of the output.
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
@@ -98,12 +95,12 @@ def capture(
     folder = None if tensors is None else folder_for(tensors)
     table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
     if model is None:
-        given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
-                 "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
+        is_given = not (type(inputs) is tuple and not inputs)
+        given = {"inputs": is_given or None, "under": under, "backward": backward or None, "tokens": tokens}
         _refuse_without_model(given)
         return Capturing(table, times=times)
-    trial = Trial.of("capture", model, args, kwargs, backward)
-    opened = observed_region("capture", trial, policy, dtype, device_type, region)
+    trial = Trial.of("capture", model, inputs, backward)
+    opened = observed_region("capture", trial, under)
     weights = Weights(parameters_of(trial.model))
     made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING, times)
     try:
@@ -137,18 +134,13 @@ NOTHING = Policy("fp32", extends=())
 """A policy without a rule: calls run as their inputs are."""
 
 
-def observed_region(
-    verb: str, trial: Trial, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None,
-    default: AnyPolicy = None,
-) -> autocast:  # fmt: skip
+def observed_region(verb: str, trial: Trial, under: Under, default: str | None = None) -> autocast:
     """The region that was asked for, or the one around the call; or else under `default`, or one that casts nothing."""
-    asked = asked_or_around(verb, policy, dtype, device_type, region, trial.device_type)
+    asked = asked_or_around(verb, under, trial.device_type)
     device = asked.device_type or trial.device_type
     if not asked.is_there:
         return autocast(device, policy=default or NOTHING)
-    chosen = asked.policy
-    fast = default_dtype(chosen, device) if asked.dtype is None else to_dtype(asked.dtype)
-    return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
+    return replace(asked, dtype=asked.fast_dtype_on(device)).on(device, asked.policy)
 
 
 class _CapturedRun(Run):

@@ -9,7 +9,7 @@ go in outputs (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -43,14 +43,14 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.observer.door import Door, passes
 from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.restore.weights import Weights
+from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of
-from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.output.progress import Step, long_work
 from narrowcast.reports.results.differences import Differences
@@ -66,7 +66,7 @@ from narrowcast.reports.results.verdicts import (
     verdict_of,
 )
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
-from narrowcast.runtime.torch_surface.modules import compiled_of
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -76,25 +76,22 @@ _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
 
 
 def compare(
-    model: Callable[..., Any] | Subject,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
     *,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     reference: str | Callable[..., Any] = "fp32",
     by: str = "op",
     backward: bool | Loss = False,
     isolate: int = 16,
     limit_bytes: int = 1 << 30,
 ) -> Differences:
-    """Compare `model(*args, **kwargs)` in a region with a reference run, call by call.
+    """Compare a model in a region with a reference run, call by call.
 
-    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject.
-    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the policy native,
-            or no region for a model that has its own (compiled, exported) or where the reference is another model.
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Case.
+    inputs: as for `explain`.
+    under:  as for `explain`; without it, and no region around the call, the policy native, or no region for a model
+            that has its own (compiled, exported) or where the reference is another model.
     reference: `fp32`, the same model in a region that casts nothing: a copy in fp32 of one whose weights are low, the
             original of one that was compiled; `fp64`, a copy of it in fp64; or another model that takes the same
             arguments, run in the same region if it has none of its own: exported code against what it was made of.
@@ -110,24 +107,21 @@ def compare(
     back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
     """
     _check(reference, by)
-    trial = Trial.of("compare", model, args, kwargs, backward)
+    trial = Trial.of("compare", model, inputs, backward)
     is_own = isinstance(reference, str)
     default = "native" if is_own and not trial.is_made else None
-    opened = observed_region("compare", trial, policy, dtype, device_type, region, default)
-    other = trial.original() if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
-    inner = compiled_of(trial.model)
-    name = str(getattr(trial.model, "__name__", None) or type(trial.model if inner is None else inner).__name__)
-    found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)
+    opened = observed_region("compare", trial, under, default)
+    other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
+    found = _nothing_yet(trial.name, opened, str(reference) if is_own else "another model", by)
     around = autocast(opened.device, policy=NOTHING) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
     _Comparing(trial, other, opened, around, dtype, limit_bytes, found).run(isolate)
     return found
 
 
-def compare_with_fp32(subject: Subject, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
+def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
     """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
-    trial = Trial.of("explain", subject, (), None, False)
-    found = _nothing_yet(subject.name, region, "fp32", "op")
+    found = _nothing_yet(trial.name, region, "fp32", "op")
     other, around = trial.original(), autocast(region.device, policy=NOTHING)
     comparing = _Comparing(trial, other, region, around, other.fp32_for_low(), limit_bytes, found, accepts_any=True)
     comparing.run(isolate=0)

@@ -21,53 +21,53 @@ from narrowcast.analysis.record.graph_ledger import decision_differences, graph_
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES, Policy
+from narrowcast.core.policy import DEVICE_TYPES
 from narrowcast.core.policy.capabilities import one_format
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
-from narrowcast.formats import Format
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import asked_or_around
+from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.isolation import isolated
 from narrowcast.observation.trial.raising import first_line
-from narrowcast.observation.trial.subject import Subject
-from narrowcast.observation.trial.trial import detached
+from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.reports.results.explanation import Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
-from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
-from narrowcast.runtime.torch_surface.dispatch import storage_key, tree_leaves
+from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge.inputs import Inputs
+from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 
 def explain(
-    model: Callable[..., Any] | Subject,
-    *args: Any,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
+    *,
+    under: Under = None,
+    device: str | None = None,
     run: bool = False,
     real: bool = False,
     front_end: str = "eager",
     goal: str | Goal = "exact",
     backend: str = "inductor",
     times: bool = False,
-    **kwargs: Any,
 ) -> Explanation:
-    """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
+    """Run a model in a region and explain each op's format and each cast.
 
-    model:  a Module, a callable, or a Subject (then without args).
-    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type. Without any of
-            them, the region around the call, ours or torch's; where there is none, the policy native.
-    device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
-            stood in for: the device's policy decides over fake tensors on the cpu.
+    model:  a Module, a callable, or a Case (then without inputs).
+    inputs: a tensor is one argument; a tuple, the arguments; a mapping, the keyword arguments; `(tuple, mapping)`,
+            both. A model that takes one tuple: `((pair,),)`.
+    under:  a format ("bf16", torch.bfloat16), the name of a built-in policy, the path of a policy file, a Policy, or
+            `narrowcast.autocast(...)`. None: the region around the call, ours or torch's, or else the policy native.
+    device: whose lists hold; None is the region's or the model's own. One that this machine lacks, or that the model
+            is not on, is stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
     real:   do not try fake tensors.
     front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
@@ -87,41 +87,36 @@ def explain(
     explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in fp32,
     too, is raised.
     """
-    subject = model if isinstance(model, Subject) else Subject(model, args, kwargs)
-    if isinstance(model, Subject) and (args or kwargs):
-        raise NarrowcastError(
-            asked="explain(subject, ...) with arguments", found="a Subject brings its own",
-            advice="Put them into the Subject.",
-        )  # fmt: skip
-    own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
-    asked = asked_or_around("explain", policy, dtype, device_type, region, own_device)
+    trial = Trial.of("explain", model, inputs)
+    own_device = trial.device_type
+    asked = asked_or_around("explain", under, own_device, device)
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run or times, stands_in)
     if front_end in ("compile", "export"):
-        refuse_scripts(f'explain(front_end="{front_end}")', subject.model)
+        refuse_scripts(f'explain(front_end="{front_end}")', trial.model)
     wanted = _goal(as_goal(goal), front_end)
     chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     resolved = chosen.resolve(device_type)
-    fast = default_dtype(chosen, device_type) if asked.dtype is None else to_dtype(asked.dtype)
+    fast = replace(asked, policy=chosen).fast_dtype_on(device_type)
     opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
-        graphs = script_graphs_of(subject.model, around)
+        graphs = script_graphs_of(trial.model, around)
         ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs)
     else:
-        ran = _run(subject, opened, device_type, stands_in, real, front_end, wanted, backend)
+        ran = _run(trial, opened, device_type, stands_in, real, front_end, wanted, backend)
     timed = None
     if times and ran.failure is None:
         predict_costs(ran.graphs, device_type)
-        timed = timed_run(subject, opened) if front_end == "eager" else None
+        timed = timed_run(trial, opened) if front_end == "eager" else None
     computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
     slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
     return Explanation(
-        subject=subject.name,
+        subject=trial.name,
         device_type=device_type,
         low=str(FORMATS[fast]),
         policy=chosen.name,
@@ -129,7 +124,7 @@ def explain(
         ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
         note=_sentences(slow, ran.note),
         ledger=ran.ledger,
-        comparison=_compare(subject, opened) if run and ran.failure is None else None,
+        comparison=_compare(trial, opened) if run and ran.failure is None else None,
         front_end=front_end,
         graphs=tuple(map(with_row_and_flow, ran.graphs)),
         differences=ran.differences,
@@ -153,16 +148,16 @@ class _RanOn:
 
 
 def _run(
-    subject: Subject, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
+    trial: Trial, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
     backend: str,
 ) -> _RanOn:  # fmt: skip
     """The model as eager code, and through a graph front end if one is to be explained."""
-    ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
+    ledger, ran_on, note, failure = _record(trial, opened, device_type, stands_in, real)
     note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
     if front_end not in ("compile", "export") or failure is not None:
-        return _RanOn(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)
-    graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, goal, backend)
+        return _RanOn(ledger, ran_on, _sentences(note, _script_note(trial)), failure=failure)
+    graphs, eager = graphs_of(front_end, trial.model, trial.args, trial.kwargs, opened, goal, backend)
     found = graph_ledger(graphs)
     differences: tuple[DecisionDifference, ...] = ()
     if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
@@ -170,7 +165,7 @@ def _run(
     others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
     other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
     ledger, ran_on = _listed(ledger, ran_on, found, graphs)
-    return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
+    return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(trial)), graphs, differences)
 
 
 _OTHER_PATH = (
@@ -214,17 +209,17 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
 
 
 def _record(
-    subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
+    trial: Trial, region: autocast, device_type: str, stands_in: bool, real: bool
 ) -> tuple[Ledger, str, str, Failure | None]:
     """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
     why = ""
     failed: Exception | None = None
     if not real:
         try:
-            with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
+            with isolated(trial.model, trial.args, trial.kwargs, fake=True) as run, record() as ledger, region:
                 run()
             why = _not_shown_by_fakes(ledger)
-            if not why or _has_meta(subject):
+            if not why or _has_meta(trial):
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
                 return ledger, where, note, None
@@ -232,10 +227,10 @@ def _record(
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
     itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
-    if _has_meta(subject):
+    if _has_meta(trial):
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
+    with isolated(trial.model, trial.args, trial.kwargs, fake=False) as run, record() as ledger, region:
         try:
             run()
         except Exception as error:
@@ -245,7 +240,7 @@ def _record(
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
         return ledger, itself, note, None
-    failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
+    failure = failure_of((trial.model, trial.args, trial.kwargs), region, failed, fake=False)
     if failure is None:
         raise failed
     return ledger, itself, "", failure
@@ -293,9 +288,9 @@ _CAST_NOTE = (
 )
 
 
-def _script_note(subject: Subject) -> str:
+def _script_note(trial: Trial) -> str:
     """What is to be said if the model is scripted or traced, or a part of it is."""
-    model = subject.model
+    model = trial.model
     parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
     scripts = [part for part in parts if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction))]
     cast = [part for part in scripts if not methods_of(part) and cast_for_all(part)]
@@ -305,32 +300,32 @@ def _script_note(subject: Subject) -> str:
 _NO_COMPUTE = " (no compute)"
 
 
-def _has_meta(subject: Subject) -> bool:
-    if not isinstance(subject.model, torch.nn.Module):
+def _has_meta(trial: Trial) -> bool:
+    if not isinstance(trial.model, torch.nn.Module):
         return False
-    return any(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers()))
+    return any(t.is_meta for t in (*trial.model.parameters(), *trial.model.buffers()))
 
 
-def _compare(subject: Subject, region: autocast) -> Comparison:
+def _compare(trial: Trial, region: autocast) -> Comparison:
     """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
 
     def in_fp32() -> Any:
-        return detached(subject.run())
+        return detached(trial.call())
 
     def in_region() -> Any:
         with region:
-            return detached(subject.run())
+            return detached(trial.call())
 
-    differences = compare_with_fp32(subject, region)
-    with restored(subject.model):
-        before = subject.measure()
+    differences = compare_with_fp32(trial, region)
+    with restored(trial.model):
+        before = trial.measure()
         with region:
-            after = subject.measure()
-        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(subject))
+            after = trial.measure()
+        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(trial))
 
 
-def _weight_bytes(subject: Subject) -> int:
+def _weight_bytes(trial: Trial) -> int:
     """Of the model's parameters and buffers; of a function none."""
-    model = subject.model
+    model = trial.model
     kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from narrowcast.analysis.capture.capture import capture
 from narrowcast.formats import FORMATS, fp32
 from narrowcast.frontends.eager import autocast
-from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.programs.program import Program
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.profile import load_profile
@@ -19,10 +19,10 @@ from narrowcast.runtime.devices.prices import TimePrices, costs_time
 from narrowcast.runtime.devices.signature import cast_signature
 
 
-def timed_run(subject: Subject, region: autocast) -> Run:
+def timed_run(trial: Trial, region: autocast) -> Run:
     """One run for real in the region, each call and each cast timed. What a first call sets up counts, too."""
-    capture(subject, region=region)  # what is set up in a first run is not timed
-    return capture(subject, region=region, times=True)
+    capture(trial.model, (trial.args, trial.kwargs), under=region)  # what is set up in a first run is not timed
+    return capture(trial.model, (trial.args, trial.kwargs), under=region, times=True)
 
 
 def predict_costs(graphs: Iterable[CompiledGraph], device_type: str) -> None:

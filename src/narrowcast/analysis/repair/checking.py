@@ -17,9 +17,9 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
+from narrowcast.observation.trial.case import Evaluate, Metric, figures_of
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions, first_line
-from narrowcast.observation.trial.subject import Metric, Subject, figures_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
 from narrowcast.output.progress import Step
 from narrowcast.reports.results.findings import Finding
@@ -36,13 +36,13 @@ DEFAULT_TOLERANCE = 0.01
 class Wanted:
     """What must hold besides that it runs, and stays finite.
 
-    error: the largest relative error of an output against fp32. metric: called with the output. own: the Subject whose
-    own metric is asked, which runs the model itself. better: HIGHER or LOWER. tolerance: how much worse than in fp32.
+    error: the largest relative error of an output against fp32. metric: called with the output. evaluate: called with
+    the model, which it runs itself. better: HIGHER or LOWER. tolerance: how much worse than in fp32.
     """
 
     error: float | None = None
     metric: Metric | None = None
-    own: Subject | None = None
+    evaluate: Evaluate | None = None
     better: str = HIGHER
     tolerance: float | None = None
 
@@ -54,7 +54,7 @@ class Wanted:
     @property
     def measures(self) -> bool:
         """Whether there is a metric."""
-        return self.metric is not None or self.own is not None
+        return self.metric is not None or self.evaluate is not None
 
     def __str__(self) -> str:
         said = ["it runs, and is finite where fp32 is"]
@@ -131,11 +131,11 @@ class Checks:
     ) -> Ran:
         """The model in a region, its metric included. backward: another loss than the trial's, and then no metric."""
         ran = Ran(look)
-        own = self.wanted.own if backward is None else None
-        if not (own is not None and self.wanted.error is None and not self.trial.backward):
+        evaluates = self.wanted.evaluate is not None and backward is None
+        if not (evaluates and self.wanted.error is None and not self.trial.backward):
             self._run_model(ran, region, functions, backward)
-        if own is not None and ran.error is None:
-            self._run_metric(own, ran, region, functions)
+        if evaluates and ran.error is None:
+            self._evaluate(ran, region, functions)
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
         return ran
@@ -180,19 +180,19 @@ class Checks:
             except Exception as error:
                 ran.error = _of_the_model(error)
                 return
-        if self.wanted.metric is not None and self.wanted.own is None:
+        if self.wanted.metric is not None:
             try:
                 with torch.no_grad():
-                    ran.metric = figures_of(self.wanted.metric, self.wanted.metric(given[0]))
+                    ran.metric = figures_of("repair(metric=...)", self.wanted.metric, self.wanted.metric(given[0]))
             except Exception as error:
                 ran.error, ran.in_metric = error, True
 
-    def _run_metric(self, own: Subject, ran: Ran, region: autocast, functions: bool) -> None:
-        """A Subject's own metric, which runs the model, and is watched for it."""
+    def _evaluate(self, ran: Ran, region: autocast, functions: bool) -> None:
+        """A Case's `evaluate`, which runs the model, and is watched for it."""
         with self._counted(), restored(self.trial.model):
             try:
                 with self._seen(ran.look, functions), region:
-                    ran.metric = own.measure()
+                    ran.metric = self.trial.measure()
             except Exception as error:
                 ran.error = _of_the_model(error)
 

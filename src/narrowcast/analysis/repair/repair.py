@@ -8,7 +8,7 @@ nobody knows more; then rules are left out that turn out not to be needed. Two r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,38 +21,35 @@ from narrowcast.core.policy import Rule
 from narrowcast.errors import RunError
 from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.observation.trial.case import Case, Evaluate, Metric, check_takes_one
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.subject import Metric, Subject
 from narrowcast.observation.trial.trial import Loss, Trial
 from narrowcast.output.progress import long_work
 from narrowcast.reports.results.repair import Repair
-from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, to_dtype
+from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 
 def repair(
-    model: Callable[..., Any] | Subject,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
     *,
-    policy: AnyPolicy = None,
-    dtype: AnyDtype = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     backward: bool | Loss = False,
     budget: float | str | None = None,
     metric: Metric | None = None,
     better: str = HIGHER,
     tolerance: float | None = None,
 ) -> Repair:
-    """Find the rules under which `model(*args, **kwargs)` runs in a region, is finite where fp32 is, and is right.
+    """Find the rules under which a model runs in a region, is finite where fp32 is, and is right.
 
-    model:  a Module, any callable, or a Subject. Compiled code has its policy in it: repair the model, then compile it.
-    policy, dtype, device_type, region: as for `explain`; without any, the policy native.
+    model:  a Module, any callable, or a Case. Compiled code has its policy in it: repair the model, then compile it.
+    inputs, under: as for `explain`; without a region, the policy native.
     backward: also differentiate, as for `capture`: gradients are to be finite, too.
     budget: the largest relative error (L2) of an output against fp32, as 0.01; or the least SQNR, as "40 dB".
-    metric: called with the model's output, outside of the region, returns a number or numbers by name. Without one that
-            of a Subject is asked, which runs the model itself: each time counts as a run.
+    metric: `metric(output)`, called outside of the region, returns a number or numbers by name. Without one a Case's
+            `evaluate` is asked, which runs the model itself: each time counts as a run.
     better: `higher` or `lower`: which way the metric is better. tolerance: how much worse it may be than in fp32, in
             its own unit; without one, 1 % of fp32's.
 
@@ -61,22 +58,20 @@ def repair(
     rule, and five times beside. The model, its weights, gradients and random state are left alone. Raises RunError for
     what cannot be run so; where fp32 itself raises or is not finite, the result says so.
     """
-    subject = model if isinstance(model, Subject) else None
-    trial = Trial.of("repair", model, args, kwargs, backward)
+    trial = Trial.of("repair", model, inputs, backward)
     _check_model(trial.model)
-    wanted = _wanted(budget, metric, subject, better, tolerance)
-    asked = asked_or_around("repair", policy, dtype, device_type, region, trial.device_type)
+    wanted = _wanted(budget, metric, trial.evaluate, better, tolerance)
+    asked = asked_or_around("repair", under, trial.device_type)
     device = asked.device_type or trial.device_type
     if device != trial.device_type:
         raise RunError(
             f"repair on {device}", f"the model is on {trial.device_type}, and runs there",
-            advice=f"Omit device_type, or move the model: model.to({device!r}).",
+            advice=f"Give a region for that device, or move the model: model.to({device!r}).",
         )  # fmt: skip
-    fast = default_dtype(asked.policy, device) if asked.dtype is None else to_dtype(asked.dtype)
+    fast = asked.fast_dtype_on(device)
     opened = replace(asked, dtype=fast).on(device, asked.policy)
-    name = subject.name if subject is not None else getattr(trial.model, "__name__", type(trial.model).__name__)
     found = Repair(
-        str(name), opened.device, str(FORMATS[fast]), asked.policy.name, asked.policy, str(wanted),
+        trial.name, opened.device, str(FORMATS[fast]), asked.policy.name, asked.policy, str(wanted),
         environment=environment(opened.device, asked.policy, str(FORMATS[fast])),
     )  # fmt: skip
 
@@ -100,17 +95,19 @@ def _check_model(model: Any) -> None:
 
 
 def _wanted(
-    budget: float | str | None, metric: Metric | None, subject: Subject | None, better: str, tolerance: float | None
+    budget: float | str | None, metric: Metric | None, evaluate: Evaluate | None, better: str, tolerance: float | None
 ) -> Wanted:
     if better not in (HIGHER, LOWER):
         raise RunError(f"repair(better={better!r})", "no such direction", advice=f"Give {HIGHER} or {LOWER}.")
-    own = subject if subject is not None and metric is None and subject.metric is not None else None
-    if tolerance is not None and metric is None and own is None:
+    if metric is not None:
+        check_takes_one("repair(metric=...)", metric, "the output")
+        evaluate = None
+    if tolerance is not None and metric is None and evaluate is None:
         raise RunError("repair(tolerance=...) without a metric", "nothing is measured that it could be about",
                        advice="Give metric=, or budget= for the error of outputs.")  # fmt: skip
     if tolerance is not None and not tolerance >= 0:
-        raise RunError(f"repair(tolerance={tolerance})", "a metric cannot be less than not worse", advice="Give 0.")
-    return Wanted(_largest_error(budget), metric, own, better, tolerance)
+        raise RunError(f"repair(tolerance={tolerance})", "it is negative", advice="Give 0 or more.")
+    return Wanted(_largest_error(budget), metric, evaluate, better, tolerance)
 
 
 def _largest_error(budget: float | str | None) -> float | None:

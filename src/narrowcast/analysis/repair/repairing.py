@@ -104,7 +104,7 @@ class Repairing:
         checks, found = self._checks, self._found
         attributes = checks.wanted.compares and first.error is None
         region = autocast(found.device_type, policy=NOTHING)
-        if attributes and checks.wanted.own is None and not checks.trial.backward:
+        if attributes and checks.wanted.evaluate is None and not checks.trial.backward:
             expected = self._attribute(region, first.look)
         else:
             expected = checks.run(region, RepairObserver(ranges=True))

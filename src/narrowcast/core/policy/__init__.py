@@ -17,11 +17,12 @@ from narrowcast.core.policy.rules import (
     find_allowance,
     parse_action,
 )
-from narrowcast.core.policy.settings import DEVICE_TYPES
+from narrowcast.core.policy.settings import BUILTIN, DEVICE_TYPES
 from narrowcast.core.policy.unmatched import nearest_name
 from narrowcast.core.policy.versions import in_range, installed_torch
 
 __all__ = [
+    "BUILTIN",
     "DEVICE_TYPES",
     "MODULE_CALL",
     "MODULE_CALL_OP",

@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.core.goals import CAST, Goal, as_goal
-from narrowcast.core.policy import Policy
 from narrowcast.errors import RegionError
-from narrowcast.formats import Format
 from narrowcast.frontends.compiled.backend import GraphBackend, register
 from narrowcast.frontends.compiled.compiled_model import (
     Compiled,
@@ -26,8 +24,7 @@ from narrowcast.frontends.compiled.compiled_model import (
     original,
     refuse_sharded,
 )
-from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import asked_region
+from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.graphs.backward import parse_backward
 from narrowcast.frontends.graphs.explicit import refuse_scripts
@@ -40,10 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compile(
     model: F | None = None,
     *,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -55,9 +49,9 @@ def compile(
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 
-    policy, dtype, device_type: the region in which it runs, as for `narrowcast.autocast`; or region, such an object. If
-        all are None no region is opened: those around the call, and those inside the model, hold in any case. A
-        device_type left out is that of the module's parameters, or of the first tensor that it is called with.
+    under: the region in which it runs, as for `narrowcast.explain`. If it is None no region is opened: those around the
+        call, and those inside the model, hold in any case. The device is the region's, or that of the module's
+        parameters, or of the first tensor that it is called with.
     backend, mode, options, dynamic, fullgraph: as for torch.compile; the explicit graph goes to that backend.
     backward: under which autocast the backward runs: `as_eager` and `off` (ops of the backward run as their inputs
         are), `same_as_forward`, or a list of keyword sets of torch.autocast. A backward that is called under another
@@ -78,9 +72,8 @@ def compile(
     CaptureError for a script. A model of FSDP2 is refused if a block of it, of torch's own class, would run uncompiled.
     """
     arguments: dict[str, Any] = {
-        "policy": policy, "dtype": dtype, "device_type": device_type, "region": region, "backend": backend,
-        "mode": mode, "options": options, "dynamic": dynamic, "fullgraph": fullgraph, "backward": backward,
-        "goal": goal, "weights": weights,
+        "under": under, "backend": backend, "mode": mode, "options": options, "dynamic": dynamic,
+        "fullgraph": fullgraph, "backward": backward, "goal": goal, "weights": weights,
     }  # fmt: skip
     if model is None:
         return functools.partial(compile, **arguments)
@@ -94,7 +87,7 @@ def compile(
     before = asked_before(model)
     if before is not None:
         return compile(original(model), **asked_again(before, arguments))
-    asked = asked_region("compile", policy, dtype, device_type, region)
+    asked = asked_region("compile", under)
     chosen = asked.policy
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None

@@ -12,15 +12,17 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
 
 from narrowcast.core.goals import Goal
-from narrowcast.core.policy import Policy, as_policy
+from narrowcast.core.policy import Policy
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.eager.steps import run_inside
 from narrowcast.frontends.eager.watch import stepping
 from narrowcast.frontends.race.eager_ops import is_raced, run_watched
@@ -37,7 +39,6 @@ from narrowcast.runtime.torch_surface.dynamo import (
 )
 from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, has_global_hooks, is_sharded
 
-REGION_ARGUMENTS = ("policy", "dtype", "device_type", "region")
 """Those of `compile` that are about the region."""
 
 
@@ -260,25 +261,20 @@ def asked_before(model: Any) -> Mapping[str, Any] | None:
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments to compile a compiled model anew: its region stays. RegionError if another is asked for."""
-    said = [name for name in REGION_ARGUMENTS if now[name] is not None]
-    if any(_fact(name, before[name]) != _fact(name, now[name]) for name in said):
+    if now["under"] is not None and _facts(before["under"]) != _facts(now["under"]):
         raise RegionError(
-            asked=f"compile(model, {_shown(now)})",
-            found=f"the model is compiled already, with {_shown(before)}",
-            advice=f"Compile the original, model.{COMPILED}, or leave {', '.join(REGION_ARGUMENTS)} open to keep them.",
+            asked=f"compile(model, {_shown(now['under'])})",
+            found=f"the model is compiled already, with {_shown(before['under'])}",
+            advice=f"Compile the original, model.{COMPILED}, or omit under to keep the region.",
         )
-    return {**now, **{name: before[name] for name in REGION_ARGUMENTS}}
+    return {**now, "under": before["under"]}
 
 
-def _fact(name: str, value: Any) -> Any:
-    if name == "policy":
-        return as_policy(value).digest
-    if isinstance(value, autocast):
-        return value.key
-    return to_dtype(value) if name == "dtype" and value is not None else value
+def _facts(under: Under) -> AskedRegion:
+    """What is asked for, so that equal regions are equal."""
+    asked = asked_region("compile", under)
+    return replace(asked, dtype=None if asked.dtype is None else to_dtype(asked.dtype))
 
 
-def _shown(asked: Mapping[str, Any]) -> str:
-    facts = {name: asked[name] for name in REGION_ARGUMENTS if asked[name] is not None}
-    shown = {k: v.name if isinstance(v, Policy) else str(v) for k, v in facts.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items()) or "no region"
+def _shown(under: Under) -> str:
+    return "no region" if under is None else f"under={under.name if isinstance(under, Policy) else under}"

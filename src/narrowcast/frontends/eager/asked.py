@@ -1,20 +1,24 @@
-"""The region that a front end is asked for: by policy, dtype and device type, or as a region that was made."""
+"""`under=`: the region that a function is asked for, as a format, a policy, or a region that was made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import torch
 
-from narrowcast.core.policy import Policy, as_policy
+from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.errors import RegionError
-from narrowcast.formats import Format
+from narrowcast.formats import FORMATS, Format, find_format
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.runtime.regions.ruling import active_region, native_region
-from narrowcast.runtime.torch_bridge import DTYPES
+from narrowcast.runtime.torch_bridge import DTYPES, default_dtype, to_dtype
 
-AnyPolicy = Policy | str | None
-AnyDtype = torch.dtype | str | Format | None
+Under = autocast | Policy | torch.dtype | Format | str | os.PathLike[str] | None
+"""A format (`"bf16"`, torch.bfloat16), the name of a built-in policy, the path of a policy file, a Policy, or
+`narrowcast.autocast(...)`, read as data. None: the region around the call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class AskedRegion:
 
     policy: Policy
     is_there: bool
-    dtype: AnyDtype = None
+    dtype: torch.dtype | Format | str | None = None
     device_type: str | None = None
     enabled: bool = True
     cache: bool | str | None = None
@@ -38,38 +42,62 @@ class AskedRegion:
             device_type, self.dtype, self.enabled, self.cache, policy=policy, cache_limit_bytes=self.cache_limit_bytes
         )
 
+    def fast_dtype_on(self, device_type: str) -> torch.dtype:
+        """The low dtype: the one that was asked for, or that of the policy, or of the device type."""
+        return default_dtype(self.policy, device_type) if self.dtype is None else to_dtype(self.dtype)
 
-def asked_region(
-    verb: str, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None
-) -> AskedRegion:
-    """What a user wrote; `verb` is the function that they called. RegionError for what does not go together."""
-    if region is None:
-        is_there = policy is not None or dtype is not None or device_type is not None
-        return AskedRegion(as_policy(policy), is_there, dtype, device_type)
-    if not isinstance(region, autocast):
-        raise RegionError(
-            asked=f"{verb}(region={region!r})", found=f"a {type(region).__name__}",
-            advice=f"Write {verb}(..., region=narrowcast.autocast(...)).",
+
+def asked_region(verb: str, under: Under) -> AskedRegion:
+    """What a user wrote; `verb` is the function that they called. RegionError for what is none of it."""
+    if under is None:
+        return AskedRegion(as_policy(None), False)
+    if isinstance(under, autocast):
+        return AskedRegion(
+            under.policy, True, under.fast_dtype, under.device, under.asked_enabled, under.cache,
+            under.cache_limit_bytes,
         )  # fmt: skip
-    given = {"policy": policy, "dtype": dtype, "device_type": device_type}
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
+    if isinstance(under, Policy):
+        return AskedRegion(under, True)
+    if isinstance(under, torch.dtype | Format):
+        return AskedRegion(as_policy(None), True, under)
+    if isinstance(under, str | os.PathLike):
+        return _named(verb, os.fspath(under))
+    raise RegionError(f"{verb}(under={under!r})", f"a {type(under).__name__}", advice=_WHAT)
+
+
+_WHAT = (
+    'Give a format ("bf16"), the name of a built-in policy ("safe"), the path of a .toml file, a Policy, or '
+    "narrowcast.autocast(...)."
+)
+
+
+def _named(verb: str, name: str) -> AskedRegion:
+    """By a format's name, a built-in policy's, or a file's path, in this order."""
+    low = find_format(name)
+    if low is not None:
+        return AskedRegion(as_policy(None), True, low)
+    if name.endswith(".toml") or name.partition(":")[0] in BUILTIN:
+        return AskedRegion(as_policy(name), True)
+    near = get_close_matches(name, [*FORMATS, *BUILTIN], 1, 0.5)
+    advice = f"Did you mean {near[0]!r}? {_WHAT}" if near else _WHAT
+    raise RegionError(f"{verb}(under={name!r})", "no format, no built-in policy, and no .toml file", advice=advice)
+
+
+def asked_or_around(verb: str, under: Under, own_device: str, device: str | None = None) -> AskedRegion:
+    """What a user wrote; where they wrote nothing, the region around the call that rules the model's device type.
+
+    own_device: the model's. device: whose lists are to hold, in place of these. RegionError where the region that is
+    given is for another.
+    """
+    asked = asked_region(verb, under)
+    if device is None:
+        return asked if asked.is_there else _around(own_device) or asked
+    if asked.device_type not in (None, device):
         raise RegionError(
-            asked=f"{verb} with region={region!r} and {' and '.join(twice)}", found="the region says that already",
-            advice=f"Give the region alone, or {', '.join(given)}.",
+            f"{verb}(under={under!r}, device={device!r})", f"the region is for {asked.device_type}",
+            advice="Omit device, or give a region for it.",
         )  # fmt: skip
-    return AskedRegion(
-        region.policy, True, region.fast_dtype, region.device, region.asked_enabled, region.cache,
-        region.cache_limit_bytes,
-    )  # fmt: skip
-
-
-def asked_or_around(
-    verb: str, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None, own_device: str
-) -> AskedRegion:
-    """What a user wrote; where they wrote nothing, the region around the call that rules the model's device type."""
-    asked = asked_region(verb, policy, dtype, device_type, region)
-    return asked if asked.is_there else _around(own_device) or asked
+    return replace(asked, is_there=True, device_type=device)
 
 
 def _around(device_type: str) -> AskedRegion | None:

@@ -10,27 +10,21 @@ import torch
 from torch.export import ExportedProgram
 
 from narrowcast.core.goals import Goal, as_goal
-from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
-from narrowcast.formats import Format
-from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import asked_region
+from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.exported.exported_program import explicit_program, note_target, placed_program, traced_program
 from narrowcast.frontends.graphs.other_paths import tell_other_paths
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.torch_bridge import device_type_of
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 
 
 def export(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
+    inputs: Inputs = (),
     *,
     dynamic_shapes: Any = None,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     strict: bool = False,
     fold_weights: bool = False,
     goal: str | Goal = "exact",
@@ -39,13 +33,13 @@ def export(
 ) -> ExportedProgram:
     """Export a module with plain casts, those of eager autocast, and no region; it needs no Narrowcast to run.
 
-    args, kwargs, dynamic_shapes, strict: as for torch.export.export.
-    policy, dtype, device_type: the region in which it runs, as for `narrowcast.autocast`; or region, such an object. If
-        all are None no region is opened: those around this call, and those inside the model, hold in any case.
+    inputs: as for `narrowcast.explain`. dynamic_shapes, strict: as for torch.export.export.
+    under: the region in which it runs, as for `narrowcast.explain`. If it is None no region is opened: those around
+        this call, and those inside the model, hold in any case.
     fold_weights: store each weight once, in the format in which it is used, where all its uses agree. The program then
         has no casts of these weights, and its state_dict their low format.
 
-    goal: as for `narrowcast.compile`; candidates are timed on args and kwargs, without gradients.
+    goal: as for `narrowcast.compile`; candidates are timed on the inputs, without gradients.
     runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
 
     made_for: file of the profile of the device that the program is made for, if it is not this one: what that device
@@ -63,7 +57,8 @@ def export(
     wanted = as_goal(goal)
     if runs_in not in ("eager", "inductor"):
         raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
-    asked = asked_region("export", policy, dtype, device_type, region)
+    asked = asked_region("export", under)
+    args, kwargs = call_arguments("export", inputs)
     chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
@@ -78,13 +73,13 @@ def export(
     elif made_for:
         raise RegionError(
             asked=f"export with made_for={made_for!r}", found="there is no region to make for it",
-            advice="Give dtype or policy, too.",
+            advice="Give under=, too.",
         )  # fmt: skip
     with around():
         exported = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             if wanted.places:
-                made = placed_program(exported, args, kwargs or {}, wanted, fold_weights, runs_in == "inductor")
+                made = placed_program(exported, args, kwargs, wanted, fold_weights, runs_in == "inductor")
             else:
                 made, explicit = explicit_program(exported, fold_weights)
                 tell_other_paths(model, explicit.reading.program)

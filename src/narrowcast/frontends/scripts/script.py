@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.core.policy import DEVICE_TYPES, as_policy
 from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
-from narrowcast.formats import Format
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.eager.asked import AskedRegion, asked_region
+from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.scripts.callers import graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around, check_module, compile_function, compile_module, compiling
@@ -31,22 +30,23 @@ from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.regions.ruling import ruled_device_types
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
 
 
 def script(
     target: Callable[..., Any] | torch.nn.Module,
     *,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     made_for: str = "",
 ) -> Any:
     """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
 
-    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
-        if all are None. A device_type left out is that of the module's parameters, or cpu.
+    target: a function, a Module, or a script or trace that exists already (loaded from a file, for example), which is
+        copied: it does not say which functions it was made of, so that rules about functions hold in its methods only.
+
+    under: the region around it all, as for `narrowcast.explain`; None opens none. The device is the region's, or that
+        of the module's parameters, or cpu.
 
     Regions inside hold in every form: `torch.autocast`, `torch.cpu.amp.autocast`, `torch.cuda.amp.autocast` and
     `narrowcast.autocast` as with statements or decorators, nested, made earlier, chosen by a condition, with `enabled`
@@ -60,12 +60,12 @@ def script(
     raises for code that it cannot compile.
     """
     if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        return convert(target, policy=policy, dtype=dtype, device_type=device_type, region=region, made_for=made_for)
+        return _with_casts(target, under, made_for)
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
     if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
-    scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
+    scopes, made_on = _scopes(target, asked_region("script", under), made_for)
     with compiling(autocast, _device_types(target)), _explained(target):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
@@ -73,22 +73,12 @@ def script(
         return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
 
 
-def convert(
-    script: Any,
-    *,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
-    made_for: str = "",
-) -> Any:
-    """Give a script that exists already, one that was loaded from a file for example, explicit casts. It is copied.
+def _with_casts(script: Any, under: Under, made_for: str) -> Any:
+    """A script or trace that exists already, one that was loaded from a file for example, copied, with explicit casts.
 
-    The arguments are those of `script`. Returns a torch.jit.ScriptModule, or for a torch.jit.ScriptFunction a function.
-
-    Raises ScriptError for what is no script, and for code in a region that cannot be cast.
+    ScriptError for code in a region that cannot be cast.
     """
-    asked = asked_region("convert", policy, dtype, device_type, region)
+    asked = asked_region("script", under)
     scopes, made_on = _scopes(script, asked, made_for)
     if any(rule.function for rule in asked.policy.rules):
         warnings.warn(
@@ -100,7 +90,7 @@ def convert(
     if scopes and set(scopes) <= cast_for_all(script):
         warnings.warn(
             "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to rule. "
-            "Convert the original instead: nc.convert(what was scripted, traced or loaded before it was cast, ...)",
+            "Give the original instead: nc.script(what was scripted, traced or loaded before it was cast, ...)",
             ScriptWarning,
             stacklevel=2,
         )
@@ -108,11 +98,6 @@ def convert(
         if isinstance(script, torch.jit.ScriptFunction):
             copied = function_from_graph(str(script.name), script.graph.copy())
             return explicit_function(copied, scopes)
-        if not isinstance(script, torch.jit.ScriptModule):
-            raise ScriptError(
-                asked=f"convert({type(script).__name__})", found="it is no script",
-                advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
-            )  # fmt: skip
         check_module(script, autocast)
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
@@ -183,11 +168,11 @@ def _copied(script: torch.jit.ScriptModule) -> Any:
     fused = next((n for graph in graphs_of(script) for n in graph.findAllNodes(PREPACKED)), None)
     if fused is not None:
         raise ScriptError(
-            asked="convert(a script from torch.jit.optimize_for_inference)",
+            asked="script(what torch.jit.optimize_for_inference made)",
             found="its weights are packed for oneDNN's fp32 kernels, and are no tensors any more",
             where=shown_at(fused),
-            advice="Convert what torch.jit.freeze gives, and optimize the result: "
-            "torch.jit.optimize_for_inference(torch.jit.freeze(nc.convert(frozen, ...).eval())).",
+            advice="Give what torch.jit.freeze makes, and optimize the result: "
+            "torch.jit.optimize_for_inference(torch.jit.freeze(nc.script(frozen, ...).eval())).",
         )
     buffer = io.BytesIO()
     torch.jit.save(script, buffer)
@@ -224,30 +209,32 @@ _one_trace_at_a_time = threading.RLock()
 
 def trace(
     target: Callable[..., Any] | torch.nn.Module,
-    example_inputs: Any,
+    inputs: Inputs,
     *,
-    policy: Policy | str | None = None,
-    dtype: torch.dtype | str | Format | None = None,
-    device_type: str | None = None,
-    region: autocast | None = None,
+    under: Under = None,
     made_for: str = "",
     **options: Any,
 ) -> Any:
     """Trace a function or a module with TorchScript, with the casts of eager autocast in the graph.
 
-    example_inputs: a tensor or a tuple of them, as for torch.jit.trace; options: its other keywords (check_trace,
-        strict, example_kwarg_inputs, ...).
-    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
-        if all are None: then the regions that are open hold, and those inside the code.
+    inputs: as for `narrowcast.explain`. options: torch.jit.trace's other keywords (check_trace, strict, ...).
+    under: the region around it all, as for `narrowcast.explain`; with None the regions that are open hold, and those
+        inside the code.
 
     The weight cache works: what it kept from before the trace is let go first.
     """
     if not callable(target) or inspect.isclass(target):
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
+    args, kwargs = call_arguments("trace", inputs)
+    if kwargs:
+        if args:
+            raise ScriptError("trace(target, (args, kwargs))", "TorchScript traces with one of them",
+                              advice="Give all of them by position, or all by keyword.")  # fmt: skip
+        options["example_kwarg_inputs"] = kwargs
     checked = options.pop("check_trace", True)
-    asked = asked_region("trace", policy, dtype, device_type, region)
+    asked = asked_region("trace", under)
     around: Any = contextlib.nullcontext()
-    is_on = device_type_of(target) or device_type_of(example_inputs) or "cpu"
+    is_on = device_type_of(target) or device_type_of(args, kwargs) or "cpu"
     device, made_on = "", for_target(as_policy(None), is_on)[1]
     if asked.is_there:
         device = asked.device_type or is_on
@@ -260,24 +247,23 @@ def trace(
             ruled += (device,)
         with tracing():
             try:
-                traced = torch.jit.trace(target, example_inputs, check_trace=False, **options)
+                traced = torch.jit.trace(target, args or None, check_trace=False, **options)
             finally:
                 torch.clear_autocast_cache()
             is_module = isinstance(target, torch.nn.Module)
             made = _noting(traced_module(traced, ruled), made_on) if is_module else traced_function(traced, ruled)
-        if checked and "example_kwarg_inputs" not in options:
-            _check_trace(target, made, example_inputs)
+        if checked:
+            _check_trace(target, made, args, kwargs)
     return made
 
 
-def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
+def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """ScriptWarning if the trace gives something else than the code that was traced."""
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
-        expected = tensors_in(target(*copy.deepcopy(inputs)))
+        expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         torch.manual_seed(0)
-        found = tensors_in(made(*copy.deepcopy(inputs)))
+        found = tensors_in(made(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     torch.clear_autocast_cache()
     pairs = zip(expected, found, strict=False)
     if len(expected) != len(found) or not all(

@@ -18,10 +18,11 @@ from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
 from narrowcast.observation.trial.isolation import StandIns, isolated
 from narrowcast.observation.trial.output_errors import dense
-from narrowcast.observation.trial.subject import Subject
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
@@ -55,7 +56,8 @@ def check_reference(outcome: Outcome, name: str) -> None:
 class Trial:
     """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
     fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the output as
-    the model gave it, once nobody looks on. scale: of the loss, which gradients are divided by again.
+    the model gave it, once nobody looks on. scale: of the loss, which gradients are divided by again. evaluate: the
+    user's own, of the model. name: what reports call it.
     """
 
     model: Callable[..., Any]
@@ -64,26 +66,34 @@ class Trial:
     backward: bool | Loss = False
     reads: Callable[[Any], None] | None = None
     scale: float = 1.0
+    evaluate: Evaluate | None = None
+    name: str = ""
 
     @staticmethod
-    def of(verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, backward: bool | Loss) -> Trial:
+    def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
         """From what a user wrote. RunError for what cannot be run."""
-        if isinstance(model, Subject):
-            if args or kwargs:
-                raise RunError(f"{verb}(subject, ...) with arguments", "a Subject brings its own",
-                               advice="Put them into the Subject.")  # fmt: skip
-            model, args, kwargs = model.model, model.args, model.kwargs
+        evaluate, name = None, ""
+        if isinstance(model, Case):
+            if not (type(inputs) is tuple and not inputs):
+                raise RunError(f"{verb}(case, inputs)", "a Case has its inputs", advice="Put them into the Case.")
+            model, inputs, evaluate, name = model.model, model.inputs, model.evaluate, model.name
+        name = name or name_of(model)
         if isinstance(model, torch.export.ExportedProgram):
             model = model.module()
         if not callable(model):
             raise RunError(f"{verb}({type(model).__name__})", "it cannot be called", advice="Give a Module, a "
-                           "function, an ExportedProgram or a Subject.")  # fmt: skip
-        if isinstance(args, torch.Tensor) or not isinstance(args, tuple | list):
-            raise RunError(
-                f"{verb}(model, {type(args).__name__})", "the arguments of the model come as a tuple",
-                advice=f"Write {verb}(model, (x,)), or kwargs={{...}}.",
-            )  # fmt: skip
-        return Trial(model, tuple(args), dict(kwargs or {}), backward)
+                           "function, an ExportedProgram or a Case.")  # fmt: skip
+        return Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
+
+    def call(self) -> Any:
+        """The model's output on its inputs, as it is here and now."""
+        return self.model(*self.args, **self.kwargs)
+
+    def measure(self) -> dict[str, float]:
+        """What `evaluate` gives of the model, by name; nothing without one."""
+        if self.evaluate is None:
+            return {}
+        return figures_of("Case(evaluate=...)", self.evaluate, self.evaluate(self.model))
 
     @property
     def device_type(self) -> str:

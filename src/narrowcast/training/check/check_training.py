@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from narrowcast.errors import RunError
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.reports.results.training import TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.looking import LoopObserver
@@ -24,13 +25,12 @@ _MORE = 32
 """How many steps more a scaler has that skips each of them, to come down to a scale that fits."""
 
 
-def check_training(
-    step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, steps: int = 2
-) -> TrainingCheck:
-    """Run `step(*args, **kwargs)`, a step of training as it is, `steps` times, and say what its precision suffers from.
+def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int = 2) -> TrainingCheck:
+    """Run a step of training as it is, `steps` times, and say what its precision suffers from.
 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
-    it, if that is to be checked. Nothing in it changes. Afterwards all memory that was there before has its values
+    it, if that is to be checked. Nothing in it changes. inputs: what it is called with, as for `explain`.
+    Afterwards all memory that was there before has its values
     (weights, buffers, averages, the state of optimizers), and gradients, modules' flags, groups, schedules, scalers,
     random state and generators are as they were; counters of the function's own are not. A copy of what is written to
     is held meanwhile.
@@ -52,6 +52,7 @@ def check_training(
             f"check_training({type(step).__name__})", "it cannot be called",
             advice="Give a function that makes one step of training: nc.check_training(lambda: step(batch)).",
         )  # fmt: skip
+    args, kwargs = call_arguments("check_training", inputs)
     kept = KeptMemory()
     looking = LoopObserver(kept)
     door = looking.door
@@ -78,7 +79,7 @@ def check_training(
             stack.enter_context(looking.observing())
             ran = 0
             while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
-                _refuse_what_has_not_run(step(*args, **(kwargs or {})))
+                _refuse_what_has_not_run(step(*args, **kwargs))
                 ran += 1
                 door.run("a step as a whole", looking.end_of_round)
     finally:
