@@ -25,6 +25,7 @@ from machine import facts
 from sklearn.datasets import load_digits
 
 import narrowcast as nc
+from narrowcast.frontends.eager import cache_info
 
 PINNED_BOUND_US = 5.0
 
@@ -66,7 +67,7 @@ class Loop:
                 self.optimizer.step()
                 self.losses.append(float(loss.detach()))
                 if step + 1 in (steps // 10, steps):
-                    cache = nc.cache_info()
+                    cache = cache_info()
                     memory.append({"tensor_bytes": live_bytes(), "cache_entries": cache.entries})
         return {"losses": self.losses, "weights": [p.detach() for p in self.model.parameters()], "memory": memory}
 

@@ -22,6 +22,8 @@ from alternate import alternate, ratio
 from machine import facts
 
 import narrowcast as nc
+from narrowcast.core.decide import Argument, Call, Region, decide
+from narrowcast.core.policy import Site
 
 BOUNDS = {"nc.autocast, native": 1.01, "nc.autocast, three ops changed": 1.10, "recording": 3.0}
 BASE = "torch.autocast"
@@ -51,13 +53,13 @@ def cast_by_hand(model: torch.nn.Module) -> list[object]:
 def best_decision_us() -> float:
     """Microseconds of `decide`, which no plan is remembered for: the best of several runs."""
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="encoder.layer.3.*"))
-    arguments = tuple(nc.Argument(name, nc.formats.fp32) for name in ("input", "weight", "bias"))
-    call = nc.Call("aten.linear.default", arguments, nc.Site("encoder.layer.4"))
-    region, best = nc.Region("cpu", nc.formats.bf16), float("inf")
+    arguments = tuple(Argument(name, nc.formats.fp32) for name in ("input", "weight", "bias"))
+    call = Call("aten.linear.default", arguments, Site("encoder.layer.4"))
+    region, best = Region("cpu", nc.formats.bf16), float("inf")
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(500):
-            nc.decide(call, policy, region)
+            decide(call, policy, region)
         best = min(best, (time.perf_counter() - start) / 500)
     return round(best * 1e6, 2)
 

@@ -58,7 +58,7 @@ def runs():
         yield f"GPT, {layers} layers, with backward", backward
     with torch.no_grad():
         one, other = (nc.capture(gpt(180), (tokens,), under=policy) for policy in ("native", "safe"))
-    yield "two runs of a GPT, 180 layers", nc.compare_runs(one, other)
+    yield "two runs of a GPT, 180 layers", nc.diff(one, other)
 
 
 def measure(browser, run, file):

@@ -78,7 +78,7 @@ def main() -> None:
         run = nc.capture(case, under="native")
         written_out = AutoModel.from_pretrained(minilm.WEIGHTS, attn_implementation="eager").eval()
         other = nc.capture(written_out, case.inputs, under="native")
-        pair = nc.compare_runs(run, other, names=("MiniLM, fused attention", "MiniLM, written out")).to_html()
+        pair = nc.diff(run, other, names=("MiniLM, fused attention", "MiniLM, written out")).to_html()
         overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), under="fp16").to_html()
     overflow = overflow.replace(f"{ROOT}/", "")
     browser = driver.Browser(driver.where())

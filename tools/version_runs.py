@@ -33,7 +33,7 @@ MODELS = {"minilm": "MiniLM", "effnet_lite0": "EfficientNet-lite0"}
 LISTED = 3
 INTRODUCTION = """\
 MiniLM (four documents) and EfficientNet-lite0 (two photographs) with each torch, compared call by call with torch
-{reference} by [`nc.compare_runs`](run.md): fp32 without a region, bf16 in a region of the policy `native`; forward and
+{reference} by [`nc.diff`](run.md): fp32 without a region, bf16 in a region of the policy `native`; forward and
 backward, one thread. *Pairs*: of calls. *Other formats*: pairs that compute in other ones. *Same bits*: pairs that give
 the same bits. *Apart*: by how much pairs differ at most, relatively (L2). *Alone*: calls without a partner. {reference}
 against itself is the control: another process, nothing else.
@@ -91,7 +91,7 @@ def capture_with(python: Path | str, folder: Path) -> dict[str, Path | str]:
 
 
 def compare_versions(reference: Mapping[str, Path | str], other: Mapping[str, Path | str]) -> dict[str, Any]:
-    """What `nc.compare_runs` finds between the runs of two interpreters, as data that JSON has."""
+    """What `nc.diff` finds between the runs of two interpreters, as data that JSON has."""
     environment: dict[str, list[str]] = {}
     found: dict[str, Any] = {"against": "", "device": "", "environment": environment, "compared": {}}
     for name, files in ((name, (reference[name], file)) for name, file in other.items()):
@@ -100,7 +100,7 @@ def compare_versions(reference: Mapping[str, Path | str], other: Mapping[str, Pa
             found["compared"][name] = {"failed": failed}
             continue
         a, b = (load(file) for file in files)
-        differences = nc.compare_runs(a, b)
+        differences = nc.diff(a, b)
         found["against"] = a.environment["packages"]["torch"]
         found["device"] = b.environment["device"].partition(" (")[0]
         environment.update({fact: [one, another] for fact, one, another in differences.environment})

@@ -8,31 +8,25 @@ import traceback
 from typing import TYPE_CHECKING
 
 from narrowcast import errors, formats
-from narrowcast.core.decide import Argument, Call, Plan, Region, decide
-from narrowcast.core.goals import Goal, fast, memory
-from narrowcast.core.ledger import Cast, Refusal
-from narrowcast.core.policy import Action, Policy, Rule, Site, installed_torch, lint_policy
-from narrowcast.formats import Format, is_exact, widest
+from narrowcast.core.goals import Goal
+from narrowcast.core.policy import Policy, Rule, installed_torch
 
 if TYPE_CHECKING:
     from narrowcast.analysis.capture.capture import capture
     from narrowcast.analysis.compare.compare import compare
-    from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+    from narrowcast.analysis.diff.diff import diff
     from narrowcast.analysis.explain.explain import explain
     from narrowcast.analysis.record.record import record
     from narrowcast.analysis.repair.repair import repair
     from narrowcast.analysis.watch.watch import watch
     from narrowcast.frontends.compiled.compile import compile
-    from narrowcast.frontends.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
+    from narrowcast.frontends.eager import autocast, carry, custom_bwd, custom_fwd, pin, unpin
     from narrowcast.frontends.exported.export import export
-    from narrowcast.frontends.scripts.script import convert, script, trace
-    from narrowcast.frontends.target import target_of
-    from narrowcast.observation.statistics.rounding import round_to
+    from narrowcast.frontends.scripts.script import script, trace
     from narrowcast.observation.trial.case import Case
     from narrowcast.reports.results.explanation import Explanation
-    from narrowcast.reports.results.fit import fit
     from narrowcast.reports.results.ledger import Ledger
-    from narrowcast.reports.results.mapping import RunMapping
+    from narrowcast.reports.results.result import Result
     from narrowcast.reports.results.run import Run
     from narrowcast.reports.results.saved import load
     from narrowcast.training.check.check_training import check_training
@@ -44,22 +38,19 @@ __version__ = "0.1.0.dev0"
 # ledgers need no torch.
 _PURE_HALF = {
     "reports.results.explanation": ("Explanation",),
-    "reports.results.fit": ("fit",),
     "reports.results.ledger": ("Ledger",),
-    "reports.results.mapping": ("RunMapping",),
+    "reports.results.result": ("Result",),
     "reports.results.run": ("Run",),
     "reports.results.saved": ("load",),
-    "analysis.compare_runs.compare_runs": ("compare_runs",),
+    "analysis.diff.diff": ("diff",),
 }
 _TORCH_HALF = {
     "frontends.compiled.compile": ("compile",),
     "frontends.exported.export": ("export",),
-    "frontends.scripts.script": ("convert", "script", "trace"),
-    "frontends.target": ("target_of",),
-    "frontends.eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "unpin"),
+    "frontends.scripts.script": ("script", "trace"),
+    "frontends.eager": ("autocast", "carry", "custom_bwd", "custom_fwd", "pin", "unpin"),
     "analysis.record.record": ("record",),
     "analysis.explain.explain": ("explain",),
-    "observation.statistics.rounding": ("round_to",),
     "analysis.capture.capture": ("capture",),
     "analysis.compare.compare": ("compare",),
     "training.check.check_training": ("check_training",),
@@ -70,58 +61,37 @@ _TORCH_HALF = {
 }
 
 __all__ = [
-    "Action",
-    "Argument",
-    "Call",
     "Case",
-    "Cast",
     "Explanation",
-    "Format",
     "Goal",
     "Ledger",
-    "Plan",
     "Policy",
-    "Refusal",
-    "Region",
+    "Result",
     "Rule",
     "Run",
-    "RunMapping",
     "Scaler",
-    "Site",
     "__version__",
     "autocast",
-    "cache_info",
     "capture",
     "carry",
     "check_training",
     "compare",
-    "compare_runs",
     "compile",
-    "convert",
     "custom_bwd",
     "custom_fwd",
-    "decide",
+    "diff",
     "errors",
     "explain",
     "export",
-    "fast",
-    "fit",
     "formats",
-    "invalidate",
-    "is_exact",
-    "lint_policy",
     "load",
-    "memory",
     "pin",
     "record",
     "repair",
-    "round_to",
     "script",
-    "target_of",
     "trace",
     "unpin",
     "watch",
-    "widest",
 ]
 
 

@@ -76,7 +76,7 @@ class RefusedError(NarrowcastError, RuntimeError):
 
 
 class TargetError(NarrowcastError):
-    """The command line's TARGET cannot be imported or has no usable `subject()`."""
+    """The command line's TARGET cannot be imported or has no usable `case()`."""
 
 
 class ProgramError(NarrowcastError, ValueError):

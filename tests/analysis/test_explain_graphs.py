@@ -163,7 +163,7 @@ def test_what_cannot_be_explained(options, says):
 
 @pytest.mark.parametrize("kind", ["code", "script", "converted"])
 def test_scripts(kind, tmp_path):
-    """The casts of the graph that nc.script or nc.convert makes, with lines, and the graph before and after."""
+    """The casts of the graph that nc.script or nc.script makes, with lines, and the graph before and after."""
     model, x = Model(), torch.randn(4, 8)
     eager = nc.explain(model, (x,), under=POLICY)
     made = {"code": lambda: model, "script": lambda: torch.jit.script(model), "converted": lambda: nc.script(model)}

@@ -67,7 +67,7 @@ def test_a_goal_runs_what_raises_for_mixed_formats(function):
     with pytest.raises(RuntimeError), torch.autocast("cpu", BF16):
         function(X, W)
     torch._dynamo.reset()
-    fast = nc.compile(function, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))
+    fast = nc.compile(function, under=BF16, backend="aot_eager", goal=nc.Goal.fast(verify=False))
     with pytest.warns(RegionWarning, match=r"raises under autocast.*test_explain_in_depth.py.*goal='fast'"):
         found = fast(X, W)
     # what is lowered is rounded once to bf16, and close values may then be equal or not
@@ -103,7 +103,7 @@ def test_where_native_runs_a_goal_changes_no_format():
     with warnings.catch_warnings():
         warnings.simplefilter("error", RegionWarning)
         torch._dynamo.reset()
-        found = nc.compile(fine, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))(X, W)
+        found = nc.compile(fine, under=BF16, backend="aot_eager", goal=nc.Goal.fast(verify=False))(X, W)
     with torch.autocast("cpu", BF16):
         native = fine(X, W)
     assert [t.dtype for t in found] == [t.dtype for t in native] == [BF16, BF16]

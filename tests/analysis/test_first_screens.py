@@ -30,7 +30,7 @@ GOLDEN = ROOT / "tests/golden"
 def explained():
     """Of MiniLM under native, on fake tensors."""
     model, args, kwargs = models.minilm()
-    return nc.explain(model, args, under="bf16", **kwargs).to_text(every=True, width=80) + "\n"
+    return nc.explain(model, (args, kwargs), under="bf16").to_text(every=True, width=80) + "\n"
 
 
 def recorded():
@@ -59,7 +59,7 @@ def in_progress(monkeypatch):
 def demo():
     """What `make demo` shows first, without what it measures."""
     model, args, kwargs = models.minilm()
-    found = nc.explain(model, args, under=str(ROOT / "examples/policies/minilm.toml"), **kwargs)
+    found = nc.explain(model, (args, kwargs), under=ROOT / "examples/policies/minilm.toml")
     return found.to_text(every=True, width=80) + "\n"
 
 

@@ -44,7 +44,7 @@ def watched(x):
 MAKE = {
     "run": lambda model, x: nc.capture(model, (x,)),
     "comparison": lambda model, x: nc.compare(model, (x,), under="bf16", isolate=0),
-    "fit": lambda model, x: nc.fit(nc.capture(model, (x,))),
+    "fit": lambda model, x: nc.capture(model, (x,)).headroom(),
     "watching": lambda model, x: watched(x),
 }
 

@@ -119,7 +119,7 @@ def test_memory_that_is_used_again_is_no_view():
 def test_a_saved_explanation_of_placed_graphs_says_the_same(fresh_dynamo, tmp_path):
     """Its programs apart: text, page and JSON."""
     with torch.no_grad():
-        found = nc.explain(Net(), (X,), under="bf16", front_end="export", goal=nc.fast(verify=False))
+        found = nc.explain(Net(), (X,), under="bf16", front_end="export", goal=nc.Goal.fast(verify=False))
     found.save(tmp_path / "e.json")
     again = load(tmp_path / "e.json")
     assert str(again) == str(found) and again.to_html() == found.to_html() and again.to_json() == found.to_json()

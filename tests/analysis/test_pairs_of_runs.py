@@ -1,4 +1,4 @@
-"""What `nc.compare_runs` says of pairs of runs: nothing of sound ones; of faults the call or the module."""
+"""What `nc.diff` says of pairs of runs: nothing of sound ones; of faults the call or the module."""
 
 import math
 import sys
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.analysis.compare_runs.aligned_values import Values
-from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
-from narrowcast.analysis.compare_runs.sides import Side
+from narrowcast.analysis.diff.aligned_values import Values
+from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.sides import Side
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -42,7 +42,7 @@ QUICK_FAULTS = (
 @pytest.mark.parametrize("name", QUICK_SOUND)
 def test_sound_pairs_never_differ(name):
     """A cache, other formats, another implementation; all of them run in tests/conformance/trust."""
-    found = nc.compare_runs(*SOUND[name]())
+    found = nc.diff(*SOUND[name]())
     assert found.verdict != "values differ" and found.compared, str(found)
 
 
@@ -50,7 +50,7 @@ def test_sound_pairs_never_differ(name):
 def test_faults_are_named_where_they_are(name):
     """The first call that makes a difference, or one of five that one run alone makes."""
     pair, where = FAULTS[name]
-    found = nc.compare_runs(*pair())
+    found = nc.diff(*pair())
     named = [str(row.b[0]) for row in found.producers[:1]] + [str(one.id) for one in found.alone[:5]]
     assert found.verdict == "values differ" and any(where in each for each in named), str(found)
 
@@ -70,7 +70,7 @@ def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: layer(x + layer(x).tanh()).std(0) * 64
-    found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"under": "fp16"})))
+    found = nc.diff(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"under": "fp16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -80,7 +80,7 @@ def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss
     goal = layer(x).detach() + off
     model = nn.ModuleList([layer])
     model.forward = lambda x: loss(layer(x).float(), goal)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
+    found = nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ" and found.rows[-1].difference > 0.2, str(found)
 
 
@@ -90,7 +90,7 @@ def test_steps_of_a_function_are_taken_by_what_lies_near_them(step):
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: step(layer(x) * 8)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
+    found = nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -100,16 +100,16 @@ def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes
     edge = layer(x)[2].detach()
     model = nn.ModuleList([layer])
     model.forward = lambda x: torch.where(layer(x) > edge, signs, -signs).cumsum(0)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "fp16"})))
+    found = nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "fp16"})))
     assert found.verdict == "formats differ" and found.rows[-1].difference > 0.02, str(found)
 
 
 def test_log_probabilities_that_no_call_explains_make_runs_differ():
     """What is done with logits after the block that is captured."""
     a, b = whole(decoder(), tokens=True), whole(decoder(), tokens=True)
-    assert nc.compare_runs(a, b).verdict == "alike"
+    assert nc.diff(a, b).verdict == "alike"
     b.log_probabilities = [value * 1.1 for value in b.log_probabilities]
-    found = nc.compare_runs(a, b)
+    found = nc.diff(a, b)
     assert (
         found.verdict == "values differ" and found.tokens.is_beyond and "a temperature" in " ".join(str(found).split())
     )
@@ -128,7 +128,7 @@ def test_what_a_mask_is_filled_with_hides_no_scores(value):
 
     with torch.no_grad():
         runs = nc.capture(attention, (x,)), nc.capture(attention, (x,), under="bf16")
-    found = nc.compare_runs(*runs)
+    found = nc.diff(*runs)
     assert found.verdict != "values differ", str(found)
 
 
@@ -160,16 +160,16 @@ def test_programs_that_go_other_ways_to_the_same_outputs_do_not_differ():
         kept = model(x)
     with nc.capture() as other:
         model.by_step(x)
-    found = nc.compare_runs(one, other)
+    found = nc.diff(one, other)
     assert kept is not None and found.verdict in ("alike", "round-off") and not found.alone, str(found)
     scaled = nn.ModuleList([model.first])
     scaled.forward = lambda x: torch.nn.functional.linear(x, model.first.weight * 4) / 4
     plain = nn.ModuleList([model.first])
     plain.forward = lambda x: torch.nn.functional.linear(x, model.first.weight)
-    found = nc.compare_runs(nc.capture(plain, (x,)), nc.capture(scaled, (x,)))
+    found = nc.diff(nc.capture(plain, (x,)), nc.capture(scaled, (x,)))
     assert found.verdict in ("alike", "round-off"), str(found)
     scaled.forward = lambda x: torch.nn.functional.linear(x, model.first.weight * 4) / 3.9
-    assert nc.compare_runs(nc.capture(plain, (x,)), nc.capture(scaled, (x,))).verdict == "values differ"
+    assert nc.diff(nc.capture(plain, (x,)), nc.capture(scaled, (x,))).verdict == "values differ"
 
 
 def steps_of(dtype, of):
@@ -177,7 +177,7 @@ def steps_of(dtype, of):
     layer, x = nn.Linear(24, 24), torch.randn(40, 24)
     model = nn.ModuleList([layer])
     model.forward = lambda x: of(layer(x))
-    return nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
+    return nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
 
 
 def gamma_near_its_zero(y):
@@ -220,7 +220,7 @@ def test_a_weight_that_an_inner_step_has_made_is_no_weight_of_the_run():
         return torch.func.functional_call(layer, {"weight": layer.weight - 0.1 * moved}, (x,))
 
     model.forward = forward
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
+    found = nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -235,8 +235,8 @@ def test_factors_of_a_product_that_lie_elsewhere_are_no_difference_where_outputs
 
     right = run(1.0, 1.0, 32**-0.5)
     for others in ((32**-0.5, 1.0, 1.0), (32**-0.25, 32**-0.25, 1.0), (0.5, 2.0, 32**-0.5)):
-        assert nc.compare_runs(right, run(*others)).verdict in ("alike", "round-off"), others
-    assert nc.compare_runs(right, run(32**-0.5, 32**-0.5, 1.0)).verdict == "values differ"
+        assert nc.diff(right, run(*others)).verdict in ("alike", "round-off"), others
+    assert nc.diff(right, run(32**-0.5, 32**-0.5, 1.0)).verdict == "values differ"
 
 
 def test_what_a_later_step_chooses_comes_of_the_first_one():
@@ -253,7 +253,7 @@ def test_what_a_later_step_chooses_comes_of_the_first_one():
 
     model = nn.ModuleList([tokens, layer, head])
     model.forward = beam
-    found = nc.compare_runs(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"under": "bf16"})))
+    found = nc.diff(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"under": "bf16"})))
     assert found.verdict == "formats differ", str(found)
     assert any(row.why == "it chooses by values that differ" for row in found.rows)
 
@@ -269,7 +269,7 @@ def test_matrices_near_singular_ones_make_errors_large(of, dtype):
     layer, x, b = nn.Linear(24, 24), torch.randn(40, 24), torch.randn(24, 3)
     model = nn.ModuleList([layer])
     model.forward = lambda x: of((layer(x).mT @ x / 40).float() + 0.3 * torch.eye(24), b)
-    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
+    found = nc.diff(*(nc.capture(model, (x,), **low) for low in ({}, {"under": dtype})))
     assert found.verdict == "formats differ", str(found)
 
 
@@ -286,7 +286,7 @@ def test_gradients_are_paired_by_their_forwards_in_whichever_order_they_come():
                 losses[n].backward(retain_graph=True)
         return kept
 
-    found = nc.compare_runs(run((0, 1)), run((1, 0)))
+    found = nc.diff(run((0, 1)), run((1, 0)))
     assert found.verdict in ("alike", "round-off"), str(found)
 
 
@@ -326,9 +326,9 @@ def test_steps_of_functions_are_turns_of_them(dtype):
 
     whole = run()
     for ends in (range(1, 11), range(5, 11)):
-        found = nc.compare_runs(whole, run(*ends))
+        found = nc.diff(whole, run(*ends))
         assert found.verdict in ("alike", "round-off") and not found.alone, str(found)
-        found = nc.compare_runs(whole, run(*ends, shift=1.0))
+        found = nc.diff(whole, run(*ends, shift=1.0))
         assert found.verdict == "values differ", str(found)
 
 
@@ -346,8 +346,8 @@ def test_modules_of_one_name_are_kept_apart_and_a_rounding_after_the_last_is_fou
 
         return nc.capture(forward, (x,), **({"under": dtype} if dtype else {}))
 
-    assert nc.compare_runs(run(False), run(False)).verdict == "alike"
-    found = nc.compare_runs(run(False), run(True))
+    assert nc.diff(run(False), run(False)).verdict == "alike"
+    found = nc.diff(run(False), run(True))
     assert found.verdict == "values differ" and "_to_copy" in str(found), str(found)
 
 
@@ -388,9 +388,9 @@ class Stepwise(nn.Module):
 def test_a_factor_that_stands_elsewhere_is_no_fault_where_outputs_agree(dtype):
     x = torch.randn(2, 9, 32)
     a, b = (nc.capture(Scored(way), (x,), under=dtype) for way in ("queries", "scores"))
-    assert nc.compare_runs(a, b).verdict != "values differ"
+    assert nc.diff(a, b).verdict != "values differ"
     wrong = nc.capture(Scored("scores", 1.5), (x,), under=dtype)
-    assert nc.compare_runs(a, wrong).verdict == "values differ"
+    assert nc.diff(a, wrong).verdict == "values differ"
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
@@ -399,9 +399,9 @@ def test_a_batch_and_its_rows_one_by_one_have_one_backward(dtype):
     x, goal = torch.randn(5, 24), torch.randn(5, 6)
     loss = lambda y: F.mse_loss(y.float(), goal)
     runs = [nc.capture(m, (x,), under=dtype, backward=loss) for m in (Stepwise(), Stepwise(False))]
-    assert nc.compare_runs(*runs).verdict != "values differ"
+    assert nc.diff(*runs).verdict != "values differ"
     wrong = nc.capture(Stepwise(False, 0.5), (x,), under=dtype, backward=loss)
-    assert nc.compare_runs(runs[0], wrong).verdict == "values differ"
+    assert nc.diff(runs[0], wrong).verdict == "values differ"
 
 
 def test_an_output_is_told_from_what_nobody_reads():
@@ -421,5 +421,5 @@ def test_an_output_is_told_from_what_nobody_reads():
             return out
 
     x = torch.randn(4, 8)
-    found = nc.compare_runs(*(nc.capture(Waste(wastes), (x,)) for wastes in (False, True)))
+    found = nc.diff(*(nc.capture(Waste(wastes), (x,)) for wastes in (False, True)))
     assert found.verdict in ("alike", "round-off"), str(found)

@@ -12,7 +12,6 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.core.policy import Policy, Site
-from narrowcast.core.policy.lint import lint_policy
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import alike_module, rule_text
 
@@ -111,7 +110,7 @@ def found_of(model, x, dtype):
     yield nc.compare(model, (x,), under=dtype, isolate=3, backward=True), ledger
     yield nc.capture(model, (x,), under=nc.autocast("cpu", dtype, policy="native")), ledger
     if x.dtype is torch.float32:
-        yield nc.fit(run), ledger
+        yield run.headroom(), ledger
     repaired = nc.repair(model, (x,), under=dtype, budget=1e-4)
     with nc.record() as ledger, nc.autocast("cpu", dtype, policy=repaired.policy):
         model(x)
@@ -161,7 +160,7 @@ def wrong_rules(found, ledger):
     policies = [Policy.parse(text) for text in texts]
     wrong = [
         policy.to_toml() for policy in policies
-        if not policy.rules or lint_policy(policy) or not all(matches(rule, calls) for rule in policy.rules)
+        if not policy.rules or policy.lint() or not all(matches(rule, calls) for rule in policy.rules)
     ]  # fmt: skip
     return texts, wrong
 
@@ -190,7 +189,7 @@ def test_those_of_minilm_are_few():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with torch.no_grad():
-        found = nc.explain(module.subject(documents=2))
+        found = nc.explain(module.case(documents=2))
     texts, wrong = wrong_rules(found, found.ledger)
     casts = next(table for table in document_of(found).tables if table.name == "casts")
     assert not wrong and texts and len(casts.rows) > 90

@@ -241,7 +241,7 @@ class TestErrors:
         model, best = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), None
         with torch.no_grad():
             best = model(x)
-        off = lambda y: {"off": float((y - best).abs().max())}  # noqa: E731
+        off = lambda y: {"off": float((y - best).abs().max())}
         found = nc.repair(model, (x,), under="bf16", better="lower", tolerance=1e-3, metric=off)
         assert found.before.metric["off"] > 1e-3 >= found.after.metric["off"] and found.reference == {"off": 0.0}
         assert rules_of(found) and "metric at most 0.001 above fp32's" in str(found)
@@ -346,7 +346,7 @@ class TestRefused:
     )
     def test_with_what_to_do(self, x, options, says):
         with pytest.raises(RunError, match=says) as raised:
-            nc.repair(nn.Linear(16, 4), (x,), under="bf16", **options)
+            nc.repair(nn.Linear(16, 4), (x,), **{"under": "bf16", **options})
         assert raised.value.advice
 
     def test_a_budget_of_what_gives_no_tensor(self, x):

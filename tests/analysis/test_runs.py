@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import NotFiniteError, RunError
-from narrowcast.observation.observer import observer
+from narrowcast.observation.observer import mode
 from narrowcast.observation.statistics import statistics
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")

@@ -117,4 +117,4 @@ def test_a_script_runs_in_fp64_with_what_it_remembers_and_what_does_not_is_said(
 
 def test_where_torchscript_casts_itself_it_is_said_how_to_see_its_calls(x):
     text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), under="bf16"))
-    assert "nc.convert(script, dtype=...)" in text and len(text.splitlines()) <= 25, text
+    assert "nc.script(script, under=...)" in text and len(text.splitlines()) <= 25, text

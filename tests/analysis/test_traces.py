@@ -135,7 +135,7 @@ def subject_of_export():
     return made.model, made.inputs
 
 
-@pytest.mark.parametrize("asked", [{}, {"front_end": "export", "goal": nc.fast(verify=False)}])
+@pytest.mark.parametrize("asked", [{}, {"front_end": "export", "goal": nc.Goal.fast(verify=False)}])
 def test_what_is_no_exported_program_has_no_node_data(asked):
     with torch.no_grad(), pytest.raises(RunError, match="no node of an exported program"):
         nc.explain(case(), under="bf16", **asked).to_model_explorer()

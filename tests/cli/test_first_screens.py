@@ -84,8 +84,8 @@ def folder(tmp_path_factory):
         for name, make, region in (("a", made["case"], {}), ("b", made["wide"], {"under": "bf16"})):
             nc.capture(make(), **region).save(folder / f"{name}.json.gz")
         nc.compare(made["case"](), under="bf16", isolate=0).save(folder / "compared.json")
-        nc.compare_runs(folder / "a.json.gz", folder / "b.json.gz").save(folder / "two.json")
-        nc.fit(nc.load(folder / "b.json.gz")).save(folder / "fit.json")
+        nc.diff(folder / "a.json.gz", folder / "b.json.gz").save(folder / "two.json")
+        nc.load(folder / "b.json.gz").headroom().save(folder / "fit.json")
         with nc.record() as ledger, nc.autocast("cpu"):
             made["case"]().model(torch.randn(4, 8))
         ledger.save(folder / "ledger.json")
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
             exec(SCRIPT, {})
         watched.save(folder / "watched.json")
         nc.repair(made["few_wide"](), under="fp16").save(folder / "repair.json")
-    nc.testing.check_formats(made["wide"](), snapshot=folder / "formats.txt", policy="native", update=True)
+    nc.testing.check_formats(made["wide"](), snapshot=folder / "formats.txt", under="native", update=True)
     profile = Profile(device_now("cpu"))
     measure(profile, sweep("cpu")[:2], 0.2)
     profile.samples.update({str(n): Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3) for n in range(40)})
@@ -111,28 +111,28 @@ COMMANDS = {
     "capture not finite": ("capture", "stack.py:wide", "-o", "new.json.gz", "--under", "fp16"),
     "compare": ("compare", "stack.py", "--under", "bf16", "--isolate", "2", "--backward"),
     "compare by module": ("compare", "stack.py:wide", "--under", "fp16", "--by", "module", "--isolate", "0"),
-    "compare runs": ("compare", "a.json.gz", "b.json.gz", "--mapping", "pairs.txt"),
+    "diff": ("diff", "a.json.gz", "b.json.gz", "--mapping", "pairs.txt"),
     "watch": ("watch", "--save", "alone", "nan.py"),
-    "fit": ("fit", "stack.py:wide", "-o", "fits.toml"),
+    "headroom": ("headroom", "stack.py:wide", "-o", "fits.toml"),
     "repair": ("repair", "stack.py:few_wide", "--under", "fp16", "-o", "fixed.toml"),
     "check": ("check", "stack.py", "--snapshot", "formats.txt", "--under", "rules.toml"),
     "policy show": ("policy", "show", "native"),
     "policy show rules": ("policy", "show", "rules.toml"),
     "policy check": ("policy", "check", "rules.toml"),
-    "policy diff": ("policy", "diff", "native", "rules.toml", "--device", "cuda"),
+    "diff of policies": ("diff", "native", "rules.toml", "--device", "cuda"),
     "profile show": ("profile", "show"),
     "profile compare": ("profile", "compare", "profile.json"),
-    "report run": ("report", "a.json.gz"),
-    "report comparison": ("report", "compared.json"),
-    "report two runs": ("report", "two.json"),
-    "report fit": ("report", "fit.json"),
-    "report ledger": ("report", "ledger.json"),
-    "report watch": ("report", "watched.json"),
-    "report repair": ("report", "repair.json"),
+    "show run": ("show", "a.json.gz"),
+    "show comparison": ("show", "compared.json"),
+    "show two runs": ("show", "two.json"),
+    "show fit": ("show", "fit.json"),
+    "show ledger": ("show", "ledger.json"),
+    "show watch": ("show", "watched.json"),
+    "show repair": ("show", "repair.json"),
 }
 SHORT = {"profile": ("profile", "--seconds", "0.1"), "profile path": ("profile", "path")}
 COMPUTING = (
-    ("explain", "explain"), ("runs", "capture"), ("runs", "compare"), ("runs", "compare_runs"), ("repair", "repair"),
+    ("explain", "explain"), ("runs", "capture"), ("runs", "compare"), ("runs", "diff"), ("repair", "repair"),
     ("check", "check_formats"),
 )  # fmt: skip
 ALL = ("--all",)
@@ -175,7 +175,7 @@ def shown(cli, folder, tmp_path, monkeypatch):
         (monkeypatch.setenv if colour else monkeypatch.delenv)("FORCE_COLOR", *(["1"] if colour else [False]))
         head = 2 if command[0] in ("policy", "profile") and not command[1].startswith("-") else 1
         code, out, err = cli(*command[:head], *more, *command[head:])
-        assert code in (0, 1) and (code == 0 or command[0] in ("compare", "watch", "check", "policy")), err
+        assert code in (0, 1) and (code == 0 or command[0] in ("compare", "diff", "watch", "check", "policy")), err
         return out
 
     return show

@@ -60,9 +60,9 @@ def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
     fixed = nc.Policy.load(tmp_path / "fixed.toml")
     assert (fixed.name, str(fixed.rules[-1])) == ("fixed", "aten.masked_fill.Scalar: full")
     assert "# mine" in (tmp_path / "fixed.toml").read_text() and fixed.rules[-1].reason
-    code, again, _ = cli("report", tmp_path / "repair.json")
+    code, again, _ = cli("show", tmp_path / "repair.json")
     assert code == 0 and again.strip() in out and len(again.splitlines()) <= 25
-    assert "under mine" in cli("report", tmp_path / "repair.json", "--all")[1]
+    assert "under mine" in cli("show", tmp_path / "repair.json", "--all")[1]
     code, out, _ = cli("repair", target, "--under", tmp_path / "fixed.toml")
     assert code == 0 and "VERDICT: Nothing to repair" in out
 

@@ -53,9 +53,9 @@ def script(tmp_path):
 def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
     code, out, err = cli("capture", target, "-o", tmp_path / "run", "--under", "bf16", "--backward")
     assert (code, err) == (0, "") and "VERDICT: Every value is finite" in out and "0 aten.linear #1" in out
-    code, again, _ = cli("report", tmp_path / "run.json.gz")
+    code, again, _ = cli("show", tmp_path / "run.json.gz")
     assert code == 0 and again.strip() in out
-    assert len(cli("report", tmp_path / "run.json.gz", "--all")[1]) > 0
+    assert len(cli("show", tmp_path / "run.json.gz", "--all")[1]) > 0
 
 
 def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
@@ -63,7 +63,7 @@ def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
     assert (code, err) == (0, "") and out.startswith("model: tiny; ") and "VERDICT: Round-off: " in out
     assert len(out.splitlines()) <= 25
     assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "round-off"
-    assert cli("report", tmp_path / "c.json")[1] == out
+    assert cli("show", tmp_path / "c.json")[1] == out
 
 
 def test_a_model_that_overflows_is_a_finding_with_exit_code_one(cli, target):
@@ -77,17 +77,17 @@ def test_a_script_is_watched_unchanged(cli, script, tmp_path):
     code, out, _ = cli("watch", "--json", tmp_path / "w.json", "--save", tmp_path / "repro", script, "--lr", "100")
     assert code == 1 and "infinity, step " in out and "train.py:" in out
     assert (tmp_path / "repro" / "repro.py").is_file()
-    assert cli("report", tmp_path / "w.json")[1].splitlines()[0] == out.splitlines()[0]
+    assert cli("show", tmp_path / "w.json")[1].splitlines()[0] == out.splitlines()[0]
     code, out, _ = cli("watch", "--stop", script, "--lr", "100")
     assert code == 1 and "1 call made a NaN or an infinity" in out
 
 
 def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
-    code, out, _ = cli("fit", f"{target}:wide", "-o", tmp_path / "fits.toml", "--json", tmp_path / "f.json")
+    code, out, _ = cli("headroom", f"{target}:wide", "-o", tmp_path / "fits.toml", "--json", tmp_path / "f.json")
     assert code == 0 and "VERDICT: 2 of 2 calls do not fit fp16" in out
     assert cli("policy", "check", tmp_path / "fits.toml")[0] == 0
     cli("capture", f"{target}:wide", "-o", tmp_path / "run")
-    assert "does not fit fp16: " in cli("fit", tmp_path / "run.json.gz")[1]
+    assert "does not fit fp16: " in cli("headroom", tmp_path / "run.json.gz")[1]
 
 
 def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli, target, tmp_path):
@@ -96,38 +96,36 @@ def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli
         cli("capture", which, "-o", tmp_path / name, *arguments)
     a, b, c = (tmp_path / f"{name}.json.gz" for name in "abc")
     pairs = tmp_path / "pairs.txt"
-    code, out, err = cli("compare", a, b, "--mapping", pairs, "--json", tmp_path / "d.json")
+    code, out, err = cli("diff", a, b, "--mapping", pairs, "--json", tmp_path / "d.json")
     assert (code, err) == (0, "") and "VERDICT: Formats differ: " in out and "2 compared" in out
-    assert "0 = 0\n" in pairs.read_text() and out.splitlines()[-1] == f"wrote {pairs}: mend it, and give it again"
-    assert cli("report", tmp_path / "d.json")[1].splitlines() == out.splitlines()[:-1]
+    assert "0 = 0\n" in pairs.read_text() and out.splitlines()[-1] == f"wrote {pairs}: correct it, and give it again"
+    assert cli("show", tmp_path / "d.json")[1].splitlines() == out.splitlines()[:-1]
     page = tmp_path / "page.html"
-    assert "read" in cli("compare", a, b, "--mapping", pairs, "--html", page)[1].splitlines()[-1]
+    assert "read" in cli("diff", a, b, "--mapping", pairs, "--html", page)[1].splitlines()[-1]
     assert has_page(page, "comparison of runs") and "0 = 0\\n" in page.read_text()
-    assert (
-        cli("report", tmp_path / "d.json", "--html", page)[0] == 0 and "not in a saved comparison" in page.read_text()
-    )
-    code, out, _ = cli("compare", a, c)
+    assert cli("show", tmp_path / "d.json", "--html", page)[0] == 0 and "not in a saved comparison" in page.read_text()
+    code, out, _ = cli("diff", a, c)
     assert code == 1 and "VERDICT: Values differ: " in out and "Give both runs the same weight in " in out
-    assert cli("compare", a, c, "--all")[1].count("  call of a: ") >= 2
+    assert cli("diff", a, c, "--all")[1].count("  call of a: ") >= 2
     pairs.write_text("0 = nowhere\n")
-    code, _, err = cli("compare", a, b, "--mapping", pairs)
+    code, _, err = cli("diff", a, b, "--mapping", pairs)
     assert code == 2 and f"{pairs}:1" in err and "run b has no calls in nowhere" in err
     (tmp_path / "cut.json.gz").write_bytes(a.read_bytes()[:-40])
-    code, _, err = cli("compare", a, tmp_path / "cut.json.gz")
+    code, _, err = cli("diff", a, tmp_path / "cut.json.gz")
     assert code == 2 and "cut.json.gz" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("report", "missing.json"), "missing.json"),
+        (("show", "missing.json"), "missing.json"),
         (("watch", "missing.py"), "no such file"),
         (("capture", "TARGET", "-o", "/nowhere/run"), "folder does not exist"),
         (("compare", "TARGET", "--reference", "fp8"), "no such reference"),
-        (("fit", "missing.json.gz"), "missing.json.gz"),
+        (("headroom", "missing.json.gz"), "missing.json.gz"),
         (("compare", "missing.json.gz"), "Give two"),
-        (("compare", "missing.json.gz", "other.json.gz"), "missing.json.gz"),
-        (("compare", "TARGET", "--mapping", "pairs.txt"), "Give two"),
+        (("diff", "missing.json.gz", "other.json.gz"), "missing.json.gz"),
+        (("diff", "native", "safe", "ipex"), "Give two"),
     ],
 )
 def test_bad_input_is_said_without_a_traceback(cli, target, arguments, said):
@@ -145,11 +143,11 @@ def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp
     page = tmp_path / "page.html"
     run = tmp_path / "run.json.gz"
     assert cli("capture", target, "-o", run, "--under", "bf16", "--html", page)[0] == 0 and has_page(page, "run")
-    code, out, _ = cli("report", run, "--html", tmp_path / "again.html")
+    code, out, _ = cli("show", run, "--html", tmp_path / "again.html")
     assert code == 0 and "VERDICT: Every value is finite" in out
     assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
     assert cli("compare", target, "--under", "bf16", "--html", page)[0] == 0 and has_page(page, "comparison")
-    assert cli("fit", target, "--html", page)[0] == 0 and has_page(page, "fit")
+    assert cli("headroom", target, "--html", page)[0] == 0 and has_page(page, "headroom")
     assert cli("watch", script, "--html", page, "--", "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
     code, out, _ = cli("explain", target, "--under", "bf16", "--html", page)
     assert code == 0 and "VERDICT" in out and has_page(page, "explanation")
@@ -160,16 +158,16 @@ def test_a_saved_explanation_is_shown_again(cli, target, tmp_path):
     saved, page = tmp_path / "e.json", tmp_path / "page.html"
     code, out, _ = cli("explain", target, "--under", "bf16", "--json", saved, "--html", page)
     assert code == 0
-    code, again, _ = cli("report", saved, "--html", tmp_path / "again.html")
+    code, again, _ = cli("show", saved, "--html", tmp_path / "again.html")
     assert (code, again) == (0, out) and (tmp_path / "again.html").read_bytes() == page.read_bytes()
-    code, text, _ = cli("report", saved, "--json", "-")
+    code, text, _ = cli("show", saved, "--json", "-")
     assert code == 0 and json.loads(text) == json.loads(saved.read_text())
     saved.write_text(saved.read_text().replace("narrowcast.explanation/1", "narrowcast.explanation/0"))
-    code, out, err = cli("report", saved)
+    code, out, err = cli("show", saved)
     assert code == 2 and out == "" and "explanation/0" in err and "Write it anew" in err
 
 
-@pytest.mark.parametrize("command", ["capture", "compare", "fit", "explain", "repair"])
+@pytest.mark.parametrize("command", ["capture", "compare", "headroom", "explain", "repair"])
 def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(cli, target, tmp_path, command):
     """As the other files are."""
     output = ("-o", tmp_path / "run") if command == "capture" else ()
@@ -183,7 +181,7 @@ def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_p
     assert cli("capture", target, "-o", run, "--under", "bf16", "--trace", trace)[0] == 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert "linear bf16" in {event["name"] for event in events}
-    assert cli("report", run, "--trace", tmp_path / "again.json")[0] == 0
+    assert cli("show", run, "--trace", tmp_path / "again.json")[0] == 0
     assert (tmp_path / "again.json").read_text() == trace.read_text()
     code, out, _ = cli("explain", target, "--front-end", "export", "--model-explorer", folder, "--trace", trace)
     assert code == 0 and "VERDICT" in out
@@ -192,5 +190,5 @@ def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_p
     code, _, err = cli("explain", target, "--model-explorer", folder)
     assert code == 2 and "--front-end export" in err
     cli("compare", target, "--under", "bf16", "--isolate", "0", "--json", tmp_path / "c.json")
-    code, _, err = cli("report", tmp_path / "c.json", "--trace", trace)
+    code, _, err = cli("show", tmp_path / "c.json", "--trace", trace)
     assert code == 2 and "no calls with times" in err

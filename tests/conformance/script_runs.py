@@ -2,8 +2,8 @@
 
 script:     nc.script
 saved:      what nc.script gives, from a file
-converted:  nc.convert of that file
-jit:        nc.convert of what torch.jit.script gives
+converted:  nc.script of that file
+jit:        nc.script of what torch.jit.script gives
 trace:      nc.trace, for the flag and the number that it is called with
 compile:    nc.compile, with the backend aot_eager
 export:     nc.export
@@ -100,7 +100,7 @@ KNOWN = [
     # docs/limits.md
     Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
           lambda front, text: front == "jit" and bool(re.search("nc.autocast|LOW|^ *@", text, re.MULTILINE)), None),
-    Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
+    Known("nc.script does not know device types that torch.jit.script left open, and names the line",
           lambda front, text: front == "jit" and "x.device.type" in text, None, "knows its device type"),
     Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
           lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), LAST_BITS),

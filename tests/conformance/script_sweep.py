@@ -4,7 +4,7 @@
     python tests/conformance/script_sweep.py --state build/script_sweep --summary
     python tests/conformance/script_sweep.py --state build/script_sweep --reduce 17 script
 
-Programs are known by their numbers: shard 1/4 has every fourth. All run in nc.script, as saved files, in nc.convert of
+Programs are known by their numbers: shard 1/4 has every fourth. All run in nc.script, as saved files, in nc.script of
 these and of torch.jit.script (where torch has code for them), and in nc.trace; every tenth (--slow) is compiled and
 exported, too. The state folder gets a file of JSON lines (one for each program and front end), and the sources of the
 programs that differ. A crash, or a program that runs for minutes, is a line like others. The summary counts by front

@@ -49,7 +49,7 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("goal", ["exact", "fast"])
 def test_every_method_runs_in_the_region(goal):
     """Not its call alone; with the bits of eager code, generators included."""
-    model = compiled(goal=nc.fast(verify=False) if goal == "fast" else goal, backend="eager")
+    model = compiled(goal=nc.Goal.fast(verify=False) if goal == "fast" else goal, backend="eager")
     with nc.autocast("cpu", BF16):
         whole, first = Model()(X), Model().first(X)
     assert torch.equal(model.encode(X), first) and model.encode(X).dtype is BF16

@@ -345,7 +345,7 @@ def test_explaining_inside_a_recording_times_nothing(monkeypatch):
     assert races == []
 
 
-@pytest.mark.parametrize("goal", ["exact", "memory", nc.fast(verify=False)], ids=["exact", "memory", "unverified"])
+@pytest.mark.parametrize("goal", ["exact", "memory", nc.Goal.fast(verify=False)], ids=["exact", "memory", "unverified"])
 def test_goals_that_time_nothing_race_nothing(goal, monkeypatch):
     """`exact`, `memory`, and `fast` without verification keep the policy's formats between graphs."""
     races = given_times(monkeypatch, policy=2e6, high=1e6)

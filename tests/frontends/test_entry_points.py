@@ -79,14 +79,22 @@ def test_a_name_and_a_value_are_one_goal():
     """What is said of a goal belongs to it, so that nothing is given to a goal that does not know it."""
     from narrowcast.core.goals import as_goal
 
-    assert as_goal("fast") == nc.fast() and as_goal("memory") == nc.memory()
-    assert nc.fast(verify=False).races is False and nc.fast().races and not nc.memory().races
+    assert as_goal("fast") == nc.Goal.fast() and as_goal("memory") == nc.Goal.memory()
+    assert nc.Goal.fast(verify=False).races is False and nc.Goal.fast().races and not nc.Goal.memory().races
     for function in (nc.compile, nc.export, nc.explain, nc.script, nc.trace):
         parameters = inspect.signature(function).parameters
-        assert not set(parameters) & {"verify", "profile", "memory_limit_bytes", "slowdown_limit", "enabled", "policy", "region"}
+        assert not set(parameters) & {
+            "verify",
+            "profile",
+            "memory_limit_bytes",
+            "slowdown_limit",
+            "enabled",
+            "policy",
+            "region",
+        }
         assert "under" in parameters and "dtype" not in parameters
     with pytest.raises(TypeError):
-        nc.memory(memory_limit_bytes=5)
+        nc.Goal.memory(memory_limit_bytes=5)
     with pytest.raises(nc.errors.GoalError, match=r"fast\(\) or memory\(\)"):
         nc.compile(net(), goal="quick")
 

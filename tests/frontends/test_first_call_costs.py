@@ -68,15 +68,15 @@ def test_one_that_runs_as_it_is_stays():
 def test_without_verification_the_placed_one_is_taken():
     """Whatever is predicted: nothing is timed."""
     found = [made("placed", 10), made("policy", 9)]
-    assert left(*found, goal=nc.fast(verify=False)) == ["placed"]
+    assert left(*found, goal=nc.Goal.fast(verify=False)) == ["placed"]
 
 
 def test_for_memory_the_lowest_peak_in_the_time_allowed_is_taken():
     """The fastest of several with the same peak; one that takes longer needs the user's word."""
     found = [made("placed", 10, peak=7), made("policy", 12, peak=5), made("high", 11, peak=5), made("far", 21, peak=1)]
-    assert left(*found, goal=nc.memory()) == ["high"]
-    assert left(*found, goal=nc.memory(slowdown_limit=3)) == ["far"]
-    assert left(*found, goal=nc.memory(slowdown_limit=1)) == ["placed"]
+    assert left(*found, goal=nc.Goal.memory()) == ["high"]
+    assert left(*found, goal=nc.Goal.memory(slowdown_limit=3)) == ["far"]
+    assert left(*found, goal=nc.Goal.memory(slowdown_limit=1)) == ["placed"]
 
 
 def counting(counts):

@@ -81,7 +81,7 @@ def test_explain_says_what_a_goal_chose_and_why(prefer):
     prefer("fp32")
     model, x = net()
     found = nc.explain(
-        model.eval(), (x,), under=BF16, front_end="compile", goal=nc.fast(verify=False), backend="aot_eager"
+        model.eval(), (x,), under=BF16, front_end="compile", goal=nc.Goal.fast(verify=False), backend="aot_eager"
     )
     kinds = {k for k in found.ledger.calls if k.op in ("aten.conv2d.default", "aten.linear.default")}
     assert {k.action for k in kinds} == {"placed"} and {k.computes for k in kinds} == {"fp32"}
@@ -104,7 +104,7 @@ def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
         placed(model, x, goal="memory")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="narrowcast: goal")
-        _, _, (free,) = placed(model, x, goal=nc.memory(slowdown_limit=1e12))
+        _, _, (free,) = placed(model, x, goal=nc.Goal.memory(slowdown_limit=1e12))
     peaks = [{c.name: c.peak.bytes for c in graph.candidates} for graph in (held, free)]
     assert peaks[1][free.chosen] == min(peaks[1].values()) < peaks[0][held.chosen]
     assert held.placement.cost < free.placement.cost
@@ -114,7 +114,7 @@ def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
     assert re.search(r"Measured: one call of the compiled model \(forward and backward\) holds [\d.]+ MiB", text)
     assert "gap" not in text
     with pytest.raises(GoalError, match="slowdown_limit"):
-        nc.compile(model, goal=nc.memory(slowdown_limit=0.5))
+        nc.compile(model, goal=nc.Goal.memory(slowdown_limit=0.5))
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -129,7 +129,7 @@ def test_high_everywhere_is_fp32_with_the_policys_results(prefer, train):
     expected = [t.to(d) for t, d in zip(model(x), dtypes, strict=True)]
     model.load_state_dict(reference)
     with torch.set_grad_enabled(train):
-        _, results, (graph,) = placed(model, x, goal=nc.fast(verify=False))
+        _, results, (graph,) = placed(model, x, goal=nc.Goal.fast(verify=False))
     assert [t.dtype for t in results] == dtypes
     assert graph.placement.raised == len(graph.placement.calls) >= 5
     for found, wanted in zip(results, expected, strict=True):
@@ -146,7 +146,7 @@ def test_the_policys_own_formats_give_eagers_bits(prefer):
     with torch.no_grad():
         with torch.autocast("cpu", BF16):
             expected = model(x)
-        _, results, (graph,) = placed(model, x, goal=nc.fast(verify=False))
+        _, results, (graph,) = placed(model, x, goal=nc.Goal.fast(verify=False))
     assert graph.placement.raised == 0
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
@@ -160,7 +160,7 @@ def test_a_placement_is_never_less_precise_than_the_policy(prefer):
         with torch.autocast("cpu", BF16):
             native = model(*args, **kwargs).last_hidden_state
         torch._dynamo.reset()
-        made = nc.compile(model, under=BF16, backend="aot_eager", goal=nc.fast(verify=False))
+        made = nc.compile(model, under=BF16, backend="aot_eager", goal=nc.Goal.fast(verify=False))
         found = made(*args, **kwargs).last_hidden_state
     assert found.dtype == native.dtype
     assert (found.float() - reference).norm() < 0.5 * (native.float() - reference).norm()
@@ -280,12 +280,12 @@ def test_memory_keeps_fewer_bytes_than_speed(prefer):
     """The goal memory keeps bf16 where fast would compute in fp32, and a limit that nothing meets is an error."""
     prefer("fp32")
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(2048, 64)
-    _, _, (fast,) = placed(model, x, goal=nc.fast(verify=False))
-    _, _, (small,) = placed(model, x, goal=nc.memory(slowdown_limit=float("inf")))
+    _, _, (fast,) = placed(model, x, goal=nc.Goal.fast(verify=False))
+    _, _, (small,) = placed(model, x, goal=nc.Goal.memory(slowdown_limit=float("inf")))
     assert small.placement.raised < fast.placement.raised
     with pytest.raises(EnergyError, match="memory_limit_bytes"):
-        placed(model, x, goal=nc.fast(memory_limit_bytes=10))
-    _, _, (limited,) = placed(model, x, goal=nc.fast(memory_limit_bytes=10**9))
+        placed(model, x, goal=nc.Goal.fast(memory_limit_bytes=10))
+    _, _, (limited,) = placed(model, x, goal=nc.Goal.fast(memory_limit_bytes=10**9))
     assert limited.placement.raised == fast.placement.raised
 
 
@@ -294,7 +294,7 @@ def test_shapes_may_be_symbolic(prefer):
     prefer("fp32")
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(5, 8)
     with torch.no_grad():
-        made, _, graphs = placed(model, x, goal=nc.fast(verify=False), dynamic=True)
+        made, _, graphs = placed(model, x, goal=nc.Goal.fast(verify=False), dynamic=True)
         with watch_graphs() as more:
             found = made(torch.cat([x, x]))
         wanted = model(torch.cat([x, x]))
@@ -342,14 +342,14 @@ def test_a_plan_for_another_device(tmp_path):
     model, x = net()
     model.eval()
     with torch.no_grad():
-        _, _, (graph,) = placed(model, x, goal=nc.fast(verify=False, profile=path))
+        _, _, (graph,) = placed(model, x, goal=nc.Goal.fast(verify=False, profile=path))
         assert graph.chosen == "placed"
         assert Profile.read(path).samples == mine.samples or len(Profile.read(path).samples) <= len(mine.samples)
         with pytest.raises(ProfileError, match="verify=False"):
-            placed(model, x, goal=nc.fast(profile=path))
+            placed(model, x, goal=nc.Goal.fast(profile=path))
         (tmp_path / "broken.json").write_text("{")
         with pytest.raises(ProfileError, match="broken"):
-            placed(model, x, goal=nc.fast(verify=False, profile=tmp_path / "broken.json"))
+            placed(model, x, goal=nc.Goal.fast(verify=False, profile=tmp_path / "broken.json"))
 
 
 def test_a_candidate_whose_formats_are_wrong_is_not_used(monkeypatch, prefer):
@@ -368,7 +368,7 @@ def test_a_candidate_whose_formats_are_wrong_is_not_used(monkeypatch, prefer):
     model, x = net()
     model.eval()
     with torch.no_grad(), pytest.warns(UserWarning, match="is not used"):
-        _, results, (graph,) = placed(model, x, goal=nc.fast(verify=False))
+        _, results, (graph,) = placed(model, x, goal=nc.Goal.fast(verify=False))
     assert graph.chosen != "placed"
     assert results[1].dtype is torch.float32
 
@@ -382,7 +382,7 @@ def test_exported_programs_have_goals(prefer, runs_in):
     prefer("fp32")
     model, x = net()
     model.eval()
-    program = nc.export(model, (x,), under=BF16, goal=nc.fast(verify=False), runs_in=runs_in, fold_weights=True)
+    program = nc.export(model, (x,), under=BF16, goal=nc.Goal.fast(verify=False), runs_in=runs_in, fold_weights=True)
     with torch.no_grad():
         found, wanted = program.module()(x), model(x)
     assert [t.dtype for t in found] == [BF16, torch.float32]
@@ -408,7 +408,9 @@ def test_an_explanation_shows_what_each_call_may_cost():
     model.eval()
     with torch.no_grad():
         found = nc.explain(model, (x,), under=BF16, front_end="compile", goal="fast", backend="aot_eager")
-        exported = nc.explain(model, (x,), under=BF16, front_end="export", backend="eager", goal=nc.fast(verify=False))
+        exported = nc.explain(
+            model, (x,), under=BF16, front_end="export", backend="eager", goal=nc.Goal.fast(verify=False)
+        )
     text = found.to_text(every=True)
     for words in (
         "Candidates: each way that was considered",
@@ -433,7 +435,7 @@ def test_the_profile_grows_with_the_models_own_calls():
     model, x = net()
     model.eval()
     with torch.no_grad():
-        placed(model, x, goal=nc.fast(verify=False))
+        placed(model, x, goal=nc.Goal.fast(verify=False))
     texts = known_profile("cpu").samples
     assert any(t.startswith("aten.conv2d.default(fp32[4, 3, 8, 8]") for t in texts)
     assert any(t.startswith("aten.conv2d.default(bf16[4, 3, 8, 8]") for t in texts)

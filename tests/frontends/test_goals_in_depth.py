@@ -142,7 +142,7 @@ def test_a_recording_around_the_first_call_sees_one_run():
 def test_arguments_of_other_types_are_errors(options):
     """Said at once, not when the first graph is compiled."""
     with pytest.raises(GoalError):
-        nc.fast(**options)
+        nc.Goal.fast(**options)
 
 
 class Indexed(nn.Module):
@@ -158,7 +158,9 @@ class Indexed(nn.Module):
         return self.linear(x)[:, torch.tensor([2, 0, 1])] * scale
 
 
-@pytest.mark.parametrize("goal", ["exact", "fast", nc.memory(slowdown_limit=1e12)], ids=["exact", "fast", "memory"])
+@pytest.mark.parametrize(
+    "goal", ["exact", "fast", nc.Goal.memory(slowdown_limit=1e12)], ids=["exact", "fast", "memory"]
+)
 def test_constants_of_a_graph_are_shared_by_its_candidates(goal):
     """They are real while everything else is fake: the graph is placed all the same, and writing to one stays within a
     call.

@@ -428,7 +428,7 @@ def test_a_policy_file_may_list_classes_and_arguments():
     )
     policy = nc.Policy.parse(text)
     assert len(policy.rules) == 6 and nc.Policy.parse(policy.to_toml()) == policy
-    assert nc.lint_policy(policy) == ()
+    assert policy.lint() == ()
 
 
 def test_what_cannot_be_pinned_is_an_error():

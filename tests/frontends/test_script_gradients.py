@@ -114,7 +114,7 @@ def test_a_weight_keeps_its_gradient(kind, form, cached):
         made = nc.script(module)
     else:
         plain = module if form == "script" else torch.jit.script(module)
-        made = (nc.script if form == "script" else nc.convert)(plain, region=region)
+        made = nc.script(plain, under=region)
 
     def inside(call):
         def called(*args):

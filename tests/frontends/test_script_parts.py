@@ -327,7 +327,7 @@ def test_explanations_name_scripts_that_are_cast_already(tmp_path):
     nc.script(Block(), under=BF16).save(str(tmp_path / "low.pt"))
     parts = torch.jit.load(tmp_path / "low.pt"), nc.script(Block(), under=BF16)
     notes = [nc.explain(Model(part), (X,)).note for part in parts]
-    assert ["nc.convert(part) keeps its casts" in note for note in notes] == [True, False]
+    assert ["nc.script(part) keeps its casts" in note for note in notes] == [True, False]
 
 
 class Outer(nn.Module):

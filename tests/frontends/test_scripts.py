@@ -116,7 +116,9 @@ def test_scripted_modules_equal_eager(module, around):
     leaves = (x, *model.parameters())
 
     def eager(x):
-        with nc.autocast("cpu", torch.bfloat16, around is not None, policy=scripts.CUSTOM if around == "custom" else None):
+        with nc.autocast(
+            "cpu", torch.bfloat16, around is not None, policy=scripts.CUSTOM if around == "custom" else None
+        ):
             return model(x)
 
     expected = outcome(eager, leaves, x)

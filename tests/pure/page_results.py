@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.core.ledger import Advice, CallKind, Cast, Refusal
 from narrowcast.core.ledger.identity import CallId
@@ -14,7 +14,6 @@ from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
 from narrowcast.reports.results.findings import Finding, Watching
-from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
@@ -131,7 +130,7 @@ def two_runs():
 
 def a_pair():
     """The comparison of the two."""
-    return compare_runs(*two_runs(), names=(SCRIPT, "engine"))
+    return diff(*two_runs(), names=(SCRIPT, "engine"))
 
 
 def saved(pair):
@@ -175,7 +174,7 @@ def a_fit():
         CallRecord(CallId("a", ADD), FILE, 1, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 1),)),
         CallRecord(CallId("b", ADD), FILE, 2, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 0),)),
     ]
-    return fit(Run({}, calls, [huge, small]))
+    return Run({}, calls, [huge, small]).headroom()
 
 
 def explained(ledger=None, **more):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from narrowcast import Argument, Call, Policy, Region, Rule, decide
+from narrowcast import Policy, Rule
+from narrowcast.core.decide import Argument, Call, Region, decide
 from narrowcast.core.policy import Kind, Lack, known_ops
 from narrowcast.core.policy.capabilities import (
     EMULATED,

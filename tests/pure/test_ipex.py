@@ -6,7 +6,7 @@ import pytest
 
 import narrowcast.core.policy
 from narrowcast.core.decide import Argument, Call, Region, decide
-from narrowcast.core.policy import Policy, Rule, as_policy, known_ops, lint_policy
+from narrowcast.core.policy import Policy, Rule, as_policy, known_ops
 from narrowcast.errors import PolicyError
 from narrowcast.formats import bf16, fp16, fp32, fp64
 
@@ -188,4 +188,4 @@ def test_each_rule_has_a_reason_and_a_source_and_lint_finds_nothing():
     """As in every built-in policy."""
     ipex = as_policy("ipex")
     assert all(rule.reason and "Intel" in rule.source for rule in ipex.rules)
-    assert lint_policy(ipex) == ()
+    assert ipex.lint() == ()

@@ -2,9 +2,10 @@
 
 import pytest
 
-from narrowcast import Policy, Region, Rule, Site
+from narrowcast import Policy, Rule
+from narrowcast.core.decide import Region
 from narrowcast.core.module_calls import Inside, ModuleCall
-from narrowcast.core.policy import MODULE_CALL_OP
+from narrowcast.core.policy import MODULE_CALL_OP, Site
 from narrowcast.core.refusals import refusal
 from narrowcast.errors import Origin
 from narrowcast.formats import bf16, fp16, fp32, fp64

@@ -9,7 +9,7 @@ import pytest
 import narrowcast as nc
 from narrowcast.core.decide import Argument, Call, Region, decide
 from narrowcast.core.ledger import CallKind, Cast
-from narrowcast.core.policy import Policy, Rule, Site, find_allowance, lint_policy
+from narrowcast.core.policy import Policy, Rule, Site, find_allowance
 from narrowcast.core.policy.table import RuleTable
 from narrowcast.core.refusals import check_counted
 from narrowcast.errors import Origin, PolicyError, RefusedError
@@ -103,9 +103,9 @@ def test_numbers_are_part_of_the_digest_and_of_the_text():
 def test_two_numbers_do_not_overlap():
     """Where one of the rules has none, the later wins: lint says so."""
     apart = (Rule(MM, "full", module="a*", call=1), Rule(MM, "lower", module="b*", call=2))
-    assert not [f for f in lint_policy(Policy("p").with_rules(apart)) if f.kind == "overlap"]
+    assert not [f for f in Policy("p").with_rules(apart).lint() if f.kind == "overlap"]
     alike = (Rule(MM, "full", module="a*", call=2), Rule(MM, "lower", module="b*", call=2))
-    assert [f for f in lint_policy(Policy("p").with_rules(alike)) if f.kind == "overlap"]
+    assert [f for f in Policy("p").with_rules(alike).lint() if f.kind == "overlap"]
 
 
 def test_what_is_allowed_of_one_call():

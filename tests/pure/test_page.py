@@ -300,9 +300,9 @@ def test_a_fit_gives_each_call_the_first_format_that_it_fits():
     made = page(a_fit())
     assert [n.computes for n in made.graph.nodes] == ["fp16", "bf16"]
     keep, first = made.todos
-    assert "fit.policy('fp16')" in keep.why
+    assert "headroom.policy('fp16')" in keep.why
     assert first.path == "b" and first.why == "result does not fit fp16: 100% of it overflows, by 3.9 bits"
-    (table,) = [table for table in made.tables if table.name == "fit"]
+    (table,) = [table for table in made.tables if table.name == "headroom"]
     assert [row[:4] for row in table.rows][-1] == ["b", "aten.add.Tensor", "#1", "result"]
     assert table.rows[-1][5:] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from page_results import LINEAR, SCRIPT, a_pair, a_side, saved, two_runs
 
-from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.diff.diff import diff
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.run_sides import merged_turns
@@ -77,7 +77,7 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     assert bars["Calls by format, a"] == {"fp32": 7, "bf16": 1}
     assert bars["Calls by format, b"] == {"fp32": 7, "bf16": 1}
     assert bars["Pairs by verdict"] == {"equal": 2, "inherited": 2, "differs": 1}
-    lower = compare_runs(a_side("x", "tanh"), a_side("x", "tanh", eps="1"))
+    lower = diff(a_side("x", "tanh"), a_side("x", "tanh", eps="1"))
     changed, advice = page(lower).bars[-2], page(lower).todos
     assert changed.parts == (("fp32 → bf16", 1),) and "the formats are not meant" in advice[0].what
 
@@ -95,7 +95,7 @@ def test_tables_have_pairs_differences_and_what_has_no_partner():
 def test_the_mapping_that_was_given_is_on_the_page_and_in_the_file(tmp_path):
     """Not the pairs that were found."""
     given = RunMapping.parse("blocks.*.proj = layers.*.proj\n")
-    found = compare_runs(*two_runs(), mapping=given)
+    found = diff(*two_runs(), mapping=given)
     assert page(found).pair.mapping == str(given) and page(a_pair()).pair.mapping == str(RunMapping())
     found.save(tmp_path / "d.json")
     again = load(tmp_path / "d.json")

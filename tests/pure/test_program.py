@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import narrowcast as nc
+from narrowcast.core.decide import Region
+from narrowcast.core.policy import Site
 from narrowcast.errors import ProgramError
 from narrowcast.formats import bf16, fp16, fp32
 from narrowcast.programs.program import (
@@ -43,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
 
 WHY = Why("test", "because")
-SITE = nc.Site("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
+SITE = Site("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
 LINEAR = """\
 program forward
 region 0: cpu bf16 enabled cached session 0 policy native:5d41402a
@@ -90,7 +92,7 @@ def test_text_is_stable_and_says_everything():
     step = parsed.steps[3]
     assert step.operands[1] == Operand("weight", 0, written=True)
     assert (step.site, step.given, step.aliases) == (SITE, frozenset(["dtype"]), (0, 1))
-    assert parsed.regions[1] == OpenedRegion(nc.Region("cuda", fp16, False, False), "", 2)
+    assert parsed.regions[1] == OpenedRegion(Region("cuda", fp16, False, False), "", 2)
     assert parsed.values[2].shape == ("s0", 4)
     assert parsed.steps[4].blocks[0].steps[0].is_cast
 
@@ -99,7 +101,7 @@ NAMES = st.text("abcdefghij_.", min_size=1, max_size=8).map(lambda t: f"x{t}")
 TYPES = st.sampled_from(["fp32", "bf16", "fp16", "fp64", "i64", "bool"])
 SHAPES = st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["s0", "Max(1, s1)"])), max_size=3))
 SITES = st.builds(
-    nc.Site, st.text(max_size=5), st.tuples(NAMES), st.tuples(NAMES), st.text(max_size=9), st.integers(0, 99)
+    Site, st.text(max_size=5), st.tuples(NAMES), st.tuples(NAMES), st.text(max_size=9), st.integers(0, 99)
 )
 
 
@@ -133,10 +135,10 @@ def programs(draw):
                 draw(st.booleans()), draw(st.one_of(st.none(), st.just(0))), draw(st.booleans()),
                 draw(st.sampled_from(["forward", "backward", "dgrad", "wgrad"])),
                 tuple(range(draw(st.integers(0, len(operands))))), tuple(draw(st.lists(NAMES, max_size=2))), (),
-                draw(st.one_of(st.just(nc.Site()), SITES)),
+                draw(st.one_of(st.just(Site()), SITES)),
             )
         )  # fmt: skip
-    region = OpenedRegion(nc.Region("cpu", bf16), "abc")
+    region = OpenedRegion(Region("cpu", bf16), "abc")
     return Program("main", Block("main", parameters, tuple(steps), (0,)), (region,))
 
 
@@ -381,9 +383,9 @@ block main(%0: fp32[2] cpu, %1: fp32[2] cpu) {
 
 def test_an_error_about_a_program_has_the_step_s_line():
     """Where one is known."""
-    site = nc.Site(file="m.py", line=3)
+    site = Site(file="m.py", line=3)
     broken = program(call(5, 9))
-    for here, where in ((site, ["m.py:3"]), (nc.Site(), [])):
+    for here, where in ((site, ["m.py:3"]), (Site(), [])):
         steps = tuple(replace(step, site=here) for step in broken.body.steps)
         with pytest.raises(ProgramError) as caught:
             verify(replace(broken, body=replace(broken.body, steps=steps)))
@@ -501,9 +503,9 @@ def test_a_place_is_noted_as_far_as_it_is_known():
     """A module without a line; the root without a name."""
     step = call(5, 0)
     for site, note in (
-        (nc.Site("a"), "a"),
-        (nc.Site(file="/x/m.py", line=3), "(root), m.py:3"),
-        (nc.Site("a\nb"), "a?b"),
+        (Site("a"), "a"),
+        (Site(file="/x/m.py", line=3), "(root), m.py:3"),
+        (Site("a\nb"), "a?b"),
     ):
         text = print_program(program(replace(step, site=site)))
         assert f" at 0: {note}\n" in text
@@ -522,5 +524,5 @@ def test_a_site_whose_note_is_blank_is_read_back():
     """A module may be registered under a name of one blank."""
     made = parse_program("program p\nblock main(%0: fp32) {\n  %1: fp32 = f(a=%0)\n  return %1\n}")
     (step,) = made.body.steps
-    blank = replace(made, body=replace(made.body, steps=(replace(step, site=nc.Site(" ")),)))
+    blank = replace(made, body=replace(made.body, steps=(replace(step, site=Site(" ")),)))
     assert parse_program(print_program(blank)) == blank

@@ -12,7 +12,7 @@ from narrowcast.errors import RunError
 from narrowcast.formats import fp32
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.findings import Finding, Watching
-from narrowcast.reports.results.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
+from narrowcast.reports.results.headroom import PER_ROW, PER_TENSOR, UNSCALED
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.saved import load, parse
@@ -132,7 +132,7 @@ class TestFit:
     """What formats would lose."""
 
     def test_overflow_is_told_by_the_range_and_the_exponents(self):
-        found = fit(a_run())
+        found = a_run().headroom()
         worst = found.unfit("fp16")[0]
         assert (worst.argument, worst.overflow) == ("result", pytest.approx(1 / 6))
         assert worst.headroom_bits == pytest.approx(math.log2(65504 / 70000))
@@ -141,7 +141,7 @@ class TestFit:
     def test_a_scale_per_tensor_leaves_underflow_and_one_per_row_less(self):
         wide = facts(-1.0, 1.0, Histogram(-45, (3, *[0] * 44, 3)), below=Histogram(0, (3, 3)))
         run = Run(calls=[CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))], tensors=[wide])
-        found = fit(run)
+        found = run.headroom()
         under = {s: next(r.underflow for r in found.rows if (r.format, r.scale) == ("fp16", s))
                  for s in (UNSCALED, PER_TENSOR, PER_ROW)}  # fmt: skip
         assert under == {UNSCALED: 0.5, PER_TENSOR: 0.5, PER_ROW: 0.0}
@@ -150,54 +150,54 @@ class TestFit:
     def test_the_policy_keeps_in_fp32_what_does_not_fit(self):
         run = a_run()
         run.calls[1] = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 2),))
-        policy = fit(run).policy("fp16")
+        policy = run.headroom().policy("fp16")
         rule = policy.rules[0]
         assert (rule.op, rule.module, str(rule.action)) == ("aten.linear.default", "encoder.layer.0", "full")
         assert "overflow fp16" in rule.reason and policy.low == "fp16"
         with pytest.raises(RunError, match="16-bit"):
-            fit(run).policy("e4m3fn")
+            run.headroom().policy("e4m3fn")
 
     def test_a_normalization_is_judged_by_what_it_reads_and_gives_not_by_what_it_keeps(self):
         tensors = [facts(), facts(0.0, 1e9, Histogram(20, (1,)))]
         norm = CallId("norm", "aten.native_batch_norm.default")
         kept = (("input", 0), ("running_var", 1))
         call = CallRecord(norm, "model.py", 3, "fp32", "fp32", inputs=kept, outputs=(("result.0", 0), ("result.2", 1)))
-        assert not fit(Run({}, [call], tensors)).unfit("fp16")
-        assert fit(Run({}, [replace(call, inputs=(("input", 1),))], tensors)).calls("fp16") == [norm]
+        assert not Run({}, [call], tensors).headroom().unfit("fp16")
+        assert Run({}, [replace(call, inputs=(("input", 1),))], tensors).headroom().calls("fp16") == [norm]
 
     def test_what_is_about_to_be_overwritten_is_no_value(self):
         """Dropout draws into memory that nobody has written to."""
         junk = facts(0.0, 1e9, Histogram(20, (1,)))
         drawn = CallRecord(CallId("drop", "aten.bernoulli_.float"), "m.py", 3, "fp32", "fp32", inputs=(("self", 0),),
                            outputs=(("result", 1),))  # fmt: skip
-        assert not fit(Run({}, [drawn], [junk, facts()])).unfit("fp16")
+        assert not Run({}, [drawn], [junk, facts()]).headroom().unfit("fp16")
         halved = replace(drawn, id=CallId("drop", "aten.div_.Scalar"))
-        assert fit(Run({}, [halved], [junk, facts()])).calls("fp16") == [halved.id]
+        assert Run({}, [halved], [junk, facts()]).headroom().calls("fp16") == [halved.id]
 
     def test_a_mask_of_the_lowest_number_is_no_value_and_another_large_one_is(self):
         lowest = -fp32.max
         call = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))
         mask, large = (facts(low, 0.0, Histogram(20, (1,))) for low in (lowest, -1e9))
-        assert fit(Run({}, [call], [large])).calls("fp16") == [LINEAR]
+        assert Run({}, [call], [large]).headroom().calls("fp16") == [LINEAR]
         with pytest.raises(RunError, match="none of its 1 calls has an fp32 tensor"):
-            fit(Run({}, [call], [mask]))
+            Run({}, [call], [mask]).headroom()
 
     def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
         tensors = [facts(-1e38, 1e38, Histogram(120, (1,)))] * 9
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
-        lines = str(fit(Run({}, calls, tensors))).splitlines()
+        lines = str(Run({}, calls, tensors).headroom()).splitlines()
         assert len(lines) <= 25 and any(line.startswith("fp16           9  calls would lose") for line in lines)
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):
-            fit(a_run(), tolerance=2.0)
+            a_run().headroom(2.0)
         with pytest.raises(RunError, match="no such scale"):
-            fit(a_run()).unfit("fp16", "per column")
+            a_run().headroom().unfit("fp16", "per column")
         with pytest.raises(RunError, match="not one of those"):
-            fit(a_run()).unfit("fp32")
+            a_run().headroom().unfit("fp32")
         with pytest.raises(RunError, match="has an fp32 tensor"):
-            fit(Run())
+            Run().headroom()
 
 
 class TestSaved:
@@ -263,7 +263,7 @@ class TestSaved:
             again.first.save(tmp_path / "repro")
 
     def test_a_fit_is_read_back(self, tmp_path):
-        found = fit(a_run())
+        found = a_run().headroom()
         found.save(tmp_path / "f.json")
         assert load(tmp_path / "f.json").rows == found.rows
 

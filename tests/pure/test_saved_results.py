@@ -110,7 +110,7 @@ def test_hostile_values_raise_a_run_error_or_are_read(name, value):
 def test_another_kind_than_was_asked_for_is_refused(tmp_path):
     """By what it is."""
     RESULTS["fit"].save(tmp_path / "fit.json")
-    with pytest.raises(RunError, match="it holds a fit"):
+    with pytest.raises(RunError, match="it holds headroom"):
         nc.load(tmp_path / "fit.json", nc.Run)
 
 

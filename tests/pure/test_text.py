@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import narrowcast
-from narrowcast.core.policy import Policy, Rule, lint_policy
+from narrowcast.core.policy import Policy, Rule
 from narrowcast.core.policy.known_ops import declared_ops, listed_ops, unknown_op
 from narrowcast.core.policy.versions import in_range
 from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
@@ -157,10 +157,10 @@ def test_lint_finds_what_is_legal_and_probably_a_mistake():
         ),
         extends=("native",),
     )
-    kinds = {finding.kind: finding for finding in lint_policy(policy)}
+    kinds = {finding.kind: finding for finding in policy.lint()}
     assert set(kinds) == {"never matches", "changes nothing", "overlap"}
     assert "aten.gelu in a" in kinds["never matches"].message
-    assert lint_policy(Policy.safe()) == ()
+    assert Policy.safe().lint() == ()
 
 
 def test_unknown_ops_of_other_libraries_are_not_judged_here():
@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path):
 
 
 def found(*rules, extends=()):
-    return [(f.kind, str(f.rule)) for f in lint_policy(Policy("p", (rules,), extends))]
+    return [(f.kind, str(f.rule)) for f in Policy("p", (rules,), extends).lint()]
 
 
 def test_lint_goes_on_after_what_it_finds():
@@ -244,7 +244,7 @@ def test_lint_goes_on_after_what_it_finds():
     for origin, where in ((None, "no file"), (Origin("my.toml", 3), "my.toml:3")):
         strong = replace(weak, op="aten.mm.default", action="full", origin=origin)
         never, other = Policy("p", ((Rule("aten.mm.default", "lower"),), (strong,)), ()), "(no file): never matches: "
-        (finding,) = lint_policy(never)
+        (finding,) = never.lint()
         assert str(finding) == f"{other}aten.mm.default: lower can never apply: {strong} ({where}) always comes first"
 
 
@@ -252,7 +252,7 @@ def test_lint_knows_rules_about_modules_and_other_libraries():
     """Also where nothing lists their ops."""
     for op in ("module.call", "lib.op.default", "lib.op"):
         weak, strong = Rule(op, "lower"), Rule(op, "full")
-        (finding,) = lint_policy(Policy("p", ((weak,), (strong,)), ()))
+        (finding,) = Policy("p", ((weak,), (strong,)), ()).lint()
         assert (finding.kind, finding.rule) == ("never matches", weak)
         assert found(weak) == []
         assert found(weak, extends=("native",)) == []
@@ -278,7 +278,7 @@ def test_lint_finds_overlaps_that_order_decides():
 
     def overlap(a, b, **second):
         rules = Rule("aten.mm", "full", **a), Rule("aten.mm", second.pop("action", "lower"), **b, **second)
-        return [f.message for f in lint_policy(Policy("p", (rules,), ()))]
+        return [f.message for f in Policy("p", (rules,), ()).lint()]
 
     assert overlap({"module": "a.b"}, {"module": "a.c"}) == []
     assert len(overlap({"module": "a.*"}, {"module": "*.b"})) == 1

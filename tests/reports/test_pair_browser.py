@@ -7,7 +7,7 @@ import time
 import pytest
 from page_results import LINEAR, SCRIPT, a_ledger, a_pair, a_side, saved, two_runs
 
-from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.diff.diff import diff
 from narrowcast.reports.documents.model import Document, Edge, Graph, Node
 from narrowcast.reports.render.html import page_html
 from narrowcast.reports.results.mapping import RunMapping
@@ -126,7 +126,7 @@ def test_calls_are_paired_with_keys_alone_and_the_mapping_is_read(show, tmp_path
     assert any("paired by hand" in label for label in drawn(page, 0))
     assert "next narrowcast compare" in page.value("document.querySelector('.pairing').textContent")
     file = saved_mapping(page, tmp_path)
-    found = compare_runs(*two_runs(), mapping=file)
+    found = diff(*two_runs(), mapping=file)
     assert rows(found)[f"blocks.0.act {TANH}", f"layers.0.act {SIGMOID}"].aligned_by == "mapping"
     assert len(found.unaligned) == 4
     again = show(found)
@@ -138,7 +138,7 @@ def test_a_pair_is_undone_and_lines_are_removed(show, tmp_path):
     given = RunMapping.parse(
         "embed = embed\nblocks.2.act aten.tanh.default #1 = layers.2.act aten.sigmoid.default #1\n"
     )
-    page = show(compare_runs(*two_runs(), mapping=given))
+    page = show(diff(*two_runs(), mapping=given))
     assert len(lines(page)) == 2
     click(page, 0, "embed")
     focus(page, 0)
@@ -150,7 +150,7 @@ def test_a_pair_is_undone_and_lines_are_removed(show, tmp_path):
     page.press("m")
     assert lines(page)[:2] == [f"- = embed {LINEAR} #1", f"embed {LINEAR} #1 = {SCRIPT} {LINEAR} #1"]
     text = saved_mapping(page, tmp_path).read_text()
-    found = compare_runs(*two_runs(), mapping=RunMapping.parse(text))
+    found = diff(*two_runs(), mapping=RunMapping.parse(text))
     assert (f"embed {LINEAR} #1", f"{SCRIPT} {LINEAR} #1") in rows(found)
     assert [str(one.id) for one in found.unaligned if one.why] == [f"embed {LINEAR} #1"]
     page.value(
@@ -163,7 +163,7 @@ def test_a_line_that_was_given_gives_way_to_one_about_the_same_call(show, tmp_pa
     """Else the file would name the call twice, which is refused."""
     runs = two_runs()
     given = RunMapping.parse(f"blocks.0.act {TANH} = layers.2.act {SIGMOID}\n")
-    page = show(compare_runs(*runs, mapping=given))
+    page = show(diff(*runs, mapping=given))
     page.value("document.querySelector('#together').click()")
     for side, name in ((0, "blocks.0"), (1, "layers.0")):
         click(page, side, name)
@@ -174,13 +174,13 @@ def test_a_line_that_was_given_gives_way_to_one_about_the_same_call(show, tmp_pa
     assert len(lines(page)) == 2
     text = saved_mapping(page, tmp_path).read_text()
     assert [str(entry) for entry in RunMapping.parse(text).entries] == [f"blocks.0.act {TANH} = layers.0.act {SIGMOID}"]
-    compare_runs(*runs, mapping=RunMapping.parse(text))
+    diff(*runs, mapping=RunMapping.parse(text))
 
 
 def test_modules_are_paired_by_the_parts_of_one_name(show, tmp_path):
     """A fold with a fold, too; what has other names inside is refused, and several are added to one."""
     a, b = a_side("blocks", "tanh"), a_side("layers", "sigmoid")
-    page = show(compare_runs(a, b, mapping=RunMapping.parse("blocks.*.proj = -\n")))
+    page = show(diff(a, b, mapping=RunMapping.parse("blocks.*.proj = -\n")))
     page.value("document.querySelector('#together').click()")
     click(page, 0, "blocks.*")
     click(page, 1, "embed")
@@ -189,14 +189,14 @@ def test_modules_are_paired_by_the_parts_of_one_name(show, tmp_path):
     click(page, 1, "layers.*")
     press_button(page, "#pair")
     assert lines(page)[:2] == ["blocks.0.proj = layers.0.proj", "blocks.0.act = layers.0.act"] and len(lines(page)) == 7
-    found = compare_runs(a, b, mapping=RunMapping.parse(saved_mapping(page, tmp_path).read_text()))
+    found = diff(a, b, mapping=RunMapping.parse(saved_mapping(page, tmp_path).read_text()))
     paired = rows(found)
     assert paired[f"blocks.2.proj {LINEAR} #1", f"layers.2.proj {LINEAR} #1"].aligned_by == "mapping"
 
 
 def test_modules_are_left_without_a_partner(show, tmp_path):
     """Line by line where they make calls; two calls that one is in the other run, in one line."""
-    found = compare_runs(
+    found = diff(
         *two_runs(), mapping=RunMapping.parse(f"embed {LINEAR} #1 + {SCRIPT} {LINEAR} #1 = embed {LINEAR} #1\n")
     )
     page = show(found)
@@ -208,7 +208,7 @@ def test_modules_are_left_without_a_partner(show, tmp_path):
         "blocks.0.proj = -", "blocks.0.act = -", "- = layers.0.proj", "- = layers.0.act",
         f"embed {LINEAR} #1 + {SCRIPT} {LINEAR} #1 = -", f"- = embed {LINEAR} #1",
     ]  # fmt: skip
-    again = compare_runs(*two_runs(), mapping=saved_mapping(page, tmp_path))
+    again = diff(*two_runs(), mapping=saved_mapping(page, tmp_path))
     assert sum(one.why.startswith("left out by") for one in again.unaligned) == 7
     assert not any("embed" in a or "blocks.0" in a for a, _ in rows(again))
 
@@ -225,7 +225,7 @@ def test_several_calls_are_added_to_one(show, tmp_path):
     press_button(page, "#add")
     (line,) = lines(page)
     assert line == f"embed {LINEAR} #1 + {SCRIPT} {LINEAR} #1 = embed {LINEAR} #1"
-    found = compare_runs(*two_runs(), mapping=saved_mapping(page, tmp_path))
+    found = diff(*two_runs(), mapping=saved_mapping(page, tmp_path))
     assert tuple(line.split(" = ")) in rows(found)
 
 

@@ -15,6 +15,7 @@ import narrowcast as nc
 from narrowcast import formats
 from narrowcast.core.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
+from narrowcast.frontends.target import target_of
 from narrowcast.reports.results.profile import Device, Profile, profile_path
 from narrowcast.reports.results.saved import parse
 from narrowcast.runtime.devices import abilities
@@ -146,7 +147,7 @@ def test_a_goal_never_raises_where_fp32_runs(device, monkeypatch):
     with torch.no_grad():
         for low in (BF16, F16):
             assert nc.compile(model, under=low, goal="fast", backend="aot_eager")(X).dtype is low
-            assert nc.export(model, (X,), under=low, goal=nc.fast(verify=False)).module()(X).dtype is low
+            assert nc.export(model, (X,), under=low, goal=nc.Goal.fast(verify=False)).module()(X).dtype is low
 
 
 def test_an_error_for_want_of_a_kernel_says_what_avoids_it(device):
@@ -318,21 +319,21 @@ def test_programs_are_made_for_a_device_and_say_which(tmp_path):
     }
     for name, make in makers.items():
         here, there = make(), make(made_for=path)
-        assert nc.target_of(here).endswith(f"torch {torch.__version__}")
-        assert nc.target_of(there) == "cpu (avx2), torch 2.13.0"
+        assert target_of(here).endswith(f"torch {torch.__version__}")
+        assert target_of(there) == "cpu (avx2), torch 2.13.0"
         stream = io.BytesIO()
         (torch.export.save if name == "export" else torch.jit.save)(there, stream)
         stream.seek(0)
         loaded = (torch.export.load if name == "export" else torch.jit.load)(stream)
-        assert nc.target_of(loaded) == nc.target_of(there)
+        assert target_of(loaded) == target_of(there)
         inner = model.conv.to(BF16)(X.to(BF16))
         model.conv.float()
         expected = torch.nn.functional.gelu(model.linear(inner.float()).to(BF16))
         found = (loaded.module() if name == "export" else loaded)(X)
         assert torch.equal(found, expected), name
-    assert nc.target_of(torch.jit.script(model)) == ""
+    assert target_of(torch.jit.script(model)) == ""
     with pytest.raises(NarrowcastError):
-        nc.target_of(model)
+        target_of(model)
     with pytest.raises(RegionError, match="made_for"):
         nc.export(model, (X,), made_for=path)
     with pytest.raises(ProfileError):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import CacheError, RegionError
+from narrowcast.frontends.eager import cache_info, invalidate
 
 BF, HF, FP = torch.bfloat16, torch.float16, torch.float32
 OURS = ("checked", "checksum")
@@ -202,22 +203,22 @@ def test_what_was_cast_without_gradients_is_not_taken_where_they_flow(cache, fir
 def test_the_cache_says_what_it_holds(cache, weight):
     """Entries, bytes, hits, misses; nothing after the region."""
     other = torch.nn.Parameter(torch.randn(8, 4))
-    assert nc.cache_info() == type(nc.cache_info())()
+    assert cache_info() == type(cache_info())()
     with nc.autocast("cpu", cache_enabled=cache):
         for _ in range(3):
             with torch.no_grad():
                 torch.mm(torch.mm(X, weight), other)
-        info = nc.cache_info()
+        info = cache_info()
         assert (info.grade, info.entries, info.bytes) == (cache, 2, 2 * (64 + 32))
         assert (info.hits, info.misses, info.limit_bytes) == (4, 2, None)
         del other
         gc.collect()
-        assert nc.cache_info().entries == 1 and nc.cache_info().bytes == 128
-    assert nc.cache_info().grade == ""
+        assert cache_info().entries == 1 and cache_info().bytes == 128
+    assert cache_info().grade == ""
     with nc.autocast("cpu"):
-        assert nc.cache_info().grade == "native"
+        assert cache_info().grade == "native"
     with nc.autocast("cpu", cache_enabled=False):
-        assert nc.cache_info().grade == "off"
+        assert cache_info().grade == "off"
 
 
 def test_a_budget_is_kept(weight):
@@ -227,13 +228,13 @@ def test_a_budget_is_kept(weight):
         for _ in range(2):
             for w in weights:
                 assert torch.equal(torch.mm(X, w), product(w))
-                assert nc.cache_info().bytes <= 256
+                assert cache_info().bytes <= 256
         torch.mm(X, weights[2])
         torch.mm(X, weights[0])
-        assert nc.cache_info().hits == 1 and nc.cache_info().limit_bytes == 256
+        assert cache_info().hits == 1 and cache_info().limit_bytes == 256
     with nc.autocast("cpu", cache_enabled="checked", cache_limit_bytes=100):
         torch.mm(X, weight)
-        assert nc.cache_info().entries == 0
+        assert cache_info().entries == 0
 
 
 @pytest.mark.parametrize("cache", ALL)
@@ -241,9 +242,9 @@ def test_writes_through_data_are_told_by_invalidate(cache):
     """No counter sees them. Of a module, a weight, a list, or of everything."""
     model = torch.nn.Linear(8, 8, bias=False)
     for tell in (
-        lambda: nc.invalidate(model), lambda: nc.invalidate(model.weight), lambda: nc.invalidate(),
-        lambda: nc.invalidate(model.weight.data), lambda: nc.invalidate(model.state_dict()),
-        lambda: nc.invalidate(dict(model.named_parameters())), lambda: nc.invalidate([model]),
+        lambda: invalidate(model), lambda: invalidate(model.weight), lambda: invalidate(),
+        lambda: invalidate(model.weight.data), lambda: invalidate(model.state_dict()),
+        lambda: invalidate(dict(model.named_parameters())), lambda: invalidate([model]),
     ):  # fmt: skip
         with nc.autocast("cpu", cache_enabled=cache):
             model(X)
@@ -251,9 +252,9 @@ def test_writes_through_data_are_told_by_invalidate(cache):
             tell()
             expected = torch.nn.functional.linear(X.bfloat16(), model.weight.detach().bfloat16())
             assert torch.equal(model(X), expected)
-    nc.invalidate(model)  # outside of regions there is nothing to forget
+    invalidate(model)  # outside of regions there is nothing to forget
     with pytest.raises(CacheError, match="is no weight"):
-        nc.invalidate([3.5])
+        invalidate([3.5])
 
 
 def test_checksums_find_writes_through_data(weight):
@@ -265,7 +266,7 @@ def test_checksums_find_writes_through_data(weight):
         with pytest.raises(CacheError, match=r"weight\.data") as caught:
             torch.mm(X, weight)
         assert str(caught.value).count("test_weight_cache.py:") == 2
-        nc.invalidate(weight)
+        invalidate(weight)
         assert torch.equal(torch.mm(X, weight), product(weight))
 
 
@@ -311,12 +312,12 @@ def test_memory_does_not_grow_in_a_long_region():
         for _ in range(500):
             made = torch.randn(8, 8, requires_grad=True)
             torch.mm(torch.mm(X, made), stays).float().sum().backward()
-        assert nc.cache_info().entries <= 66
-        assert nc.cache_info().hits == 499
+        assert cache_info().entries <= 66
+        assert cache_info().hits == 499
         for _ in range(100):
             with torch.no_grad():
                 torch.mm(X, torch.randn(8, 8, requires_grad=True))
-        assert nc.cache_info().entries <= 66
+        assert cache_info().entries <= 66
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -463,7 +464,7 @@ def test_a_region_inside_keeps_to_the_budget_of_the_one_around():
     with around, nc.autocast("cpu", cache_enabled="checked"):
         for weight in weights:
             torch.mm(X, weight)
-        assert nc.cache_info().bytes <= 256
+        assert cache_info().bytes <= 256
 
 
 @pytest.mark.parametrize("cache", OURS)
@@ -472,7 +473,7 @@ def test_traces_compiled_and_exported_code_keep_no_casts_of_ours(cache):
     model = torch.nn.Linear(8, 8)
     with nc.autocast("cpu", cache_enabled=cache):
         expected = model(X)
-        held = nc.cache_info().entries
+        held = cache_info().entries
         traced = torch.jit.trace(model, X, check_trace=False)
         exported = torch.export.export(model, (X,))
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

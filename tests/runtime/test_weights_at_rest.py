@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.frontends.eager import invalidate
 from narrowcast.runtime.weights.at_rest import at_rest
 
 BF16 = torch.bfloat16
@@ -85,7 +86,7 @@ def test_a_single_element_behind_the_counter_needs_to_be_said():
     follows(made, model, x)
     model.one.weight.data[3, 100] += 100.0
     assert not follows(made, model, x)
-    nc.invalidate(model)
+    invalidate(model)
     assert follows(made, model, x)
 
 

@@ -11,6 +11,7 @@ from same import quiet_dynamo
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.frontends.eager import invalidate
 from narrowcast.runtime.weights.at_rest import at_rest
 
 BF16 = torch.bfloat16
@@ -51,7 +52,7 @@ def _changes(context: Context, label: str, model: nn.Module, args: tuple, weight
         follows(what)
     with context.attempt(f"{label}: a write through .data, told"):
         _first(model).data.mul_(1.5)
-        nc.invalidate(model)
+        invalidate(model)
     follows("a write through .data, told")
     if context.is_cuda:
         with context.attempt(f"{label}: .data untold"):
@@ -61,7 +62,7 @@ def _changes(context: Context, label: str, model: nn.Module, args: tuple, weight
                 with torch.autocast(device, BF16):
                     seen = torch.equal(made(*args), model(*args))
             context.data[f"{label}: a write through .data, untold, is seen"] = seen  # a known limit on an accelerator
-            nc.invalidate(model)
+            invalidate(model)
         _waits(context, label, lambda: made(*args))
 
 

@@ -7,12 +7,20 @@ from typing import Annotated, Any, TypeGuard
 
 import typer
 
+from narrowcast import __version__
 from narrowcast.cli.check import check_command
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
 from narrowcast.cli.repair import repair_command
-from narrowcast.cli.runs import capture_command, compare_command, fit_command, report_command, watch_command
+from narrowcast.cli.runs import (
+    capture_command,
+    compare_command,
+    diff_command,
+    headroom_command,
+    show_command,
+    watch_command,
+)
 from narrowcast.errors import NarrowcastError
 
 app = typer.Typer(
@@ -20,29 +28,38 @@ app = typer.Typer(
     help="Mixed precision for PyTorch that you can see, steer and trust.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("explain")(explain_command)
-app.command("capture")(capture_command)
-app.command("compare")(compare_command)
+for command in (
+    explain_command, capture_command, compare_command, diff_command, repair_command, headroom_command, show_command,
+    check_command,
+):  # fmt: skip
+    app.command(command.__name__.removesuffix("_command"))(command)
 app.command("watch", context_settings={"ignore_unknown_options": True})(watch_command)
-app.command("fit")(fit_command)
-app.command("check")(check_command)
-app.command("repair")(repair_command)
-app.command("report")(report_command)
 app.add_typer(policy_app, name="policy")
 app.add_typer(profile_app, name="profile")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"narrowcast {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show Python's traceback of an error.")] = False,
 ) -> None:
     """Mixed precision for PyTorch that you can see, steer and trust."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 findings, 2 bad input (said in four parts, without a traceback)."""
+    """Run the command line and exit: 0 nothing was found, 1 findings, 2 wrong use (stated in four parts, without a
+    traceback) or nothing to compare, 3 the model or Narrowcast raised.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments, standalone_mode=False)
@@ -63,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         typer.echo("  narrowcast --traceback ... shows where this was raised.", err=True)
-        code = 1
+        code = 3
     sys.exit(code or 0)
 
 

@@ -20,7 +20,7 @@ from narrowcast.cli.target import (
     write_page,
     write_trace,
 )
-from narrowcast.core.goals import FAST, MEMORY, Goal, fast, memory
+from narrowcast.core.goals import FAST, MEMORY, Goal
 from narrowcast.errors import GoalError, TargetError
 from narrowcast.frontends.exported.export import export
 from narrowcast.observation.trial.case import Case
@@ -113,4 +113,4 @@ def _goal(name: str, said: dict[str, Any]) -> str | Goal:
         raise GoalError(f"{flag} with --goal {name}", "it has no effect there", advice=f"Write {goals}.")
     if not said:
         return name
-    return fast(**said) if name == FAST else memory(**said)
+    return Goal.fast(**said) if name == FAST else Goal.memory(**said)

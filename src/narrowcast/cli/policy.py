@@ -1,4 +1,4 @@
-"""`narrowcast policy ...`: show, check and compare policies."""
+"""`narrowcast policy ...`: show and check policies; the changes from one to another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from narrowcast.cli.target import AllOption
-from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
+from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.errors import PolicyError
 from narrowcast.output.console import print_text
 from narrowcast.output.screen import Part, columns, first_screen, wrapped
 from narrowcast.runtime.torch_bridge import check_ops
 
-policy_app = typer.Typer(help="Show, check and compare policies.", no_args_is_help=True)
+policy_app = typer.Typer(help="Show and check policies.", no_args_is_help=True)
 PolicyName = Annotated[str, typer.Argument(help="native, safe, ipex, native:DEVICE, or a policy file.")]
 Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers for this device type.")]
 
@@ -44,16 +44,15 @@ def check(policy: PolicyName, every: AllOption = False) -> None:
     """Load a policy and lint it; exit code 2 if it does not load, 1 if lint finds something."""
     found = as_policy(policy)
     check_ops(found)
-    findings = lint_policy(found)
+    findings = found.lint()
     verdict = f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}"
     _print_rows([], [str(finding).split("\n") for finding in findings], every, [verdict])
     if findings:
         raise typer.Exit(1)
 
 
-@policy_app.command()
-def diff(before: PolicyName, after: PolicyName, device: Device = None, every: AllOption = False) -> None:
-    """What changes from one policy to another, rule by rule."""
+def diff_policies(before: str, after: str, device: str | None, every: bool) -> None:
+    """Print what changes from one policy to another, rule by rule."""
     old, new = _resolved(before, device), _resolved(after, device)
     changes = old.diff(new)
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)

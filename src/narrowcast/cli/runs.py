@@ -1,10 +1,10 @@
-"""`narrowcast capture`, `compare`, `watch`, `fit` and `report`: runs looked at call by call."""
+"""`narrowcast capture`, `compare`, `diff`, `watch`, `headroom` and `show`: runs, call by call."""
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,9 @@ import typer
 
 from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare
-from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.watch.watch import watch
+from narrowcast.cli.policy import diff_policies
 from narrowcast.cli.target import (
     AllOption,
     Target,
@@ -29,7 +30,6 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
-from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.saved import load
@@ -65,14 +65,12 @@ def capture_command(
     saved = run.save(output)
     write_page(run, html)
     write_trace(run, trace)
-    kept = f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast report shows it again"
+    kept = f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast show shows it again"
     show(run, every_call, notices=[kept])
 
 
 def compare_command(
-    target: Annotated[str, typer.Argument(help="As for capture; or RUN_A, a saved run.")],
-    run_b: Annotated[list[Path] | None, typer.Argument(help="RUN_B, compared with it; several: of its ranks.")] = None,
-    mapping: Annotated[Path | None, typer.Option(help="Of two runs: read if there is one, else written.")] = None,
+    target: Target,
     under: UnderOption = None,
     reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
     by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
@@ -84,35 +82,51 @@ def compare_command(
 ) -> None:
     """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault,
     2 if the reference computes in the same low formats, so that nothing was compared.
-
-    Or say where two saved runs differ, RUN_A and RUN_B: nothing runs again; 1 if values do beyond round-off, or if
-    none could be compared.
     """
     check_folder("--json", json_file)
     check_folder("--html", html)
-    if run_b:
-        _compare_saved(target, run_b, mapping, every_call, json_file, html)
-        return
-    if mapping is not None or target.endswith(_SAVED):
-        raise TargetError(f"compare {target}", "one saved run", advice="Give two: narrowcast compare RUN_A RUN_B.")
+    if target.endswith(_SAVED):
+        raise TargetError(f"compare {target}", "a saved run", advice="Give two: narrowcast diff RUN_A RUN_B.")
     with torch.set_grad_enabled(backward):
         found = compare(load_case(target), under=under, reference=reference, by=by, backward=backward, isolate=isolate)
     show(found, every_call, json_file, html)
-    if found.verdict in (*AT_FAULT, NOT_COMPARED):
-        raise typer.Exit(2 if found.verdict == NOT_COMPARED else 1)
+    _exit_by(found.verdict, AT_FAULT)
 
 
-def _compare_saved(
-    a: str, b: list[Path], mapping: Path | None, every_call: bool, json_file: Path | None, html: Path | None
+def diff_command(
+    a: Annotated[str, typer.Argument(help="A saved run; or a policy: native, safe, ipex, native:DEVICE, or a file.")],
+    b: Annotated[list[str], typer.Argument(help="The other one; several saved runs: of its ranks.")],
+    mapping: Annotated[Path | None, typer.Option(help="Of two runs: read if there is one, else written.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of two policies: for this type of device.")] = None,
+    every_call: AllOption = False,
+    json_file: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
+    """Where two saved runs differ, A and B, without running anything; 1 if values do beyond round-off, 2 if none could
+    be compared. Of two policies, what changes from A to B, rule by rule.
+    """
+    if not a.endswith(_SAVED):
+        if len(b) > 1:
+            raise TargetError(f"diff {a} {' '.join(b)}", "more than two policies", advice="Give two.")
+        diff_policies(a, b[0], device, every_call)
+        return
+    check_folder("--json", json_file)
+    check_folder("--html", html)
     is_there = mapping is not None and mapping.exists()
     check_folder("--mapping", mapping)
-    found = compare_runs(a, b, mapping=mapping if is_there else None)
+    found = diff(a, b, mapping=mapping if is_there else None)
     if mapping is not None and not is_there:
         found.mapping.save(mapping)
-    kept = [f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again"] if mapping is not None else []
+    kept = [f"{'read' if is_there else 'wrote'} {mapping}: correct it, and give it again"] if mapping else []
     show(found, every_call, json_file, html, kept)
-    if found.verdict in (VALUES_DIFFER, NOT_COMPARED):
+    _exit_by(found.verdict, (VALUES_DIFFER,))
+
+
+def _exit_by(verdict: str, findings: Collection[str]) -> None:
+    """1 for a verdict that is among the findings, 2 where nothing was compared."""
+    if verdict == NOT_COMPARED:
+        raise typer.Exit(2)
+    if verdict in findings:
         raise typer.Exit(1)
 
 
@@ -155,7 +169,7 @@ def watch_command(
         raise typer.Exit(1)
 
 
-def fit_command(
+def headroom_command(
     target: Annotated[str, typer.Argument(help="A saved run, or a target as capture takes it.")],
     tolerance: Annotated[float, typer.Option(help="The share of a tensor that may underflow.")] = 0.01,
     backward: BackwardOption = False,
@@ -165,7 +179,7 @@ def fit_command(
     json_file: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
-    """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
+    """What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
     check_folder("--json", json_file)
     check_folder("--html", html)
     check_folder("--output", output)
@@ -174,7 +188,7 @@ def fit_command(
     else:
         with torch.set_grad_enabled(backward):
             run = capture(load_case(target), backward=backward, statistics="whole")
-    found = fit(run, tolerance)
+    found = run.headroom(tolerance)
     notices = []
     if output is not None:
         policy = found.policy(format, output.stem)
@@ -183,9 +197,9 @@ def fit_command(
     show(found, every, json_file, html, notices)
 
 
-def report_command(
+def show_command(
     saved: Annotated[
-        Path, typer.Argument(help="What explain --json, capture, compare, watch, fit, repair or a ledger's save wrote.")
+        Path, typer.Argument(help="What explain --json, capture, compare, diff, watch, headroom, repair or save wrote.")
     ],
     every_call: AllOption = False,
     json_file: JsonOption = None,

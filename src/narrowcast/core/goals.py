@@ -1,6 +1,6 @@
 """What a user asks of the formats: the goal, with what belongs to it, and what is done about weights.
 
-`goal="fast"` and `goal=narrowcast.fast()` are the same; the function takes what else is to be said of the goal.
+`goal="fast"` and `goal=Goal.fast()` are the same; the method takes what else is to be said of the goal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WEIGHTS = (CAST, FOLDED, WORKING)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is wanted. Made by `fast` and `memory`, or of a name.
+    """What is wanted: `Goal.fast(...)`, `Goal.memory(...)`, or by the name of its kind.
 
     kind:    `exact`: every bit as in eager code; `fast`: least time, never less precise per op than the policy;
              `memory`: fewest bytes at once, forward and backward.
@@ -47,63 +47,74 @@ class Goal:
         """Whether candidates are timed; where memory counts, the prediction decides."""
         return self.verify and self.kind == FAST and self.memory_limit_bytes is None
 
+    @staticmethod
+    def fast(*, profile: str | Path = "", memory_limit_bytes: int | None = None, verify: bool = True) -> Goal:
+        """The formats that take least time on this device, never less precise per op than the policy.
 
-def fast(*, profile: str | Path = "", memory_limit_bytes: int | None = None, verify: bool = True) -> Goal:
-    """The formats that take least time on this device, never less precise per op than the policy.
+        profile: file of a profile to plan with, instead of this device's own (another device's only with
+            verify=False).
+        memory_limit_bytes: what may be kept for the backward and in cast copies, per graph; the prediction then
+            decides.
+        verify: compile and time the candidates on the first call's inputs and keep the best, which is remembered on
+            disk.
 
-    profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
-    memory_limit_bytes: what may be kept for the backward and in cast copies, per graph; the prediction then decides.
-    verify: compile and time the candidates on the first call's inputs and keep the best, which is remembered on disk.
+        Raises GoalError.
+        """
+        for name, value, wanted in (("verify", verify, bool), ("profile", profile, (str, Path))):
+            if not isinstance(value, wanted):
+                raise GoalError(
+                    f"Goal.fast({name}={value!r})", f"a {type(value).__name__}", advice=f"Give {_WANTED[name]}."
+                )
+        is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
+        if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
+            raise GoalError(
+                f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})", "a limit is a positive number of bytes",
+                advice="Write Goal.fast(memory_limit_bytes=2**30); Goal.memory() takes as little as it can.",
+            )  # fmt: skip
+        return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
 
-    Raises GoalError.
-    """
-    for name, value, wanted in (("verify", verify, bool), ("profile", profile, (str, Path))):
-        if not isinstance(value, wanted):
-            raise GoalError(f"fast({name}={value!r})", f"a {type(value).__name__}", advice=f"Give {_WANTED[name]}.")
-    is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
-    if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
-        raise GoalError(
-            asked=f"fast(memory_limit_bytes={memory_limit_bytes!r})", found="a limit is a positive number of bytes",
-            advice="Write fast(memory_limit_bytes=2**30); memory() takes as little as it can.",
-        )  # fmt: skip
-    return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
+    @staticmethod
+    def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
+        """The formats that hold fewest bytes at once, never less precise per op than the policy.
 
+        profile: as for `fast`. slowdown_limit: they may be predicted to take at most so many times the fastest formats'
+            time; where fewer bytes take longer, a warning says so.
 
-def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
-    """The formats that hold fewest bytes at once, never less precise per op than the policy.
-
-    profile: as for `fast`. slowdown_limit: they may be predicted to take at most so many times the fastest formats'
-        time; where fewer bytes take longer, a warning says so.
-
-    Raises GoalError.
-    """
-    if not isinstance(profile, (str, Path)):
-        raise GoalError(
-            f"memory(profile={profile!r})", f"a {type(profile).__name__}", advice=f"Give {_WANTED['profile']}."
-        )
-    is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
-    if not is_number or not slowdown_limit >= 1:
-        raise GoalError(
-            asked=f"memory(slowdown_limit={slowdown_limit!r})", found="a limit is a number, and at least 1",
-            advice="Write memory(slowdown_limit=4) to allow up to four times the time.",
-        )  # fmt: skip
-    return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
+        Raises GoalError.
+        """
+        if not isinstance(profile, (str, Path)):
+            raise GoalError(
+                f"Goal.memory(profile={profile!r})", f"a {type(profile).__name__}", advice=f"Give {_WANTED['profile']}."
+            )
+        is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
+        if not is_number or not slowdown_limit >= 1:
+            raise GoalError(
+                asked=f"Goal.memory(slowdown_limit={slowdown_limit!r})", found="a limit is a number, and at least 1",
+                advice="Write Goal.memory(slowdown_limit=4) to allow up to four times the time.",
+            )  # fmt: skip
+        return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
 
 
 _WANTED = {"verify": "True or False", "profile": "the path of a file"}
 
 
-def as_goal(goal: str | Goal, weights: str = FOLDED) -> Goal:
-    """The goal that a user wrote. GoalError for what does not exist."""
+def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
+    """The goal that a user wrote. GoalError for what does not exist, and where both say another thing of weights."""
     if not isinstance(goal, Goal):
         if goal not in GOALS:
             names = ", ".join(map(repr, GOALS))
             raise GoalError(
-                f"goal={goal!r}", "no such goal", advice=f"Give one of {names}, or what fast() or memory() makes."
+                f"goal={goal!r}", "no such goal", advice=f"Give one of {names}, Goal.fast(...) or Goal.memory(...)."
             )
         goal = Goal(goal)
+    if weights is None:
+        weights = goal.weights
     if weights not in WEIGHTS:
         raise GoalError(
             f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
+        )
+    if goal.weights not in (FOLDED, weights):
+        raise GoalError(
+            f"weights={weights!r} with {goal!r}", "the goal says another thing of weights", advice="Say it once."
         )
     return replace(goal, weights=weights)

@@ -93,7 +93,7 @@ def sound_trials(seed: int, composed: int) -> Iterator[Trial]:
 
                 yield Trial("sound", name, subject.name, subject.family, format, ask)
     others: dict[tuple[str, str], Callable[[], str]] = {
-        ("compare_runs, pairs", name): lambda pair=pair: verbs.alike(*pair()) for name, pair in SOUND_PAIRS.items()
+        ("diff, pairs", name): lambda pair=pair: verbs.alike(*pair()) for name, pair in SOUND_PAIRS.items()
     }
     others |= {("compare, kernels", f"kernels {n}"): lambda n=n: sound_kernels(n) for n in range(seed, seed + 3)}
     for (verb, name), of in others.items():

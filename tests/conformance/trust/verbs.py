@@ -225,13 +225,13 @@ def explain(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 
 def repair(made: Made, dtype: torch.dtype, trains: bool) -> str:
-    nc.fit(nc.capture(made.model, made.args))
+    nc.capture(made.model, made.args).headroom()
     found = nc.repair(made.model, made.args, under=dtype)
     return "" if found.verdict == "nothing to repair" else str(found)
 
 
 def alike(a: Any, b: Any) -> str:
-    found = nc.compare_runs(a, b)
+    found = nc.diff(a, b)
     return "" if found.verdict in ALIKE and not found.producers else str(found)
 
 
@@ -285,14 +285,14 @@ def check_training(subject: Subject, dtype: torch.dtype) -> str:
 Verb = Callable[[Any, torch.dtype], str]
 FORWARD: dict[str, Verb] = {
     "compare forward": at_rest(compare, forward),
-    "compare_runs, fp32": at_rest(against_fp32, backward),
+    "diff, fp32": at_rest(against_fp32, backward),
     "watch forward": watched(forward),
     "explain --run": at_rest(explain, forward),
     "repair, fit": at_rest(repair, forward),
 }
-WITH_TWIN: dict[str, Verb] = {"compare_runs, written otherwise": at_rest(against_twin, forward)}
-WITH_CACHE: dict[str, Verb] = {"compare_runs, decoding": at_rest(decoding, forward)}
-COMPILED: dict[str, Verb] = {"compare_runs, compiled": at_rest(compiled, forward)}
+WITH_TWIN: dict[str, Verb] = {"diff, written otherwise": at_rest(against_twin, forward)}
+WITH_CACHE: dict[str, Verb] = {"diff, decoding": at_rest(decoding, forward)}
+COMPILED: dict[str, Verb] = {"diff, compiled": at_rest(compiled, forward)}
 TO_COMPILE = ("unet_interpolated", "decoder", "encoder_post_norm")
 OF_LOOPS: dict[str, Verb] = {"watch step": watched_steps, "check_training": check_training}
 TRAINING: dict[str, Verb] = {

@@ -1,4 +1,4 @@
-"""Two models of which one has another argument, or a step more, less or elsewhere; compare and compare_runs name it."""
+"""Two models of which one has another argument, or a step more, less or elsewhere; compare and diff name it."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def compared(pair: Pair) -> Said:
 def compared_runs(pair: Pair) -> Said:
     """The first call that differs, or that only one run has, and its line."""
     right, wrong, x = pair.made()
-    found = nc.compare_runs(*(nc.capture(model, (x,), under=pair.dtype) for model in (right, wrong)))
+    found = nc.diff(*(nc.capture(model, (x,), under=pair.dtype) for model in (right, wrong)))
     if found.verdict != "values differ":
         return Said(MISSED, f"wanted {sorted(pair.lines)}:\n{found}")
     named = [(str(one.id), one.place) for one in found.alone[:1]]
@@ -204,7 +204,7 @@ def pairs() -> Iterator[tuple[str, str, Pair]]:
 
 
 def faults() -> Iterator[Fault]:
-    ways: Any = {"compare": compared, "compare_runs": compared_runs}
+    ways: Any = {"compare": compared, "diff": compared_runs}
     for name, cause, pair in pairs():
         for verb, way in ways.items():
             of = f"{verb}, {'steps' if pair.is_step else 'arguments'}"

@@ -1,4 +1,4 @@
-"""Two runs of which one is of a wrong model; `nc.compare_runs` must name the module.
+"""Two runs of which one is of a wrong model; `nc.diff` must name the module.
 
 Models of transformers have a fault in a module that is drawn (what it gives, its weight, its epsilon); decoders, a
 wrong cache, mask, norm or head.
@@ -36,7 +36,7 @@ CAN: dict[str, Callable[[nn.Module], bool]] = {
 
 def judged(pair: Any, where: str) -> Said:
     """Among the first calls that differ, or that only one run has."""
-    found = nc.compare_runs(*pair())
+    found = nc.diff(*pair())
     named = [str(row.b[0]) for row in found.producers[:1]] + [str(one.id) for one in found.alone[:5]]
     if found.verdict != "values differ" or not named:
         return Said(MISSED, f"wanted {where}:\n{found}")
@@ -89,9 +89,9 @@ def of_drawn(stem: str, formats: str, seed: int) -> Said:
 
 def faults(seed: int) -> Iterator[Fault]:
     for name, (pair, where) in pairs_of_runs.FAULTS.items():
-        yield Fault(name, name, "compare_runs, models", partial(judged, pair, where), lambda: True)
+        yield Fault(name, name, "diff, models", partial(judged, pair, where), lambda: True)
     for stem in published.HERE:
         for formats in ("fp32", "bf16", "fp32 and bf16"):
             of = stem, formats, seed
-            yield Fault(f"{stem}, {formats}, {seed}", f"a module of {stem}, {seed}", "compare_runs, models",
+            yield Fault(f"{stem}, {formats}, {seed}", f"a module of {stem}, {seed}", "diff, models",
                         partial(of_drawn, *of), lambda of=of: drawn(*of)[3])  # fmt: skip

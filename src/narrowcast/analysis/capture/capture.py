@@ -81,7 +81,7 @@ def capture(
     checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
     tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
-            given those before it, for `compare_runs`. In a block, or where an engine samples: `run.keep_tokens`.
+            given those before it, for `diff`. In a block, or where an engine samples: `run.keep_tokens`.
     times:  also how long each call takes, and each cast of its arguments, as eager code and observed: some microseconds
             of each are ours. `run.to_trace()` shows them.
 

@@ -309,7 +309,7 @@ def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
     if in_scripts:
         return first + (
             "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
-            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
-            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
+            "Call by call: nc.compare(nc.script(script, under=...), inputs, "
+            "reference=nc.script(script, under=nc.Policy('fp32', extends=())))."
         )
     return first + "modules compute by other ops here than in the reference, and are judged by what they give."

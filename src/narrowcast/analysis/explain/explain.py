@@ -70,7 +70,7 @@ def explain(
             is not on, is stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
     real:   do not try fake tensors.
-    front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
+    front_end: `eager`, or `script`: the graphs of `nc.script`, without
             running anything; or `compile` or `export`: the ledger is that of the graphs, with what the passes shared,
             folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
@@ -280,11 +280,11 @@ def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
 
 _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
-    "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.convert makes of it."
+    "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.script makes of it."
 )
 _CAST_NOTE = (
     "It holds TorchScript code that is cast already, and was loaded from a file or frozen: a region around it casts it "
-    "once more. nc.convert(part) keeps its casts as they are."
+    "once more. nc.script(part) keeps its casts as they are."
 )
 
 

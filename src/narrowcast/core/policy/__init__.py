@@ -2,8 +2,8 @@
 
 from narrowcast.core.policy.known_ops import known_ops
 from narrowcast.core.policy.lacks import Lack
-from narrowcast.core.policy.lint import lint_policy
-from narrowcast.core.policy.policy import Policy, as_policy, known_policy
+from narrowcast.core.policy.named import as_policy
+from narrowcast.core.policy.policy import Policy, known_policy
 from narrowcast.core.policy.rules import (
     MODULE_CALL,
     MODULE_CALL_OP,
@@ -41,7 +41,6 @@ __all__ = [
     "installed_torch",
     "known_ops",
     "known_policy",
-    "lint_policy",
     "nearest_name",
     "parse_action",
 ]

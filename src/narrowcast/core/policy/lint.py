@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
+from narrowcast.core.policy.findings import LintLine
 from narrowcast.core.policy.known_ops import known_ops, unknown_op
 from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Kind, Rule
 from narrowcast.core.policy.settings import DEVICE_TYPES
 from narrowcast.core.policy.table import RuleTable
-from narrowcast.errors import Origin
-
-
-@dataclass(frozen=True, slots=True)
-class LintLine:
-    """One line of lint: what kind, about which rule, and the sentence for a person."""
-
-    kind: str
-    rule: Rule
-    message: str
-    where: Origin | None
-
-    def __str__(self) -> str:
-        return f"{self.where or '(no file)'}: {self.kind}: {self.message}"
 
 
 def lint_policy(policy: Policy) -> tuple[LintLine, ...]:

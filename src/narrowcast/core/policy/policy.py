@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from narrowcast.core.policy.changes import RuleChange, changed_rules
+from narrowcast.core.policy.findings import LintLine
 from narrowcast.core.policy.lacks import FULL, RAISE, Lack
 from narrowcast.core.policy.layers import check_layer
 from narrowcast.core.policy.rules import Rule
@@ -101,7 +102,8 @@ class Policy:
     def load(path: str | Path) -> Policy:
         """The policy in a TOML file, or the built-in one of that name. PolicyError names file and line of a mistake."""
         if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
-            return as_policy(path)
+            check_builtin_name(path)
+            return Policy.native() if path == "native" else load_builtin(path)
         return _load(Path(path), ())
 
     @staticmethod
@@ -233,6 +235,12 @@ class Policy:
         """
         return changed_rules(self.rules, other.rules)
 
+    def lint(self) -> tuple[LintLine, ...]:
+        """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order."""
+        from narrowcast.core.policy.lint import lint_policy  # which needs policies
+
+        return lint_policy(self)
+
     @cached_property
     def effective_cache(self) -> str:
         """`native` or `off`: its own setting, or that of what it extends."""
@@ -311,25 +319,6 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<Policy {self.name!r}, {len(self.rules)} rules, extends {self.extends}, {self.digest[:8]}>"
-
-
-def as_policy(wanted: Policy | str | Path | None) -> Policy:
-    """A policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's path, or
-    as the digest of one that is in use, which is how compiled code names them.
-
-    None is native. Raises PolicyError for a name that is neither.
-    """
-    if isinstance(wanted, Policy):
-        return wanted
-    if wanted is None or wanted == "native":
-        return Policy.native()
-    in_use = known_policy(str(wanted))
-    if in_use is not None:
-        return in_use
-    if str(wanted).endswith(".toml"):
-        return Policy.load(Path(wanted))
-    check_builtin_name(str(wanted))
-    return load_builtin(str(wanted))
 
 
 class _WeakDict(dict[Any, Any]):

@@ -45,7 +45,7 @@ def compile(
     fullgraph: bool = False,
     backward: str | Sequence[Mapping[str, Any]] = "as_eager",
     goal: str | Goal = "exact",
-    weights: str = "folded",
+    weights: str | None = None,
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 
@@ -61,9 +61,10 @@ def compile(
     goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
         than the policy: calls that it lowers may run in fp32 where that is cheaper. Candidates (placed by cost, as the
         policy says, all as high as may be) are timed on the first call's inputs. `memory`: those that hold fewest bytes
-        at once. `narrowcast.fast(...)` and `narrowcast.memory(...)` take what else is to be said.
-    weights: `cast` at each call; `folded`: where no gradient flows they are cast once and kept, until they change;
-        `working_copies`: in training, too. What changes parts of `weight.data` needs narrowcast.invalidate.
+        at once. `Goal.fast(...)` and `Goal.memory(...)` take what else is to be said.
+    weights: `cast` at each call; `folded`, the default: where no gradient flows they are cast once and kept, until they
+        change; `working_copies`: in training, too. What changes parts of `weight.data` needs
+        narrowcast.frontends.eager.invalidate.
 
     What Dynamo cannot capture runs as eager code in the same region. A graph that cannot be given explicit casts runs
     as eager autocast would run it, with a warning. Without `model` a decorator is returned.

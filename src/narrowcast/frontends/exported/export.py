@@ -43,8 +43,8 @@ def export(
     runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
 
     made_for: file of the profile of the device that the program is made for, if it is not this one: what that device
-        cannot run is avoided as the policy says (docs/reference/devices.md). `narrowcast.target_of` reads it off a
-        program.
+        cannot run is avoided as the policy says (docs/reference/devices.md). `narrowcast.frontends.target.target_of`
+        reads it off a program.
 
     Rules of the policy about the backward are refused (RegionError): an exported program has none. CaptureError if the
     program cannot be made explicit; GoalError, ProfileError; and what torch.export.export raises.

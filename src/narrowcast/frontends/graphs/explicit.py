@@ -98,6 +98,6 @@ def refuse_scripts(verb: str, model: object) -> None:
         raise CaptureError(
             asked=f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})",
             found="there is no Python code in it, which is what torch captures",
-            advice="Give the module that it was made of; or narrowcast.convert(script, dtype=...), which puts the "
+            advice="Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
             "casts into the script itself.",
         )

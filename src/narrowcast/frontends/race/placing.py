@@ -156,7 +156,7 @@ def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: R
         f"narrowcast: goal={goal.kind!r}: the formats that hold fewest bytes at once ({in_bytes(_held(least))}) "
         f"are predicted to take {times:.1f} times the fastest ones' time. Taken are formats that hold "
         f"{in_bytes(_held(taken))} in at most {goal.slowdown_limit:g} times that. For the former give "
-        f"goal=nc.memory(slowdown_limit={math.ceil(times)})",
+        f"goal=nc.Goal.memory(slowdown_limit={math.ceil(times)})",
         first,
     )
 

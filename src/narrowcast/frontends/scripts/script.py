@@ -53,8 +53,8 @@ def script(
     and `dtype` that only the running script knows. Returns a torch.jit.ScriptFunction or a torch.jit.ScriptModule; what
     it saves runs in plain torch. Called inside a region, what the script leaves open follows that region.
 
-    made_for: file of the profile of the device that the script is for, if it is not this one; `narrowcast.target_of`
-        reads off a module for which it was made, also off one that was saved.
+    made_for: file of the profile of the device that the script is for, if it is not this one;
+        `narrowcast.frontends.target.target_of` reads it off a module, also off one that was saved.
 
     Raises ScriptError, with file, line and column, for code in a region that cannot be cast; whatever TorchScript
     raises for code that it cannot compile.

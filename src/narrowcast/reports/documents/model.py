@@ -234,7 +234,7 @@ class Pair:
 class Document:
     """Everything that one page shows.
 
-    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`, `repair`,
+    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `headroom`, `ledger`, `repair`,
     `profile`, `training-check`). facts: what was looked at, by name. verdict: one sentence; tone as of a figure. todos:
     most worth doing first. pair: the second run, where two are shown side by side; graph is then the first's.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowcast.reports.documents.comparisons import comparison_document
 from narrowcast.reports.documents.explanations import explanation_document
-from narrowcast.reports.documents.fits import fit_document
+from narrowcast.reports.documents.headrooms import headroom_document
 from narrowcast.reports.documents.ledgers import ledger_document
 from narrowcast.reports.documents.model import Document
 from narrowcast.reports.documents.profiles import profile_document
@@ -20,7 +20,7 @@ from narrowcast.reports.documents.watches import watch_document
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Watching
-from narrowcast.reports.results.fit import Fit
+from narrowcast.reports.results.headroom import Headroom
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
@@ -31,7 +31,7 @@ from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import TrainingCheck
 
 _DOCUMENTS: dict[type[Result], Callable[[Any], Document]] = {
-    Differences: comparison_document, Explanation: explanation_document, Fit: fit_document,
+    Differences: comparison_document, Explanation: explanation_document, Headroom: headroom_document,
     History: scaler_document, Ledger: ledger_document, Profile: profile_document, Repair: repair_document,
     Run: run_document, RunDifferences: run_differences_document, TrainingCheck: training_document,
     Watching: watch_document,

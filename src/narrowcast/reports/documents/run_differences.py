@@ -1,4 +1,4 @@
-"""The page of two runs side by side: what `nc.compare_runs` found."""
+"""The page of two runs side by side: what `nc.diff` found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
 def run_differences_document(found: RunDifferences) -> Document:
-    """The page of what `nc.compare_runs` found. With both runs, if they are there; a saved one has none."""
+    """The page of what `nc.diff` found. With both runs, if they are there; a saved one has none."""
     sides = SideGraph(found, "a"), SideGraph(found, "b")
     rows = [_pair_row(row, sides) for row in found.rows]
     _mark(found.rows, rows, sides)

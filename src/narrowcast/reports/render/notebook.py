@@ -11,7 +11,7 @@ from narrowcast.reports.documents.rules import rule_text
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}
 OTHER = "#7a828c"
-FIRST = ("casts", "errors", "findings", "fit", "differences", "pairs", "ops")
+FIRST = ("casts", "errors", "findings", "headroom", "differences", "pairs", "ops")
 
 
 def notebook_html(page: Document) -> str:

@@ -44,7 +44,7 @@ FIRST = (
     "differences",
     "skipped",
     "tensors",
-    "fit",
+    "headroom",
     "pairs",
     "casts",
     "rules",

@@ -126,7 +126,7 @@ _HEAD = (
     "# Modules (paths; * stands for one part of a path) and calls of run a = those of run b.",
     "# Several, as of a fused projection: a.q + a.k + a.v = b.qkv. Without a partner: a.rotary = -",
 )
-_ADVICE = "Name modules as the runs do: narrowcast report RUN --all lists their calls."
+_ADVICE = "Name modules as the runs do: narrowcast show RUN --all lists their calls."
 
 
 def _entry(content: str, file: str, number: int) -> MappingLine:

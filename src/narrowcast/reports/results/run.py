@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
@@ -25,6 +25,9 @@ from narrowcast.reports.results.run_records import (
     tensor_row,
 )
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
+
+if TYPE_CHECKING:
+    from narrowcast.reports.results.headroom import Headroom
 
 ENDING = ".json.gz"
 
@@ -80,6 +83,18 @@ class Run(Result):
     def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
         """The tensors of a call by name: `run.facts(call.inputs)`."""
         return {name: self.tensors[number] for name, number in named}
+
+    def headroom(self, tolerance: float = 0.01) -> Headroom:
+        """For each tensor that a call read or gave, and for fp16, bf16, e4m3 and e5m2: the shares that overflow or
+        underflow without a scale, with one per tensor, with one per row.
+
+        Of a run in fp32, best with statistics="whole": sampled ones may miss rare small values; the range, and so
+        overflow, is exact. tolerance: the share of a tensor that may underflow. Nothing runs again. Raises RunError for
+        a run without a wide tensor.
+        """
+        from narrowcast.reports.results.headroom import headroom_of  # which is about runs
+
+        return headroom_of(self, tolerance)
 
     def not_finite(self) -> list[CallRecord]:
         """The calls that gave a NaN or an infinity, in order."""

@@ -1,4 +1,4 @@
-"""The differences of two runs as data: what `nc.compare_runs` finds, and its file."""
+"""The differences of two runs as data: what `nc.diff` finds, and its file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class GradientRow:
 
 @dataclass(slots=True)
 class RunDifferences(Result):
-    """What `nc.compare_runs` found.
+    """What `nc.diff` found.
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
     unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.

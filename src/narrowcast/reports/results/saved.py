@@ -13,7 +13,7 @@ from narrowcast.reports.results.codec import BROKEN
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Watching
-from narrowcast.reports.results.fit import Fit
+from narrowcast.reports.results.headroom import Headroom
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
@@ -27,7 +27,8 @@ R = TypeVar("R", bound=Result)
 KINDS: dict[str, type[Result]] = {
     kind.SCHEMA: kind
     for kind in (
-        Differences, Explanation, Fit, History, Ledger, Profile, Repair, Run, RunDifferences, TrainingCheck, Watching,
+        Differences, Explanation, Headroom, History, Ledger, Profile, Repair, Run, RunDifferences, TrainingCheck,
+        Watching,
     )
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ failed somewhere.
 FITS = {
     (True, True): "fits", (False, True): "fits bf16", (True, False): "fits fp16", (False, False): "fits neither",
 }  # fmt: skip
-"""Of a fit: whether every call fits fp16, and bf16."""
+"""Of headroom: whether every call fits fp16, and bf16."""
 CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of ideas", "not the policy's fault"
 """Of a repair: the policy was right as it is; it is with these rules; not all could be mended; fp32 itself fails."""
 SOUND, COSTS_TIME, WRONG = "sound", "costs time", "wrong"

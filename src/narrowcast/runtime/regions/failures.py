@@ -44,7 +44,7 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
     if first_line.startswith("Cannot insert a Tensor that requires grad as a constant"):
         error.add_note(
             f"{_MARK}torch.jit.trace takes the cast of a weight that the region keeps for a constant.\n"
-            "  narrowcast.trace(model, inputs, dtype=...) traces models in regions; so does torch.jit.trace under "
+            "  narrowcast.trace(model, inputs, under=...) traces models in regions; so does torch.jit.trace under "
             "torch.no_grad(), or in a region with cache_enabled=False and with check_trace=False."
         )
         return

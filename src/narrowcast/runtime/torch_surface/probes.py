@@ -282,7 +282,7 @@ def _functorch() -> str | None:
     return _missing(functorch_config, "backward_pass_autocast", "joint_custom_pass", "enable_autograd_cache")
 
 
-@probe("scripts can be compiled, changed and inlined", "nc.script, nc.trace and nc.convert could not work")
+@probe("scripts can be compiled, changed and inlined", "nc.script and nc.trace could not work")
 def _scripts() -> str | None:
     from narrowcast.runtime.torch_surface import jit
 

@@ -3,8 +3,8 @@
 A copy holds as long as its weight is the same object with the same memory, shape, strides and version counter, and as
 long as a sample of its elements has the bits that it had (host memory only). So writes that torch counts are seen, and
 so are writes to `weight.data` that change the whole of it: an optimizer's, a moving average's. One behind the counter
-that leaves the sampled elements as they are (a mask, a clamp, a single element) is not: `narrowcast.invalidate(weight)`
-says so.
+that leaves the sampled elements as they are (a mask, a clamp, a single element) is not:
+`frontends.eager.invalidate(weight)` says so.
 """
 
 from __future__ import annotations

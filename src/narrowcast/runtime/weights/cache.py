@@ -3,7 +3,7 @@
 A cast is kept under the weight's identity, and is good while the weight's version counter, memory, shape, strides and
 format are those that it was made of. That sees every in-place op and every `weight.data = other`; fused optimizers,
 which count no version, are counted besides. What no counter sees (`weight.data.copy_(...)` counts another tensor's
-version) `narrowcast.invalidate` tells, and checksums find.
+version) `frontends.eager.invalidate` tells, and checksums find.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class _CachedCast:
             asked=f"the cast of a weight of shape {tuple(weight.shape)}",
             found="the weight was changed and its version counter was not: something wrote to weight.data",
             where=(Origin(here.file, here.line, "used here"), Origin(first.file, first.line, "cast here first")),
-            advice="Write with torch.no_grad(): weight.copy_(...), or call narrowcast.invalidate(weight) after it.",
+            advice="Write with torch.no_grad(): weight.copy_(...), or call "
+            "narrowcast.frontends.eager.invalidate(weight) after it.",
         )
 
 

@@ -1,12 +1,13 @@
-"""`nc.compare_runs`: two runs that need not be alike, call by call: formats, values, who makes a difference."""
+"""`nc.diff`: two runs that need not be alike, call by call: formats, values, who makes a difference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, overload
 
-from narrowcast.analysis.compare_runs.aligned_values import (
+from narrowcast.analysis.diff.aligned_values import (
     BAND,
     GAIN,
     GAIN_OF_PASSING,
@@ -15,13 +16,13 @@ from narrowcast.analysis.compare_runs.aligned_values import (
     is_sum_of_gradients,
     turns_of,
 )
-from narrowcast.analysis.compare_runs.alignment import Aligned, align, mapping_of
-from narrowcast.analysis.compare_runs.conditions import jump, moves
-from narrowcast.analysis.compare_runs.environments import environments
-from narrowcast.analysis.compare_runs.gradients import band_along, band_of_alike, gradients, gradients_are_alike
-from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
-from narrowcast.analysis.compare_runs.makers import Makers, Upstream
-from narrowcast.analysis.compare_runs.outcomes import (
+from narrowcast.analysis.diff.alignment import Aligned, align, mapping_of
+from narrowcast.analysis.diff.conditions import jump, moves
+from narrowcast.analysis.diff.environments import environments
+from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike
+from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.makers import Makers, Upstream
+from narrowcast.analysis.diff.outcomes import (
     OF_OTHERS,
     UNEXPLAINED,
     WIDEST,
@@ -29,11 +30,14 @@ from narrowcast.analysis.compare_runs.outcomes import (
     Outcomes,
     are_written_otherwise,
 )
-from narrowcast.analysis.compare_runs.sides import Bundle, Side, read_name
-from narrowcast.analysis.compare_runs.tokens import tokens
+from narrowcast.analysis.diff.sides import Bundle, Side, read_name
+from narrowcast.analysis.diff.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
+from narrowcast.core.policy import Policy
+from narrowcast.core.policy.changes import RuleChange
 from narrowcast.errors import RunError
+from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
@@ -52,11 +56,21 @@ _BAND_OF_LOW = 1e-3
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
-def compare_runs(
-    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
-) -> RunDifferences:
-    """Compare two runs that need not be alike: eager and compiled, two policies, versions or devices, a trainer and
-    its inference engine.
+@overload
+def diff(a: Policy, b: Policy) -> tuple[RuleChange, ...]: ...
+@overload
+def diff(a: Ledger, b: Ledger) -> tuple[CastChange, ...]: ...
+@overload
+def diff(
+    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = ..., names: tuple[str, str] | None = ...
+) -> RunDifferences: ...
+
+
+def diff(
+    a: Any, b: Any, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
+) -> Any:
+    """Say where two runs differ that need not be alike: eager and compiled, two policies, versions or devices, a
+    trainer and its inference engine. Of two policies, ledgers or snapshots the changes from a to b.
 
     a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
     batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
@@ -67,6 +81,8 @@ def compare_runs(
     what both runs kept allows: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not
     needed. Raises RunError for what is no run, and for a mapping that names what is not there.
     """
+    if hasattr(a, "diff"):
+        return a.diff(b)
     names = names or (_name_of(a, "a"), _name_of(b, "b"))
     sides = Side(_runs_of(a, names[0])), Side(_runs_of(b, names[1]))
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
@@ -114,7 +130,7 @@ def _runs_of(given: Runs, name: str) -> list[Run]:
     several = [given] if isinstance(given, Run | str | Path) else list(given)
     runs = [one if isinstance(one, Run) else load(one, Run) for one in several]
     if not runs or not any(run.calls for run in runs):
-        raise RunError(f"compare_runs: {name}", "a run without calls", advice="Capture the model while it runs.")
+        raise RunError(f"diff: {name}", "a run without calls", advice="Capture the model while it runs.")
     return runs
 
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from narrowcast.analysis.compare_runs.alignment import Aligned
-from narrowcast.analysis.compare_runs.sides import Bundle
+from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import DIFFERS, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED

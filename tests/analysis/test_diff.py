@@ -182,7 +182,7 @@ class TestTrainerAndEngine:
 
     def test_equal_weights_are_alike_and_each_call_is_compared_or_listed(self, trainer, ids):
         a, b = trained(trainer, ids), generated(served(trainer), ids)
-        found = nc.compare_runs(a, b)
+        found = nc.diff(a, b)
         assert found.verdict == "round-off" and not found.formats and not found.producers, str(found)
         assert found.tokens.count == LENGTH - 1 and found.tokens.largest < 1e-4
         listed = {name for row in found.rows for name in row.a} | {one.id for one in found.unaligned if one.run == "a"}
@@ -200,17 +200,17 @@ class TestTrainerAndEngine:
         engine.layers[1].input_norm.eps = 1e-2
         engine.lm_head.bfloat16()
         a, b = trained(trainer, ids), generated(engine, ids)
-        found = nc.compare_runs(a, b)
+        found = nc.diff(a, b)
         assert len(str(found).splitlines()) <= 25 and max(map(len, str(found).splitlines())) <= 80
         assert [str(row.b[0]) for row in found.formats] == ["lm_head aten.mm.default #1"]
         assert [str(row.b[0]) for row in found.producers] == ["layers.1.input_norm aten.native_layer_norm.default #1"]
         assert found.first_value.given == (("eps", "1e-05", "0.01"),) and found.tokens.rms > 1e-3
-        again = nc.compare_runs(b, a)
+        again = nc.diff(b, a)
         assert [str(row.a[0]) for row in again.producers] == [str(row.b[0]) for row in found.producers]
 
     def test_an_engine_in_bf16_differs_in_format_alone(self, trainer, ids):
         engine = served(trainer).bfloat16()
-        found = nc.compare_runs(trained(trainer, ids), generated(engine, ids))
+        found = nc.diff(trained(trainer, ids), generated(engine, ids))
         assert found.verdict == "formats differ" and len(found.formats) == len(found.rows), str(found)
         assert found.first_format.a[0].module_path == "tokens" and found.tokens.rms < 0.1
 
@@ -226,7 +226,7 @@ class TestTrainerAndEngine:
     def test_a_fault_inside_what_is_fused_or_written_out_is_named(self, trainer, ids, fault, call, given):
         engine = served(trainer)
         fault(engine)
-        found = nc.compare_runs(trained(trainer, ids), generated(engine, ids))
+        found = nc.diff(trained(trainer, ids), generated(engine, ids))
         assert [row.b[0].module_path for row in found.producers] == [call], str(found)
         assert [name for name, _, _ in found.first_value.given] == [given] * bool(given)
 
@@ -237,28 +237,28 @@ class TestTrainerAndEngine:
         with torch.no_grad(), nc.capture() as run:
             for part in (ids[:2], ids[2:]):
                 engine(part, [{} for _ in range(LAYERS)])
-        found = nc.compare_runs(trained(trainer, ids), run)
+        found = nc.diff(trained(trainer, ids), run)
         assert [str(row.b[0]) for row in found.producers] == ["layers.0.down_proj aten.addmm.default #1"], str(found)
         assert found.first_value.given[0][0] == "weight"
 
     def test_the_mapping_is_written_mended_and_read_back(self, trainer, ids, tmp_path):
         a, b = trained(trainer, ids), generated(served(trainer), ids)
-        found = nc.compare_runs(a, b)
+        found = nc.diff(a, b)
         found.mapping.save(tmp_path / "pairs.txt")
-        again = nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+        again = nc.diff(a, b, mapping=tmp_path / "pairs.txt")
         assert [(row.a, row.b) for row in again.rows] == [(row.a, row.b) for row in found.rows]
         assert {row.aligned_by for row in again.rows} == {"mapping"}
         mended = (
             (tmp_path / "pairs.txt").read_text().replace("blocks.*.norm2 = layers.*.post_norm", "blocks.*.norm2 = -")
         )
         (tmp_path / "pairs.txt").write_text(mended)
-        without = nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+        without = nc.diff(a, b, mapping=tmp_path / "pairs.txt")
         left = {str(one.id): one.why for one in without.unaligned if one.run == "a"}
         assert list(left) == [f"blocks.{n}.norm2 aten.native_layer_norm.default #1" for n in range(LAYERS)]
         assert all(f"{tmp_path / 'pairs.txt'}:" in why for why in left.values())
         (tmp_path / "pairs.txt").write_text("head = lm_head\nblocks.7.norm1 = layers.0.input_norm\n")
         with pytest.raises(nc.errors.RunError, match=r"run a has no calls in blocks.7.norm1") as refused:
-            nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+            nc.diff(a, b, mapping=tmp_path / "pairs.txt")
         assert f"{tmp_path / 'pairs.txt'}:2" in str(refused.value)
 
     def test_whole_tensors_are_compared_where_both_runs_kept_them(self, trainer, ids, tmp_path):
@@ -268,11 +268,11 @@ class TestTrainerAndEngine:
                 functional.linear(ids.float(), factor * torch.ones(3, LENGTH))
             run.save(tmp_path / f"{name}.json")
             runs.append(tmp_path / f"{name}.json")
-        found = nc.compare_runs(*runs)
+        found = nc.diff(*runs)
         assert found.rows[-1].measured_by == "tensors" and found.rows[-1].difference == pytest.approx(1e-3, rel=1e-2)
         for file in (tmp_path / "b").iterdir():
             file.write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
-        again = nc.compare_runs(*runs)
+        again = nc.diff(*runs)
         assert again.rows[-1].measured_by == "sketches" and "are not those of the run" in again.notes[-1]
 
 
@@ -302,12 +302,12 @@ class TestOneModel:
         model, args, kwargs = models.minilm()
         kwargs = {name: tensor[:2, :16] for name, tensor in kwargs.items()}
         with torch.no_grad():
-            policies = nc.compare_runs(*(nc.capture(model, (args, kwargs), under=dtype) for dtype in (None, "bf16")))
+            policies = nc.diff(*(nc.capture(model, (args, kwargs), under=dtype) for dtype in (None, "bf16")))
             del model.encoder.layer[1:]
             native = nc.capture(model, (args, kwargs), under="bf16")
             compiled = nc.capture(nc.compile(model, under="bf16", backend="aot_eager"), (args, kwargs))
         torch._dynamo.reset()
-        equal = nc.compare_runs(native, compiled)
+        equal = nc.diff(native, compiled)
         assert equal.verdict == "alike" and len(equal.rows) > 15, str(equal)
         assert policies.verdict == "formats differ" and not policies.producers, str(policies)
         assert policies.first_format.a[0].module_path == "encoder.layer.0.attention.self.query"
@@ -315,17 +315,17 @@ class TestOneModel:
 
     def test_a_backward_on_one_side_is_listed(self, trainer, ids):
         a, b = nc.capture(trainer, (ids,), backward=True), nc.capture(trainer, (ids,))
-        found = nc.compare_runs(a, b)
+        found = nc.diff(a, b)
         assert found.verdict == "alike" and {one.why for one in found.unaligned} == {"the other run has no backward"}
         assert {one.id.direction for one in found.unaligned} == {"backward"}
-        both = nc.compare_runs(a, nc.capture(trainer, (ids,), backward=True))
+        both = nc.diff(a, nc.capture(trainer, (ids,), backward=True))
         assert len(both.gradients) == len(list(trainer.parameters())) and not both.unaligned
         assert max(row.difference for row in both.gradients) == 0
 
     def test_a_fault_inside_the_band_of_bf16_is_found_where_nothing_differs_before(self, trainer, ids):
         other = copy.deepcopy(trainer)
         other.blocks[1].down.register_forward_hook(lambda module, args, output: output * 1.05)
-        found = nc.compare_runs(*(nc.capture(model, (ids,), under="bf16") for model in (trainer, other)))
+        found = nc.diff(*(nc.capture(model, (ids,), under="bf16") for model in (trainer, other)))
         assert not found.producers and [str(one.id) for one in found.alone] == ["blocks.1.down aten.mul.Tensor #1"]
         assert found.verdict == "values differ" and "blocks.1.down aten.mul.Tensor #1 of b" in " ".join(
             str(found).split()
@@ -334,7 +334,7 @@ class TestOneModel:
     def test_a_nan_on_one_side_is_a_difference(self, trainer, ids):
         other = copy.deepcopy(trainer)
         other.blocks[0].up.weight.data[3, 3] = torch.nan
-        found = nc.compare_runs(nc.capture(trainer, (ids,)), nc.capture(other, (ids,)))
+        found = nc.diff(nc.capture(trainer, (ids,)), nc.capture(other, (ids,)))
         assert found.first_value.a[0].module_path == "blocks.0.up" and found.first_value.difference == math.inf
 
 
@@ -394,7 +394,7 @@ def test_one_process_against_two(tmp_path, monkeypatch):
         other.kill()
     assert other.returncode == 0, said
     right, summed, wrong = (
-        nc.compare_runs(alone, [tmp_path / f"{which}-{rank}.json" for rank in range(2)])
+        nc.diff(alone, [tmp_path / f"{which}-{rank}.json" for rank in range(2)])
         for which in ("right", "summed", "wrong")
     )
     compared = {row.b[0].module_path for row in right.rows if row.verdict in ("equal", "round-off")}

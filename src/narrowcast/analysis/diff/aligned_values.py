@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from narrowcast.analysis.compare_runs.alignment import TOLD_APART, Aligned, ranges_apart
-from narrowcast.analysis.compare_runs.conditions import growth, passes_on
-from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
-from narrowcast.analysis.compare_runs.pieces import (
+from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
+from narrowcast.analysis.diff.conditions import growth, passes_on
+from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.pieces import (
     NOTHING,
     Distance,
     Piece,
@@ -19,7 +19,7 @@ from narrowcast.analysis.compare_runs.pieces import (
     in_best_turns,
     stacked,
 )
-from narrowcast.analysis.compare_runs.sides import Bundle, RankCall, Side, read_by
+from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
 from narrowcast.core.ops.facts import CONV, GEMM

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from narrowcast.analysis.compare_runs.compare_runs import compare_runs
-from narrowcast.analysis.compare_runs.pieces import (
+from narrowcast.analysis.diff.diff import diff
+from narrowcast.analysis.diff.pieces import (
     NOTHING,
     RANGES,
     SKETCHES,
@@ -21,7 +21,7 @@ from narrowcast.analysis.compare_runs.pieces import (
     piece_of,
     stacked,
 )
-from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
+from narrowcast.analysis.diff.sequences import aligned_sequences, in_order_on_both
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.mapping import MappingLine, RunMapping, generalised
@@ -235,7 +235,7 @@ class TestCompareRuns:
     """What is found."""
 
     def test_the_producer_is_told_from_what_inherits(self):
-        found = compare_runs(a_chain(), a_chain(change=2))
+        found = diff(a_chain(), a_chain(change=2))
         assert [row.verdict for row in found.rows] == ["equal", "equal", DIFFERS, INHERITED, INHERITED, INHERITED]
         assert found.verdict == "values differ" and str(found.first_value.a[0]) == "layers.2 aten.linear.default #1"
         shown = str(found)
@@ -250,23 +250,23 @@ class TestCompareRuns:
             run.calls = [replace(run.calls[0], id=CallId("norm", f"aten.{op}.default"), given=(("eps", eps),))]
             return run
 
-        found = compare_runs(norm("layer_norm", "1e-05"), norm("native_layer_norm", "0.01", 0))
+        found = diff(norm("layer_norm", "1e-05"), norm("native_layer_norm", "0.01", 0))
         assert found.first_value.given == (("eps", "1e-05", "0.01"),)
-        found = compare_runs(norm("layer_norm", "1e-05"), norm("native_layer_norm", "1e-05"))
+        found = diff(norm("layer_norm", "1e-05"), norm("native_layer_norm", "1e-05"))
         assert found.verdict == "alike" and not found.rows[0].given
 
     def test_formats_alone_are_said_as_such(self):
-        found = compare_runs(a_chain(), a_chain(format="bf16"))
+        found = diff(a_chain(), a_chain(format="bf16"))
         assert found.verdict == "formats differ" and len(found.formats) == 6 and not found.producers
 
     def test_a_line_leaves_out_a_call_of_the_run_that_it_names(self):
         """Not the call of the other run that has the same name."""
         mapping = RunMapping.parse("layers.0 aten.linear.default #1 = -\n")
-        found = compare_runs(a_chain(), a_chain(), mapping=mapping)
+        found = diff(a_chain(), a_chain(), mapping=mapping)
         assert [(one.run, one.why) for one in found.unaligned] == [("a", "left out by <string>:1"), ("b", "")]
 
     def test_runs_of_other_lengths_are_compared_as_far_as_they_go(self):
-        found = compare_runs(a_chain(), a_chain(length=4))
+        found = diff(a_chain(), a_chain(length=4))
         assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]
         assert found.unaligned[0].after.startswith("layers.3")
         assert found.verdict == "values differ" and not found.producers and found.alone == found.unaligned
@@ -276,14 +276,14 @@ class TestCompareRuns:
         other.calls = [
             CallRecord(CallId("x", "aten.conv2d.default"), "m.py", 1, "fp32", "fp32", outputs=(("result", 0),))
         ]
-        found = compare_runs(a_chain(), other)
+        found = diff(a_chain(), other)
         assert found.verdict == "not compared" and not found.rows and len(found.unaligned) == 7
         assert "Pair their modules by hand" in str(found)
 
     def test_environments_come_first_versions_before_all(self):
         other = a_chain()
         other.environment = {"device": "a gpu", "packages": {"torch": "2.15.0"}, "seed": 3}
-        found = compare_runs(a_chain(), other)
+        found = diff(a_chain(), other)
         assert found.environment[:2] == [("packages.torch", "2.13.0", "2.15.0"), ("device", "a cpu", "a gpu")]
         assert str(found).splitlines()[0].startswith("a: a; b: b; packages.torch: 2.13.0 / 2.15.0; ")
 
@@ -292,15 +292,15 @@ class TestCompareRuns:
         runs = [a_chain(), a_chain()]
         for run, version, build in zip(runs, ("2.13.0", "2.15.0"), ("2.13.0+cpu", "2.15.0+cu132"), strict=True):
             run.environment = {"device": f"a cpu (cpu, 1 threads), torch {build}", "packages": {"torch": version}}
-        assert [name for name, _, _ in compare_runs(*runs).environment] == ["packages.torch"]
+        assert [name for name, _, _ in diff(*runs).environment] == ["packages.torch"]
         runs[1].environment["device"] = "a cpu (cpu, 2 threads), torch 2.13.0"
-        assert [name for name, _, _ in compare_runs(*runs).environment] == ["packages.torch", "device"]
+        assert [name for name, _, _ in diff(*runs).environment] == ["packages.torch", "device"]
 
     def test_log_probabilities_are_compared_as_long_as_tokens_are_the_same(self):
         a, b = a_chain(), a_chain()
         a.keep_tokens([[1, 2], [3, 4]], [[-1.0, -2.0], [-3.0, -4.0]])
         b.keep_tokens([1, 2, 3, 9, 5], [-1.0, -2.5, -3.0, -4.0, -5.0])
-        found = compare_runs(a, b)
+        found = diff(a, b)
         assert (found.tokens.count, found.tokens.largest, found.tokens.at, found.tokens.first_other) == (3, 0.5, 1, 3)
         assert found.tokens.rms == pytest.approx(0.5 / math.sqrt(3)) and "from token 3 on" in str(found)
         with pytest.raises(RunError, match="2 tokens with 1"):
@@ -308,15 +308,15 @@ class TestCompareRuns:
 
     def test_a_run_without_calls_is_refused(self):
         with pytest.raises(RunError, match="without calls"):
-            compare_runs(a_chain(), Run())
+            diff(a_chain(), Run())
         with pytest.raises(RunError, match="without calls"):
-            compare_runs([], a_chain())
+            diff([], a_chain())
 
     def test_are_saved_and_read_back(self, tmp_path):
         a, b = a_chain(), a_chain(length=4)
         for run, value in ((a, -1.0), (b, -1.5)):
             run.keep_tokens([3], [value])
-        found = compare_runs(a, b)
+        found = diff(a, b)
         assert found.alone and found.tokens.band < math.inf
         found.save(tmp_path / "d.json")
         again = load(tmp_path / "d.json")
@@ -333,7 +333,7 @@ class TestCompareRuns:
 def test_a_run_and_its_file_are_alike(tmp_path):
     """Although the file has fewer digits."""
     run = a_chain()
-    found = compare_runs(run, run.save(tmp_path / "run"))
+    found = diff(run, run.save(tmp_path / "run"))
     assert found.verdict == "alike" and {row.difference for row in found.rows} == {0.0} and found.b == "run.json.gz"
 
 
@@ -348,9 +348,9 @@ class TestFilesOfRuns:
         del data["tokens"], data["log_probabilities"]
         old = parse(json.dumps(data))
         assert old.tensors[0].sketch == "" and old.tokens == []
-        found = compare_runs(a_chain(), old)
+        found = diff(a_chain(), old)
         assert found.first_value.a[0].module_path == "layers.3" and found.first_value.measured_by == "statistics"
-        assert any("sketches" in note for note in compare_runs(old, old).notes)
+        assert any("sketches" in note for note in diff(old, old).notes)
 
     @pytest.mark.parametrize(
         "change",

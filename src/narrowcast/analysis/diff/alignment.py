@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowcast.analysis.compare_runs.pieces import Piece, distance, stacked
-from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
-from narrowcast.analysis.compare_runs.sides import Bundle, Side
+from narrowcast.analysis.diff.pieces import Piece, distance, stacked
+from narrowcast.analysis.diff.sequences import aligned_sequences, in_order_on_both
+from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
 from narrowcast.formats import FORMATS

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowcast.analysis.compare_runs.sides import Bundle, Side
+from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.formats import FORMATS
 

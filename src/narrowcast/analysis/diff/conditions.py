@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from narrowcast.analysis.compare_runs.pieces import Piece, distance
+from narrowcast.analysis.diff.pieces import Piece, distance
 from narrowcast.core.ops import op_kind
 from narrowcast.core.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
 from narrowcast.core.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW

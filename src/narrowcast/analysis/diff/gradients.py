@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from narrowcast.analysis.compare_runs.aligned_values import GAIN, Values
-from narrowcast.analysis.compare_runs.alignment import Aligned
+from narrowcast.analysis.diff.aligned_values import GAIN, Values
+from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 

@@ -1,4 +1,4 @@
-"""The page of what would fit."""
+"""The page of headroom: which formats hold the values of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Ta
 from narrowcast.reports.documents.rules import Shown, call_rule, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.fit import FORMATS, SCALES, UNSCALED, Fit, TensorFit
+from narrowcast.reports.results.headroom import FORMATS, SCALES, UNSCALED, Headroom, TensorHeadroom
 
 NAMES = tuple(format.name for format in FORMATS)
 
 
-def fit_document(found: Fit) -> Document:
-    """The page of what would fit: a box for each call, with the first format that it fits without a scale."""
+def headroom_document(found: Headroom) -> Document:
+    """The page of headroom: a box for each call, with the first format that it fits without a scale."""
     rows = [row for row in found.rows if row.scale == UNSCALED]
     losing = [row for row in rows if row.overflow > 0 or row.underflow > found.tolerance]
     lost = {name: {row.id for row in losing if row.format == name} for name in NAMES}
@@ -30,21 +30,23 @@ def fit_document(found: Fit) -> Document:
         nodes[row.id].finding = f"{row.argument} does not fit fp16: {_loss(row)}"
     unfit = len(lost["fp16"])
     verdict = f"{unfit} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
-    page = Document("fit", "Would it fit?", verdict, "bad" if unfit else "good")
+    page = Document("headroom", "Format range check", verdict, "bad" if unfit else "good")
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
     page.figures = [_figure(found, name, len(calls)) for name, calls in lost.items()]
     page.bars = [
         bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
     ]
-    keep = Todo("Keep all of them in fp32", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, does that")
+    keep = Todo(
+        "Keep all of them in fp32", "headroom.policy('fp16'), or narrowcast headroom TARGET -o FILE.toml, does that"
+    )
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
     page.notes = list(found.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
 
 
-def _figure(found: Fit, format: str, unfit: int) -> Figure:
+def _figure(found: Headroom, format: str, unfit: int) -> Figure:
     """How many calls would lose something in a format, and how many with scales."""
     scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
     rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
@@ -57,7 +59,7 @@ def _node(call: CallId, at: str) -> Node:
     return node_of(call, file=file, line=int(line))
 
 
-def _loss(row: TensorFit) -> str:
+def _loss(row: TensorHeadroom) -> str:
     if row.overflow:
         return f"{100 * row.overflow:.3g}% of it overflows, by {-row.headroom_bits:.1f} bits"
     return f"{100 * row.underflow:.3g}% of it underflows"
@@ -73,9 +75,9 @@ def _rule(node: Node, reason: str = "") -> Shown:
     return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
-def _tensor_table(rows: list[TensorFit], nodes: Mapping[CallId, Node]) -> list[Table]:
+def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node]) -> list[Table]:
     """A row for each tensor of a call, with what each format would lose of it."""
-    found: dict[tuple[CallId, str], dict[str, TensorFit]] = {}
+    found: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
     for row in rows:
         found.setdefault((row.id, row.argument), {})[row.format] = row
     cells = []
@@ -87,4 +89,4 @@ def _tensor_table(rows: list[TensorFit], nodes: Mapping[CallId, Node]) -> list[T
     columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
     rules = [_rule(nodes[call]) for call, _ in found]
     title = "Each tensor: what each format would lose of it, without a scale"
-    return table("fit", title, columns, cells, rules, list(nodes.values()))
+    return table("headroom", title, columns, cells, rules, list(nodes.values()))

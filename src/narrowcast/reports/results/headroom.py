@@ -1,4 +1,4 @@
-"""Would it fit? From one run in fp32: what each format would lose of each tensor, without a scale and with one."""
+"""Headroom: from one run in fp32, what each format would lose of each tensor, without a scale and with one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALES = (UNSCALED, PER_TENSOR, PER_ROW)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFit:
+class TensorHeadroom:
     """What one format would make of one tensor of a call.
 
     argument: its name, or `result`. overflow: share of elements beyond the largest value; 0 with a scale, which maps
@@ -49,16 +49,16 @@ class TensorFit:
 
 
 @dataclass(slots=True)
-class Fit(Result):
-    """What `nc.fit` found. rows: by call, argument, format and scale. places: file and line of each call.
+class Headroom(Result):
+    """What `run.headroom()` found. rows: by call, argument, format and scale. places: file and line of each call.
 
     tolerance: the share of a tensor that may underflow.
     """
 
-    WHAT: ClassVar[str] = "a fit"
-    SCHEMA: ClassVar[str] = "narrowcast.fit/1"
+    WHAT: ClassVar[str] = "headroom"
+    SCHEMA: ClassVar[str] = "narrowcast.headroom/1"
 
-    rows: list[TensorFit] = field(default_factory=list)
+    rows: list[TensorHeadroom] = field(default_factory=list)
     places: dict[CallId, str] = field(default_factory=dict)
     tolerance: float = 0.01
     notes: list[str] = field(default_factory=list)
@@ -68,11 +68,13 @@ class Fit(Result):
         """Which of fp16 and bf16 it fits unscaled: `fits`, `fits bf16`, `fits fp16`, `fits neither`."""
         return FITS[not self.unfit(fp16), not self.unfit(bf16)]
 
-    def unfit(self, format: Format | str, scale: str = UNSCALED) -> list[TensorFit]:
+    def unfit(self, format: Format | str, scale: str = UNSCALED) -> list[TensorHeadroom]:
         """The tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
         name = _format(format).name
         if scale not in SCALES:
-            raise RunError(f"fit.unfit(scale={scale!r})", "no such scale", advice=f"Give one of {', '.join(SCALES)}.")
+            raise RunError(
+                f"headroom.unfit(scale={scale!r})", "no such scale", advice=f"Give one of {', '.join(SCALES)}."
+            )
         found = [r for r in self.rows if r.format == name and r.scale == scale]
         bad = [r for r in found if r.overflow > 0 or r.underflow > self.tolerance]
         return sorted(bad, key=lambda row: -row.loss)
@@ -88,34 +90,28 @@ class Fit(Result):
         low = _format(format)
         if low.bits < 16:
             raise RunError(
-                f"fit.policy({low.name})", "regions have 16-bit formats",
-                advice="List fit.unfit(...) with a scale: 8-bit formats need one.",
+                f"headroom.policy({low.name})", "regions have 16-bit formats",
+                advice="List headroom.unfit(...) with a scale: 8-bit formats need one.",
             )  # fmt: skip
-        worst: dict[tuple[str, str], TensorFit] = {}
+        worst: dict[tuple[str, str], TensorHeadroom] = {}
         for row in self.unfit(low):
             if row.id.direction == FORWARD:
                 worst.setdefault((row.id.op, row.id.module_path), row)
         rules = tuple(
-            Rule(op, Action(Kind.FULL), module=naming(path), reason=evidence(row), source="narrowcast fit")
+            Rule(op, Action(Kind.FULL), module=naming(path), reason=evidence(row), source="narrowcast headroom")
             for (op, path), row in worst.items()
         )
         return Policy(name or f"fits-{low.name}", (rules,) if rules else (), low=low.name)
 
     def __repr__(self) -> str:
-        return f"<Fit of {len(self.places)} calls; print shows them>"
+        return f"<Headroom of {len(self.places)} calls; print shows them>"
 
 
-def fit(run: Run, tolerance: float = 0.01) -> Fit:
-    """Would it fit? For each tensor that a call of the run read or gave, and for fp16, bf16, e4m3 and e5m2: the shares
-    that overflow or underflow without a scale, with one per tensor, with one per row.
-
-    run: one that `nc.capture` made in fp32, best with statistics="whole": sampled ones may miss rare small values; the
-    range, and so overflow, is exact. tolerance: the share of a tensor that may underflow. Nothing runs again. Raises
-    RunError for a run without a wide tensor.
-    """
+def headroom_of(run: Run, tolerance: float) -> Headroom:
+    """What `run.headroom(tolerance)` returns."""
     if not 0 <= tolerance < 1:
-        raise RunError(f"fit(tolerance={tolerance})", "it is a share", advice="Give a number from 0 to below 1.")
-    found = Fit(tolerance=tolerance)
+        raise RunError(f"headroom(tolerance={tolerance})", "it is a share", advice="Give a number from 0 to below 1.")
+    found = Headroom(tolerance=tolerance)
     known: dict[int, list[tuple[str, str, float, float, float, float]]] = {}
     sampled = 0
     for call in run.calls:
@@ -128,12 +124,12 @@ def fit(run: Run, tolerance: float = 0.01) -> Fit:
             sampled += facts.looked_at < facts.elements
             if number not in known:
                 known[number] = [_figures(facts, format, scale) for format in FORMATS for scale in SCALES]
-            found.rows += [TensorFit(call.id, argument, *figures) for figures in known[number]]
+            found.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
             found.places[call.id] = f"{call.file}:{call.line}"
     if not found.rows:
         raise RunError(
-            "fit(run)", f"none of its {len(run.calls)} calls has an fp32 tensor",
-            advice="Capture the model without a low format: nc.capture(model, args).",
+            "run.headroom()", f"none of its {len(run.calls)} calls has an fp32 tensor",
+            advice="Capture the model without a low format: nc.capture(model, inputs).",
         )  # fmt: skip
     if sampled:
         found.notes.append("underflow was read off samples: nc.capture(statistics='whole') looks at every element")
@@ -184,7 +180,7 @@ def _lost(exponents: Histogram, smallest: int, smallest_normal: int) -> tuple[fl
     return under, exponents.share(lambda e: smallest - 1 <= e < smallest_normal)
 
 
-def evidence(row: TensorFit) -> str:
+def evidence(row: TensorHeadroom) -> str:
     """What the format would lose of the tensor."""
     if row.overflow:
         return f"{row.overflow:.2g} of {row.argument} overflow {row.format}, by {-row.headroom_bits:.1f} bits"
@@ -195,5 +191,5 @@ def _format(wanted: Format | str) -> Format:
     format = parse_format(wanted) if isinstance(wanted, str) else wanted
     if format not in FORMATS:
         names = ", ".join(f.name for f in FORMATS)
-        raise RunError(f"fit of {format.name}", "not one of those looked at", advice=f"Give one of {names}.")
+        raise RunError(f"headroom in {format.name}", "not one of those looked at", advice=f"Give one of {names}.")
     return format

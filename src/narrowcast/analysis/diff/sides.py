@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
-from narrowcast.analysis.compare_runs.pieces import Piece, piece_of
-from narrowcast.analysis.compare_runs.steps import steps_of
+from narrowcast.analysis.diff.pieces import Piece, piece_of
+from narrowcast.analysis.diff.steps import steps_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS
