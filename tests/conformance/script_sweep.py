@@ -77,12 +77,12 @@ def cause(wrong: list) -> str:
 
 def run_batch(numbers: list[int], options: argparse.Namespace, file: Path) -> None:
     """A line for each program and front end, as soon as it is known."""
-    from narrowcast.analysis.record.record import _native_ops
     from narrowcast.frontends.eager.registered import install_visiting
+    from narrowcast.observation.observer.mode import _native_ops
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    install_visiting(_native_ops("cpu"), "cpu")  # one weight cache for all ops, whatever ran before
+    install_visiting(_native_ops("cpu").values(), "cpu")  # one weight cache for all ops, whatever ran before
     left = to_do(numbers, options)
     with file.open("a", encoding="utf-8") as stream:
         for number in numbers:
@@ -227,12 +227,12 @@ def main() -> int:
         run_batch([int(number) for number in options.numbers.split(",")], options, options.into)
         return 0
     if options.reduce:
-        from narrowcast.analysis.record.record import _native_ops
         from narrowcast.frontends.eager.registered import install_visiting
+        from narrowcast.observation.observer.mode import _native_ops
 
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
-        install_visiting(_native_ops("cpu"), "cpu")
+        install_visiting(_native_ops("cpu").values(), "cpu")
         text = reduced(script_programs.numbered(int(options.reduce[0])), options.reduce[1])
         print(text)
         print(*Runs(load(text), text).wrong(options.reduce[1])[:3], sep="\n")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from narrowcast.analysis.record.record import _native_ops
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.observation.observer.mode import _native_ops
 
 sys.path.insert(0, str(Path(__file__).parent))
 from script_programs import functions, numbered
@@ -24,7 +24,7 @@ SAME = "NARROWCAST_SCRIPTS" not in os.environ  # the same programs each time; ot
 @pytest.fixture
 def one_weight_cache():
     """Tests before this one may have left kernels of ours on some ops, whose weight cache is another than torch's."""
-    install_visiting(_native_ops("cpu"), "cpu")
+    install_visiting(_native_ops("cpu").values(), "cpu")
     yield
     remove_visiting("cpu")
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 import narrowcast as nc
-from narrowcast.analysis.record.record import _native_ops
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.observation.observer.mode import _native_ops
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sources import load
@@ -214,7 +214,7 @@ def compare(program, front_end, module, expected, tolerance=0.0):
 @pytest.fixture(autouse=True)
 def one_weight_cache():
     """Tests before this one may have left kernels of ours on some ops, whose weight cache is another than torch's."""
-    install_visiting(_native_ops("cpu"), "cpu")
+    install_visiting(_native_ops("cpu").values(), "cpu")
     yield
     remove_visiting("cpu")
     torch._dynamo.reset()

@@ -95,7 +95,7 @@ def test_a_name_and_a_value_are_one_goal():
         assert "under" in parameters and "dtype" not in parameters
     with pytest.raises(TypeError):
         nc.Goal.memory(memory_limit_bytes=5)
-    with pytest.raises(nc.errors.GoalError, match=r"fast\(\) or memory\(\)"):
+    with pytest.raises(nc.errors.GoalError, match=r"Goal.fast\(...\) or Goal.memory"):
         nc.compile(net(), goal="quick")
 
 

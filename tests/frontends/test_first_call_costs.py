@@ -89,7 +89,7 @@ def counting(counts):
     return backend
 
 
-def run(counts, policy=None):
+def run(counts, policy="native"):
     """The graphs of a U-Net, compiled in a process that has forgotten everything but what is on disk."""
     torch._dynamo.reset()
     model, args, kwargs = models.unet()

@@ -21,8 +21,8 @@ def made():
 
 def converted(model):
     if front_end == "trace":
-        return nc.trace(model, (x,), dtype="bf16", policy=policy)
-    return nc.compile(model, dtype="bf16", policy=policy, backend="aot_eager")
+        return nc.trace(model, (x,), under=policy)
+    return nc.compile(model, under=policy, backend="aot_eager")
 
 one, x = made(), torch.linspace(-1, 1, 32).view(4, 8)
 models = [one if alike else made() for _ in range(8)]

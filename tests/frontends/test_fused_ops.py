@@ -34,15 +34,15 @@ class Masked(nn.Module):
         return self.layer(x, **self.masks)
 
 
-def both(model, inputs, **region):
+def both(model, inputs, under):
     """What compiled and exported code gives; no graph falls back, and nothing is warned about."""
     with watch_graphs() as graphs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="narrowcast")
-        compiled = nc.compile(model, backend="aot_eager", fullgraph=True, **region)
+        compiled = nc.compile(model, backend="aot_eager", fullgraph=True, under=under)
         found = [(compiled, model)]
         for strict in (False, True):
-            exported = nc.export(model, inputs, strict=strict, **region).module()
+            exported = nc.export(model, inputs, strict=strict, under=under).module()
             found.append((exported, exported))
         results = [(run(*inputs), owner) for run, owner in found]
     assert graphs and not any(graph.fallback for graph in graphs)
@@ -64,7 +64,7 @@ def test_the_fused_encoder_layer_equals_eager(norm_first, activation, masks, dty
     with torch.no_grad():
         with nc.autocast("cpu", dtype):
             expected = model(x)
-        for found, _ in both(model, (x,), dtype=dtype):
+        for found, _ in both(model, (x,), dtype):
             assert_same(found, expected)
 
 
@@ -85,7 +85,7 @@ def test_rules_about_the_encoder_layer_and_what_it_calls(policy):
     with torch.no_grad():
         with nc.autocast("cpu", policy=policy):
             expected = model(x)
-        for found, _ in both(model, (x,), policy=policy):
+        for found, _ in both(model, (x,), policy):
             assert_same(found, expected)
 
 
@@ -110,7 +110,7 @@ def test_bilinear_equals_eager(sizes, gradients):
         assert not torch.equal(expected, model(*inputs))
         expected_gradients = gradients_of(model, expected)
         assert len(expected_gradients) == 2 * gradients
-        for found, owner in both(model, inputs, dtype="bf16"):
+        for found, owner in both(model, inputs, "bf16"):
             assert_same(found, expected)
             assert all(map(torch.equal, gradients_of(owner, found), expected_gradients))
 
@@ -125,7 +125,7 @@ def test_matrix_exp_of_a_low_format_is_warned_about():
     x = torch.randn(6, 6)
     with nc.autocast("cpu"):
         expected = Exp()(x)
-    for found, _ in both(Exp(), (x,), dtype="bf16"):
+    for found, _ in both(Exp(), (x,), "bf16"):
         assert_same(found, expected)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="matrix_exp of a matrix in bfloat16"):
@@ -162,7 +162,7 @@ def test_attention_that_asks_whether_it_is_traced_is_warned_about():
             torch.backends.mha.set_fastpath_enabled(False)
             with nc.autocast("cpu"):
                 expected = model(x)
-            for found, _ in both(model, (x,), dtype="bf16"):
+            for found, _ in both(model, (x,), "bf16"):
                 assert_same(found, expected)
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
@@ -181,7 +181,7 @@ def test_attention_that_eager_code_does_not_fuse_is_not(case):
     with torch.set_grad_enabled(case == "gradients"):
         with nc.autocast("cpu"):
             expected = model(*inputs)
-        for found, _ in both(model, inputs, dtype="bf16"):
+        for found, _ in both(model, inputs, "bf16"):
             assert_same(found, expected)
 
 

@@ -263,7 +263,7 @@ def test_the_net_is_explained_for_devices_that_are_not_here(device, low):
 def test_the_command_line_shows_what_differs_from_native_on_xpu(capsys):
     """Rules op by op, then what the head says."""
     with pytest.raises(SystemExit) as stopped:
-        main(["policy", "diff", "native", "ipex", "--device", "xpu", "--all"])
+        main(["diff", "native", "ipex", "--device", "xpu", "--all"])
     out = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "aten.layer_norm.default: full -> -" in out and "aten.cat.default: - -> promote" in out

@@ -107,7 +107,7 @@ def test_scripts_are_no_code_to_capture(freeze):
         lambda: nc.explain(script, (x,), under="bf16", front_end="export"),
     )
     for call in calls:
-        with pytest.raises(nc.errors.CaptureError, match=r"no Python code.*\n.*narrowcast.convert"):
+        with pytest.raises(nc.errors.CaptureError, match=r"no Python code.*\n.*narrowcast.script"):
             call()
     assert nc.script(script, under="bf16")(x).dtype is torch.bfloat16
 

@@ -313,7 +313,7 @@ def test_a_region_for_a_script_that_is_cast_already_is_warned_about(tmp_path):
     nc.script(Block(), under=BF16).save(str(tmp_path / "low.pt"))
     loaded = torch.jit.load(tmp_path / "low.pt")
     for script in (loaded, nc.script(Block(), under=BF16), nc.trace(_scaled, (X,), under=BF16)):
-        with pytest.warns(nc.errors.ScriptWarning, match=r"cast already.*Convert the original"):
+        with pytest.warns(nc.errors.ScriptWarning, match=r"cast already.*Give the original"):
             nc.script(script, under=nc.autocast("cpu", torch.float16))
     with warnings.catch_warnings():
         warnings.simplefilter("error", nc.errors.ScriptWarning)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.analysis.record.record import _native_ops
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.observation.observer.mode import _native_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -233,7 +233,7 @@ def run(function):
 @pytest.fixture
 def one_weight_cache():
     """Tests before this one may have left kernels of ours on some ops, whose weight cache is another than torch's."""
-    install_visiting(_native_ops("cpu"), "cpu")
+    install_visiting(_native_ops("cpu").values(), "cpu")
     yield
     remove_visiting("cpu")
 

@@ -20,10 +20,11 @@ def x():
     return torch.randn(8, 8)
 
 
-def same(function, *args, **region):
+def same(function, *args, under=None):
     """The script gives what the function gives, in a region of this kind; its dtypes."""
-    scripted = nc.script(function, **region)
-    with nc.autocast("cpu", **region) if region else torch.enable_grad():
+    scripted = nc.script(function, under=under)
+    region = nc.autocast("cpu", under) if isinstance(under, str) else under
+    with region or torch.enable_grad():
         expected = torch.utils._pytree.tree_leaves(function(*args))
     for _ in range(3):
         found = torch.utils._pytree.tree_leaves(scripted(*args))
@@ -50,7 +51,7 @@ def test_a_region_without_a_dtype_takes_that_of_the_region_around(x):
     """Also behind one that is off, in a function that is called, and in the region around the script."""
     assert same(nested, x) == [FP32, FP16, FP16]
     assert same(inner, x) == [BF16]
-    assert same(inner, x, dtype="fp16") == [FP16]
+    assert same(inner, x, under="fp16") == [FP16]
     scripted = nc.script(inner)
     with nc.autocast("cpu", torch.float16):
         assert scripted(x).dtype is FP16
@@ -171,14 +172,14 @@ def put(x: Tensor, a: Tensor):
 @pytest.mark.parametrize("policy", ["native:cuda", "safe"])
 def test_lists_of_indices_without_none(policy, x):
     """TorchScript calls another overload then."""
-    assert same(put, x, x.half(), dtype="fp16", policy=policy) == [FP32]
+    assert same(put, x, x.half(), under=nc.autocast("cpu", "fp16", policy=policy)) == [FP32]
 
 
 def test_weights_and_a_trace_of_torch(x):
     """The error of torch.jit.trace names what traces models in regions."""
     with pytest.raises(RuntimeError) as caught, nc.autocast("cpu"):  # as torch raises it, unless kernels of ours stand
         raise RuntimeError("Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter")
-    assert "narrowcast.trace(model, inputs, dtype=...)" in caught.value.__notes__[0]
+    assert "narrowcast.trace(model, inputs, under=...)" in caught.value.__notes__[0]
     assert nc.trace(nn.Linear(8, 8), x, under="bf16")(x).dtype is BF16
 
 
@@ -383,7 +384,7 @@ def test_hooks_follow_the_regions_of_a_call(x):
     """The outermost module's, in the region around the script and around its call, and in a copy."""
     model = nn.Linear(8, 8)
     model.register_forward_hook(hook)
-    assert same(model, x, dtype="fp16") == [FP16]
+    assert same(model, x, under="fp16") == [FP16]
     scripted = nc.script(model)
     for ran in (scripted, copy.deepcopy(scripted)):
         assert not hasattr(ran, "hook") and ran(x).dtype is FP32

@@ -30,7 +30,7 @@ def load_example(name):
 
 @pytest.fixture(scope="module")
 def minilm():
-    return load_example("minilm").subject(documents=6)
+    return load_example("minilm").case(documents=6)
 
 
 @pytest.fixture(autouse=True)

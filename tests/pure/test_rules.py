@@ -310,7 +310,7 @@ def test_a_change_says_what_was_and_what_is():
 
 def test_a_finding_says_where_it_is():
     """Or that no file is known."""
-    (finding,) = lint_policy(Policy("p", ((Rule("aten.mmm", "full"),),), ()))
+    (finding,) = Policy("p", ((Rule("aten.mmm", "full"),),), ()).lint()
     assert str(finding).startswith("(no file): unknown op: aten.mmm does not exist")
 
 
