@@ -21,8 +21,8 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, asked_region
 from narrowcast.frontends.scripts.callers import graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
-from narrowcast.frontends.scripts.compiling import around, check_module, compile_function, compile_module, compiling
-from narrowcast.frontends.scripts.decorated import places_of, undecorated
+from narrowcast.frontends.scripts.compiling import around, compile_function, compile_module, compiling
+from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes
 from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
@@ -66,11 +66,11 @@ def script(
     if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
-    with compiling(autocast, _device_types(target)), _explained(target):
+    with compiling(_device_types(target)), _explained(target):
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
+            return _noting(explicit_module(compile_module(target), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
-        return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
+        return explicit_function(compile_function(target), scopes, undecorated(target), pin)
 
 
 def convert(
@@ -113,7 +113,7 @@ def convert(
                 asked=f"convert({type(script).__name__})", found="it is no script",
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
-        check_module(script, autocast)
+        check_methods(script)
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
 
