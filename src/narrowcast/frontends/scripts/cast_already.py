@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from narrowcast.frontends.scripts.places import site_of
-from narrowcast.frontends.scripts.region_facts import constant, region_class
-from narrowcast.frontends.scripts.scopes import remove_unused_objects
+from narrowcast.frontends.scripts.region_facts import constant, region_class, remove_unused_objects
 from narrowcast.runtime.torch_surface.jit import (
     NONE,
     compiled_method,

@@ -13,7 +13,6 @@ from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.formats import parse_format
-from narrowcast.frontends.scripts.boundaries import passage
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import (
     Source,
@@ -31,7 +30,7 @@ from narrowcast.frontends.scripts.calls import (
 from narrowcast.frontends.scripts.formats import OTHER, join, promoted
 from narrowcast.frontends.scripts.memory import Memory
 from narrowcast.frontends.scripts.region_facts import dtype_of
-from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section
+from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section, passage, policy_of
 from narrowcast.programs.passes import COMPOSITE, call_of
 from narrowcast.programs.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, is_weight, short_type
@@ -64,12 +63,10 @@ class ReadScript:
 class ScriptReader:
     """Reads one graph.
 
-    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest, and resolved
-    for the device type when asked.
+    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest.
     """
 
     attributes: Callable[[Any], Any]
-    policy_of: Callable[[Scope], Policy]
     types: dict[int, str] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
@@ -105,7 +102,7 @@ class ScriptReader:
 
     def _number(self, scope: Scope, several: tuple[str, ...]) -> int:
         if (scope, several) not in self.numbers:
-            policy = self.policy_of(scope)
+            policy = policy_of(scope)
             digest = policy.digest[:16]
             self.policies[digest] = policy
             low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)

@@ -112,10 +112,13 @@ class _Rewriter:
                     "TorchScript cannot compile this context manager", expression,
                     "Open the region itself, with torch.autocast(...): ..., and write out what else it does.",
                 )  # fmt: skip
-            whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
+            whole = any(isinstance(a, ast.Starred) for a in expression.args) or not all(
+                k.arg for k in expression.keywords
+            )
             made_here = hasattr(function, "__code__") or (signature_of(function) is not None and not whole)
-            gives_regions = is_region(getattr(function, "func", function))  # of a functools.partial, too
-            if function is UNKNOWN or made_here or not (whole or gives_regions):
+            if function is UNKNOWN or made_here:
+                return None
+            if not whole and not is_region(getattr(function, "func", function)):  # of a functools.partial, too
                 return None
         value = self.value(expression)
         if isinstance(expression, ast.Call) and value is UNKNOWN:
@@ -162,7 +165,7 @@ class _Rewriter:
         if len(call.args) > len(names):
             found = f"it takes at most {len(names)} arguments by position"
             raise self.error(_asked(call), found, call, f"Its arguments are {', '.join(names)}.")
-        if None in map(_named, call.keywords):
+        if not all(k.arg for k in call.keywords):
             raise self.error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
@@ -345,7 +348,3 @@ def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]
 
 def _asked(call: ast.Call) -> str:
     return f"a region in a script, {getattr(call, 'asked', None) or ast.unparse(call)}"
-
-
-def _named(keyword: ast.keyword) -> str | None:
-    return keyword.arg

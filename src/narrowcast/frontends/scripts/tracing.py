@@ -15,8 +15,9 @@ from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
-from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit, policy_of
+from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.scopes import policy_of
 from narrowcast.frontends.scripts.scripted import (
     ExplicitFunction,
     ExplicitModule,
