@@ -44,25 +44,24 @@ def _read_attributes_once(graph: Any) -> None:
     if not inputs or inputs[0].type().kind() != "ClassType":
         return
     changed = set_names(graph)
-    read: dict[tuple[str, ...], Any] = {}
+    read: dict[tuple[str, ...], Any] = {(): inputs[0]}
     for node in graph.findAllNodes("prim::GetAttr"):
         path = path_of(node)
         if path is None or changed & set(path):
             continue
-        value = inputs[0]
-        for n in range(len(path)):
+        reads = [node]  # from the module on
+        while len(reads) < len(path):
+            reads.insert(0, reads[0].inputsAt(0).node())
+        for n, earlier in enumerate(reads):
             if path[: n + 1] not in read:
-                kind = node.output().type() if n == len(path) - 1 else None
-                again = _find_read(node, len(path) - 1 - n)
-                made = graph.create("prim::GetAttr", [value], 1)
+                made = graph.create("prim::GetAttr", [read[path[:n]]], 1)
                 made.s_("name", path[n])
-                made.output().setType(kind or again.output().type())
+                made.output().setType(earlier.output().type())
                 graph.prependNode(made)
                 if n:
                     made.moveAfter(read[path[:n]].node())
                 read[path[: n + 1]] = made.output()
-            value = read[path[: n + 1]]
-        node.output().replaceAllUsesWith(value)
+        node.output().replaceAllUsesWith(read[path])
         node.destroy()
 
 
@@ -87,12 +86,6 @@ def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
             value.replaceAllUsesAfterNodeWith(cast, cast.output())
             value = cast.output()
         known[id(tensor)] = tensor, value
-
-
-def _find_read(node: Any, up: int) -> Any:
-    for _ in range(up):
-        node = node.inputsAt(0).node()
-    return node
 
 
 def make_graph_explicit(
@@ -171,10 +164,9 @@ def _mark(graph: Any, scanner: Scanner) -> None:
     """What the regions of a graph, and those around it, ruled is cast already."""
     for first, last, device_types in scanner.ruled:
         graph.setInsertPoint(first)
-        instances = [enter_off(graph, device_type) for device_type in _known(device_types)]
+        instances = enter_off(graph, _known(device_types))
         graph.setInsertPoint(last)
-        for instance in reversed(instances):
-            leave_off(graph, instance)
+        leave_off(graph, instances)
     switch_off(graph, _known(scanner.around))
 
 

@@ -34,6 +34,7 @@ from narrowcast.runtime.torch_surface.jit import (
     compiled_module,
     compiler_lock,
     forks_replaced,
+    inserting_after,
     method_names,
     recorded_inside,
     script_calls_replaced,
@@ -129,15 +130,15 @@ class _Marker:
         """A region is entered, torch's or ours."""
         state = tracing_state()
         if state is not None:
-            mark = enter_off(traced_graph(state), region.device, is_enabled(region))
-            self.open.setdefault(id(region), []).append(mark)
+            marks = enter_off(traced_graph(state), [region.device], is_enabled(region))
+            self.open.setdefault(id(region), []).append(marks)
 
     def left(self, region: Any, raised: bool) -> None:
         """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
-            instance, state = self.open[id(region)].pop(), tracing_state()
+            marks, state = self.open[id(region)].pop(), tracing_state()
             if state is not None:
-                leave_off(traced_graph(state), instance)
+                leave_off(traced_graph(state), marks)
 
 
 # -- what was traced ---------------------------------------------------------------------------------------------------
@@ -183,19 +184,14 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
         switch_off(graph, regions)
         return
     graph.setInsertPoint(next(iter(graph.nodes())))
-    off = [enter_off(graph, device) for device in scopes]
+    off = enter_off(graph, scopes)
     for node in inside:
         graph.setInsertPoint(node)
-        for instance in reversed(off):
-            leave_off(graph, instance)
-        mark = graph.create("prim::Constant", [], 1)
-        mark.insertAfter(node)
-        graph.setInsertPoint(mark)
-        off = [enter_off(graph, device) for device in scopes]
-        mark.destroy()
+        leave_off(graph, off)
+        with inserting_after(graph, node):
+            off = enter_off(graph, scopes)
     graph.setInsertPoint(graph.block())
-    for instance in reversed(off):
-        leave_off(graph, instance)
+    leave_off(graph, off)
     make_graph_explicit(graph, scopes, module, name, marked=True)
 
 

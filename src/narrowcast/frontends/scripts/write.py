@@ -22,7 +22,7 @@ from narrowcast.programs.passes import cast_inside, hoist_casts
 from narrowcast.programs.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Edit, Program, Step
 from narrowcast.programs.program import TENSOR as UNKNOWN
 from narrowcast.runtime.torch_bridge import DTYPES
-from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType
+from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType, inserting_after
 
 Kept = Sequence[tuple[Any, Any]]
 """Weights and their casts, as values of a script."""
@@ -316,16 +316,12 @@ class Writer:
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
-            mark = self.graph.create("prim::Constant", [], 1)
-            mark.insertAfter(node)
-            self.graph.setInsertPoint(mark)
             users = [(use.user, use.offset) for use in output.uses()]
-            arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
-            given = self._call(runtime.back, arguments)
+            with inserting_after(self.graph, node):
+                arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
+                given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
-            self.graph.setInsertPoint(node)
-            mark.destroy()
 
     # -- nodes
 

@@ -93,6 +93,17 @@ def simplify(graph: Any) -> None:
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
 
 
+@contextmanager
+def inserting_after(graph: Any, node: Any) -> Iterator[None]:
+    """What is inserted inside comes behind this node; afterwards, at the end of the graph."""
+    mark = graph.create("prim::Constant", [], 1)
+    mark.insertAfter(node)
+    graph.setInsertPoint(mark)
+    yield
+    graph.setInsertPoint(graph.block())
+    mark.destroy()
+
+
 def forget_shapes(graph: Any) -> None:
     """Values have the types that scripts give them: element types and sizes of a trace are forgotten."""
     torch._C._jit_pass_erase_shape_information(graph)
