@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,8 +217,7 @@ class GraphBackend:
     @contextmanager
     def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
         """While the inner compiler runs: its joint graph goes through the passes for after autograd."""
-        config = functorch_config
-        earlier = config.joint_custom_pass
+        earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
         weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
         regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
@@ -237,10 +236,10 @@ class GraphBackend:
             report.seconds += time.perf_counter() - start
             return joint
 
-        with ExitStack() as stack:
-            stack.enter_context(config.patch(joint_custom_pass=run_joint))
-            if rules is not None:  # AOTAutograd's cache does not know of them
-                stack.enter_context(config.patch(enable_autograd_cache=False))
+        settings: dict[str, Any] = {"joint_custom_pass": run_joint}
+        if rules is not None:  # AOTAutograd's cache does not know of them
+            settings["enable_autograd_cache"] = False
+        with functorch_config.patch(settings):
             yield
 
 

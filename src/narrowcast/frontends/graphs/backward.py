@@ -79,9 +79,8 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
 
     Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
     """
-    config = functorch_config
     if choice.kind in (AS_EAGER, OFF):
-        with autocast_off(), config.patch(backward_pass_autocast="off"):
+        with autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
             yield ()
         return
     with ExitStack() as stack:
@@ -90,7 +89,7 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
             for pairs in choice.regions:
                 stack.enter_context(torch.autocast(**dict(pairs)))
         expected = autocast_state()
-        stack.enter_context(config.patch(backward_pass_autocast="same_as_forward"))
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="same_as_forward"))
         stack.enter_context(_shielded(graph, [device for device, _ in expected]))
         yield expected
 
