@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.goals import CAST, FOLDED, Goal
 from narrowcast.errors import CaptureError
-from narrowcast.frontends.graphs.capture import fake_mode_of
+from narrowcast.frontends.graphs.capture import detached, fake_mode_of
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit, refuse_scripts
@@ -155,8 +155,7 @@ def _input(program: ExportedProgram, node: Node) -> Any:
     target = program.graph_signature.inputs_to_parameters.get(node.name)
     weight = program.state_dict.get(target) if target is not None else None
     if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
-        with torch.no_grad():
-            return value.detach().requires_grad_()
+        return detached(value).requires_grad_()
     return value
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
+from narrowcast.frontends.graphs.capture import detached
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 
 
@@ -71,5 +72,4 @@ def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) ->
         graph.graph.erase_node(user)
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and dtype is not None:
-        with torch.no_grad():
-            node.meta["val"] = value.detach().to(dtype)
+        node.meta["val"] = detached(value).to(dtype)

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
-from narrowcast.frontends.graphs.capture import noted
+from narrowcast.frontends.graphs.capture import detached, noted
 from narrowcast.programs.program import Program, Writes
 from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.fx import FakeTensor
@@ -126,7 +126,6 @@ def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gr
         node = graph.graph.placeholder(f"{weight.name}_{str(dtype).removeprefix('torch.')}")
     source = weight.meta.get("val")
     if isinstance(source, torch.Tensor):
-        with torch.no_grad():
-            node.meta["val"] = source.detach().to(dtype).requires_grad_(gradient)
+        node.meta["val"] = detached(source).to(dtype).requires_grad_(gradient)
     node.meta["tensor_dict"] = weight.meta.get("tensor_dict", {})
     return node
