@@ -20,7 +20,7 @@ from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy,
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
-from narrowcast.frontends.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.frontends.eager.watch import DecidedCall, Watcher, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
 from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
@@ -41,14 +41,13 @@ _INSIDE = tuple(f"aten.{name}.default" for name in sorted(named("inside.of_recur
 _MEASURED = "measured:"
 
 
-class EagerCalls:
+class EagerCalls(Watcher):
     """A watcher that keeps the calls that may gain: those that are lowered, and recurrent ones; each kind once.
 
-    kinds: by op; what a call was given, with operands in place of floating tensors.
+    kinds: by op; what a call was given, with operands in place of floating tensors: of these only sizes are kept.
     """
 
     whole = frozenset(op_id(op) for op in RECURRENT)
-    steps_graphs = False
 
     def __init__(self) -> None:
         self.kinds: dict[OpOverload, dict[str, list[Any]]] = {}
@@ -71,10 +70,6 @@ class EagerCalls:
         """The call that began last has returned."""
         self._open.pop()
 
-    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call."""
-        return call(args, kwargs)
-
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
         self._open.pop()
@@ -82,9 +77,6 @@ class EagerCalls:
     def wants_whole(self, op: str, device_type: str) -> bool:
         """Recurrent ops are one call."""
         return op in self.whole
-
-    def let_go(self, tensors: tuple[Any, ...]) -> None:
-        """Nothing to do: no tensor of a call is kept here, only its sizes."""
 
 
 def is_raced(region: autocast, goal: Goal) -> bool:

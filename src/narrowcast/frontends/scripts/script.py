@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.frontends.eager import autocast
@@ -246,17 +246,13 @@ def trace(
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     checked = options.pop("check_trace", True)
     asked = asked_region("trace", policy, dtype, device_type, region)
-    around: Any = contextlib.nullcontext()
-    is_on = device_type_of(target) or device_type_of(example_inputs) or "cpu"
-    device, made_on = "", for_target(as_policy(None), is_on)[1]
-    if asked.is_there:
-        device = asked.device_type or is_on
-        chosen, made_on = for_target(asked.policy, device, made_for)
-        around = asked.on(device, chosen)
+    device = asked.device_type or device_type_of(target) or device_type_of(example_inputs) or "cpu"
+    chosen, made_on = for_target(asked.policy, device, made_for if asked.is_there else "")
+    around = asked.on(device, chosen) if asked.is_there else contextlib.nullcontext()
     with _one_trace_at_a_time, deprecations_unsaid(), around:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
-        if device and device not in ruled:
+        if asked.is_there and device not in ruled:
             ruled += (device,)
         with tracing():
             try:
