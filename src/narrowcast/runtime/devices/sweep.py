@@ -65,7 +65,9 @@ def _call(
     constants = ", ".join(map(str, more))
 
     def make(format: Format, backward: bool) -> Measurable:
-        operands = tuple(MeasuredOperand(s, _strides(s), format.name, device, backward) for s in shapes)
+        operands = tuple(
+            MeasuredOperand(s, torch.empty(s, device="meta").stride(), format.name, device, backward) for s in shapes
+        )
         types = (format.name,) * len(shapes)
         signature = Signature(op_id(op), types, tuple(shapes), result, format, constants, backward)
         return Measurable(signature, op, (*operands, *more), {})
@@ -104,12 +106,3 @@ def _pointwise(device: str) -> Iterator[Any]:
         yield _call(aten.relu.default, ((size,),), (), (size,), device)
         yield _call(aten.gelu.default, ((size,),), (), (size,), device)
         yield _call(aten.add.Tensor, ((size,), (size,)), (), (size,), device)
-
-
-def _strides(shape: Shape) -> Shape:
-    found: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= size
-    return tuple(reversed(found))
