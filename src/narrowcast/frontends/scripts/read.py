@@ -73,7 +73,6 @@ class ScriptReader:
     values: list[Value] = field(default_factory=list)
     items: dict[int, Item] = field(default_factory=dict)
     operands: dict[int, list[Source]] = field(default_factory=dict)
-    regions: dict[OpenedRegion, int] = field(default_factory=dict)
     opened: list[OpenedRegion] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
@@ -110,12 +109,11 @@ class ScriptReader:
             number = len(self.scopes)
             self.numbers[scope, several] = number
             opened = OpenedRegion(facts, digest, scope.session, scope.open + several)
-            if opened in self.regions and not scope.open:
-                self.numbers[scope, several] = self.regions[opened]
-                return self.regions[opened]
-            if opened in self.regions:  # each instance has facts of its own
+            if opened in self.opened and not scope.open:
+                self.numbers[scope, several] = self.opened.index(opened)
+                return self.numbers[scope, several]
+            if opened in self.opened:  # each instance has facts of its own
                 opened = replace(opened, open=(*opened.open, f"instance{number}"))
-            self.regions[opened] = number
             self.opened.append(opened)
             self.scopes.append(scope)
         return self.numbers[scope, several]

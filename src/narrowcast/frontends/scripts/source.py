@@ -31,8 +31,8 @@ from narrowcast.core.policy import DEVICE_TYPES, as_policy
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import fp32 as _fp32
 from narrowcast.frontends.scripts.decorated import is_of_contextlib, regions_around, undecorated
-from narrowcast.frontends.scripts.leaving import TORCH, Flattener, at, exits_early, kept, without_docstring
-from narrowcast.frontends.scripts.meanings import UNKNOWN, Meanings
+from narrowcast.frontends.scripts.leaving import Flattener, at, exits_early, kept, without_docstring
+from narrowcast.frontends.scripts.meanings import OURS, TORCH, UNKNOWN, Meanings
 from narrowcast.frontends.scripts.policies import hold_policy
 from narrowcast.frontends.scripts.region_facts import number_of
 from narrowcast.frontends.scripts.region_objects import described, is_region, signature_of
@@ -42,8 +42,6 @@ from narrowcast.runtime.torch_surface.jit import ScriptFunction, ScriptMethod, p
 _is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
 _WITH = "Use a with statement: with torch.autocast(...): ..."
-OURS = "__narrowcast_region_ours"
-"""The name of our region class in functions that TorchScript compiles."""
 
 
 @contextmanager
@@ -95,9 +93,7 @@ class _Rewriter:
             items = [ast.withitem(context_expr=region) for region in made]
             definition.body = [*docstring, at(ast.With(items=items, body=body), definition.body[0])]
         if exits_early(definition.body):
-            definition.body = Flattener(self._is_no_grad, self._is_other, self._refuse_leaving).flattened(
-                definition.body
-            )
+            definition.body = Flattener(self.meanings).flattened(definition.body)
         ast.fix_missing_locations(definition)
 
     # -- region expressions
@@ -320,25 +316,6 @@ class _Rewriter:
             expression.args = []
             at(expression, expression)
         return next((k for k in expression.keywords if k.arg == "device_type"), None)
-
-    # -- with statements that something leaves
-
-    def _is_no_grad(self, expression: ast.expr) -> bool:
-        return isinstance(expression, ast.Call) and self.value(expression.func) is torch.no_grad
-
-    def _is_other(self, expression: ast.expr) -> bool:
-        """Whether it is known to be no region."""
-        value = self.value(expression.func) if isinstance(expression, ast.Call) else None
-        is_class = isinstance(value, type) and value is not torch.no_grad
-        return is_class and signature_of(value) is None
-
-    def _refuse_leaving(self, expression: ast.expr) -> None:
-        """What TorchScript's compiler ends at with an internal assertion."""
-        raise self.error(
-            f"a with statement in a script, {ast.unparse(expression)}",
-            "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
-            "Return behind the with statement.",
-        )  # fmt: skip
 
 
 def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]:
