@@ -33,8 +33,7 @@ from narrowcast.core.policy.lacks import FULL
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.reports.results.profile import Device, Profile, load_profile
-from narrowcast.runtime.devices.clock import elapsed_ns
-from narrowcast.runtime.devices.device import device_now, is_capturing, is_here, synchronize
+from narrowcast.runtime.devices.device import device_now, elapsed_ns, is_capturing, is_here, synchronize
 from narrowcast.runtime.devices.smallest_calls import CPU_ALONE, SMALLEST
 from narrowcast.runtime.torch_bridge import DTYPES, op_id
 
