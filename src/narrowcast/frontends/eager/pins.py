@@ -19,7 +19,16 @@ from narrowcast.frontends.eager.boundary import Names, make_boundary, names_of, 
 from narrowcast.frontends.eager.bounded import run_bounded
 from narrowcast.frontends.eager.find_boundary import ANYWHERE
 from narrowcast.frontends.eager.traced_calls import key_of, run_traced
-from narrowcast.runtime.regions.pinned import Pin, name_of, own_pin, pin_of, set_pin, take_pin, watch_module_calls
+from narrowcast.runtime.regions.pinned import (
+    Pin,
+    is_module,
+    name_of,
+    own_pin,
+    pin_of,
+    set_pin,
+    take_pin,
+    watch_module_calls,
+)
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 AnyFormat = torch.dtype | str | Format
@@ -70,7 +79,7 @@ def pin(
         return functools.partial(pin, format=wanted, keep=keep, only=only, out=out, at_least=at_least)
     asked = _asked(target, format, keep, only, out, at_least)
     policy = Policy("pin", (tuple(asked.rules()),), extends=())
-    if _is_module(target):
+    if is_module(target):
         set_pin(target, Pin(policy))
         return target
     return _pinned_function(target, asked.names, policy)
@@ -81,7 +90,7 @@ def unpin(target: Any) -> Any:
 
     Raises PinError for what is not pinned.
     """
-    if _is_module(target):
+    if is_module(target):
         if own_pin(target) is None:
             found = "it is not pinned" if pin_of(target) is None else "its class is pinned, not it"
             raise PinError(
@@ -94,10 +103,6 @@ def unpin(target: Any) -> Any:
     return target.__wrapped__
 
 
-def _is_module(target: Any) -> bool:
-    return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
-
-
 # -- what a pin asks for -----------------------------------------------------------------------------------------------
 
 
@@ -108,7 +113,7 @@ def _as_names(names: Iterable[str]) -> Iterable[str]:
 def _names_of(target: Any) -> Names:
     if isinstance(target, Module):
         return names_of_forward(target)
-    if _is_module(target):
+    if is_module(target):
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):
         raise PinError(

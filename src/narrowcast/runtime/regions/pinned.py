@@ -58,6 +58,11 @@ def own_pin(target: Any) -> Pin | None:
     return found
 
 
+def is_module(target: Any) -> bool:
+    """Whether it is a module, or a class of them."""
+    return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
+
+
 def name_of(target: Any) -> str:
     """The name of what is pinned, for messages."""
     return getattr(target, "__qualname__", None) or type(target).__qualname__
