@@ -34,7 +34,7 @@ from narrowcast.frontends.graphs.backward import (
 )
 from narrowcast.frontends.graphs.capture import detached, fake_mode_of, noted
 from narrowcast.frontends.graphs.check import check_formats
-from narrowcast.frontends.graphs.compiled import first_site, note_reading, report_graph
+from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.elsewhere import find_elsewhere
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
 from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
@@ -85,7 +85,7 @@ class GraphBackend:
         """What torch.compile asks of a backend: the graph, compiled."""
         if not (any_autocast() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
-        report = report_graph(first_site(graph))
+        report = report_graph(graph)
         _note_break(report, graph)
         compiling = False
         try:

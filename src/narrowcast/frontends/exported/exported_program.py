@@ -17,7 +17,7 @@ from narrowcast.core.goals import CAST, FOLDED, Goal
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.capture import detached, fake_mode_of
 from narrowcast.frontends.graphs.check import check_formats
-from narrowcast.frontends.graphs.compiled import first_site, note_reading, report_graph
+from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit, refuse_scripts
 from narrowcast.frontends.graphs.folding import fold_weights
 from narrowcast.frontends.race.candidates import Candidate
@@ -62,7 +62,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     with fake_mode_of(graph, allow_non_fake_inputs=True):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
-    report = report_graph(first_site(graph))
+    report = report_graph(graph)
     note_reading(report, explicit.reading)
     report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
     finished = finish_program(program, explicit.graph, fold)
@@ -122,7 +122,7 @@ def placed_program(
     pricing = replace(goal, weights=FOLDED if fold else CAST)
     with mode, torch.no_grad():
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
-    report = report_graph(first_site(graph))
+    report = report_graph(graph)
     note_reading(report, placed.explicit.reading)
     made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
 
