@@ -18,6 +18,7 @@ from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.frontends.eager.boundary import Names, make_boundary, names_of, names_of_forward
 from narrowcast.frontends.eager.bounded import run_bounded
 from narrowcast.frontends.eager.find_boundary import ANYWHERE
+from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.eager.traced_calls import key_of, run_traced
 from narrowcast.runtime.regions.pinned import (
     Pin,
@@ -120,7 +121,7 @@ def _names_of(target: Any) -> Names:
             asked=f"pin({name_of(target)})", found=f"it is of type {type(target).__name__}, and has no call to pin",
             advice="Give a Module, a class of Modules, or a function.",
         )  # fmt: skip
-    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
+    if runs_in_steps(target):
         raise PinError(
             asked=f"pin({name_of(target)})",
             found="it runs in steps, and its results are not yet there when it returns",

@@ -42,6 +42,12 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
     return plain
 
 
+def runs_in_steps(function: Callable[..., Any]) -> bool:
+    """Whether a function is a generator, a coroutine or an asynchronous generator."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_one(function) for is_one in kinds)
+
+
 def _async_generator(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     @functools.wraps(function)
     async def async_generator(*args: Any, **kwargs: Any) -> Any:

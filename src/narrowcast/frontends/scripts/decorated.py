@@ -39,18 +39,17 @@ def regions_around(function: Any) -> tuple[Any, ...]:
     Raises ScriptError where a decorator may open regions in code of its own, or where what is below is no function.
     """
     found: tuple[Any, ...] = ()
-    for layer in _layers(function):
+    *around, inner = _layers(function)
+    for layer in around:
         found += getattr(layer, _BARE, ())
-        if not hasattr(layer, "__wrapped__"):
-            if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _no_function(function, layer)
-            return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
             found += (region,)
         elif not _is_pin(layer):
             _check_wrapper(function, layer)
-    return found
+    if not isinstance(inner, types.FunctionType | types.BuiltinFunctionType):
+        raise _no_function(function, inner)
+    return found + getattr(inner, _BARE, ())
 
 
 def bare(function: Any) -> Any:

@@ -204,7 +204,7 @@ class Scanner:
         blocks = list(node.blocks())
         if not blocks:
             return []
-        if node.kind() == "prim::Loop" and any(_sets_grad_mode(block) for block in blocks):
+        if node.kind() == "prim::Loop" and any(block.findAllNodes("aten::set_grad_enabled") for block in blocks):
             self.grad_mode = None
         before, ends, found = self.grad_mode, set(), []
         for block in blocks:
@@ -377,13 +377,6 @@ def policy_of(scope: Scope) -> Policy:
 def _is_no_grad(value: Value) -> bool:
     kind = value.type()
     return bool(kind.kind() == "ClassType" and str(kind.qualified_name()).endswith("torch.autograd.grad_mode.no_grad"))
-
-
-def _sets_grad_mode(block: Any) -> bool:
-    return any(
-        node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
-        for node in block.nodes()
-    )
 
 
 def _is_machinery(node: Node) -> bool:

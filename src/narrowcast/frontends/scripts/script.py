@@ -19,6 +19,7 @@ from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, asked_region
+from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.scripts.callers import graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around, compile_function, compile_module, compiling
@@ -63,14 +64,15 @@ def script(
         return convert(target, policy=policy, dtype=dtype, device_type=device_type, region=region, made_for=made_for)
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
-    if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
+    written = undecorated(target)
+    if inspect.isfunction(target) and (getattr(written, "__name__", "") == "<lambda>" or runs_in_steps(written)):
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
     with compiling(_device_types(target)), _explained(target):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
-        return explicit_function(compile_function(target), scopes, undecorated(target), pin)
+        return explicit_function(compile_function(target), scopes, written, pin)
 
 
 def convert(
@@ -158,12 +160,6 @@ def _device_types(target: Any) -> tuple[str, ...]:
     here = torch.accelerator.current_accelerator()
     found = (device_type_of(target), here.type if here is not None else None)
     return tuple(device for device in found if device in DEVICE_TYPES)
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether TorchScript has a word for such a function."""
-    steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    return getattr(function, "__name__", "") != "<lambda>" and not any(asks(function) for asks in steps)
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:

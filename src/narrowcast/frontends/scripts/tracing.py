@@ -73,7 +73,7 @@ def _forks_inside(marker: _Marker) -> Iterator[None]:
     def wait(plain: Any, future: Any) -> Any:
         return future.wait() if isinstance(future, _Forked) else plain(future)
 
-    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain), "traces follow forks"):
+    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain)):
         yield
 
 

@@ -154,8 +154,6 @@ class Writer:
     def _insert(self, step: Step) -> None:
         if step.op == CAST:
             source = step.operands[0].value
-            if step.id in self.made:
-                return
             value, cache = self._value(source), self._cache_of(self._scope(step))
             if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
