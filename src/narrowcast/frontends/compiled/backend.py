@@ -32,7 +32,7 @@ from narrowcast.frontends.graphs.backward import (
     tracing_backward,
     watch_backward,
 )
-from narrowcast.frontends.graphs.capture import detached, fake_mode_of, noted
+from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.elsewhere import find_elsewhere
@@ -317,12 +317,7 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
 
 
 def _has_regions(graph: GraphModule) -> bool:
-    return any(
-        node.op == "call_function" and (node.target is ENTER_AUTOCAST or node.target in MARKS)
-        for module in graph.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )
+    return any(n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
 
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.goals import CAST, FOLDED, Goal
 from narrowcast.errors import CaptureError
-from narrowcast.frontends.graphs.capture import detached, fake_mode_of
+from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit, refuse_scripts
@@ -28,7 +28,6 @@ from narrowcast.runtime.torch_surface.patches import held
 
 _WHY = "exported modules take eager code's paths"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
 
 
 def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **options: Any) -> ExportedProgram:
@@ -98,10 +97,9 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
     if fold:
         fold_weights(made, signature, state)
     made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
-    for module in made.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.op == "call_function":
-                node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
+    for node in all_nodes(made):
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
     made.recompile()
     result = updated_program(program, made, signature, state_dict=state, constants=constants)
     result.graph_module.meta.update(made.meta)
@@ -188,8 +186,6 @@ def _take_attributes(old: GraphModule, new: GraphModule) -> None:
 
 
 def _refuse_regions(graph: GraphModule) -> None:
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                if node.target in _TORCHS_OWN:
-                    raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
+    for node in all_nodes(graph):
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")

@@ -339,6 +339,13 @@ def noted(node: torch.fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def all_nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The nodes of a graph, and of the bodies of higher-order ops in it."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from module.graph.nodes
+
+
 def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:
     """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
     found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), FakeTensor))
