@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -205,11 +205,9 @@ def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Itera
         yield
 
 
-@contextmanager
-def forks_replaced(fork: Wrap, wait: Wrap, why: str) -> Iterator[None]:
+def forks_replaced(fork: Wrap, wait: Wrap) -> AbstractContextManager[None]:
     """Around what torch.jit.fork and torch.jit.wait call."""
-    with held(torch._C, why, fork=fork, wait=wait):
-        yield
+    return held(torch._C, "traces follow forks", fork=fork, wait=wait)
 
 
 @contextmanager
