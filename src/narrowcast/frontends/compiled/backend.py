@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,15 +56,8 @@ from narrowcast.runtime.torch_surface.dynamo import (
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
 Compiled = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Edited:
-    """A graph with explicit casts. placed: its candidates, under a goal. resting: weights that are cast outside."""
-
-    explicit: Explicit
-    placed: PlacedGraph | None
-    resting: Resting
+Compiling = Callable[[], tuple[Compiled, State]]
+"""What has the compiler inside compile a graph, and gives the autocast state, too, that its backward expects."""
 
 
 @dataclass(frozen=True)
@@ -90,35 +84,18 @@ class GraphBackend:
         compiling = False
         try:
             start = time.perf_counter()
-            edited = self._edit(graph, inputs, report)
+            explicit, compile_it = (self._place if self.goal.places else self._explicit)(graph, inputs, report)
             report.seconds = time.perf_counter() - start
             model = self.model() if self.model is not None else None
             if model is not None:
-                tell_other_paths(model, edited.explicit.reading.program)
+                tell_other_paths(model, explicit.reading.program)
             compiling = True
-            compiled, expected = self._compile(edited, inputs, report)
+            compiled, expected = compile_it()
         except Exception as error:
             if not _may_fall_back(error, compiling):
                 raise
             return self._fall_back(graph, inputs, report, error)
-        return self._running(graph, edited.explicit, compiled, expected)
-
-    def _edit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> _Edited:
-        """The graph with explicit casts: under a goal its candidates."""
-        if self.goal.places:
-            placed = self._place(graph, inputs, report)
-            return _Edited(placed.explicit, placed, Resting(()))
-        explicit, resting = self._explicit(graph, inputs, report)
-        return _Edited(explicit, None, resting)
-
-    def _compile(self, edited: _Edited, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Compiled, State]:
-        """What the compiler inside makes of it, and the autocast state that its backward expects."""
-        if edited.placed is not None:
-            return self._compile_placed(edited.placed, inputs, report)
-        explicit = edited.explicit
-        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-            compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
-        return with_weights(compiled, edited.resting), expected
+        return self._running(graph, explicit, compiled, expected)
 
     def _running(self, graph: GraphModule, explicit: Explicit, compiled: Compiled, expected: State) -> Compiled:
         """The compiled graph as Dynamo calls it: outside of regions, its backward watched."""
@@ -150,8 +127,8 @@ class GraphBackend:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
-    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> PlacedGraph:
-        """The candidates of the graph."""
+    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
+        """The graph in the formats that are predicted to be the best, and what compiles its candidates."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
@@ -161,7 +138,7 @@ class GraphBackend:
             )
         note_reading(report, placed.explicit.reading)
         report.capture_seconds = placed.explicit.capture_seconds
-        return placed
+        return placed.explicit, partial(self._compile_placed, placed, inputs, report)
 
     def _compile_placed(
         self, placed: PlacedGraph, inputs: Sequence[Any], report: CompiledGraph
@@ -177,7 +154,8 @@ class GraphBackend:
         compiled = compile_placed(placed, inputs, self._inner, around, report)
         return compiled, states[0] if states else ()
 
-    def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
+    def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
+        """The graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
         resting = Resting(())
         with fake_mode_of(graph):
@@ -192,7 +170,14 @@ class GraphBackend:
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
         note_reading(report, explicit.reading)
         report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
-        return explicit, resting
+        return explicit, partial(self._compile, explicit, resting, inputs, report)
+
+    def _compile(
+        self, explicit: Explicit, resting: Resting, inputs: Sequence[Any], report: CompiledGraph
+    ) -> tuple[Compiled, State]:
+        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+            compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
+        return with_weights(compiled, resting), expected
 
     def _fall_back(
         self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
