@@ -71,16 +71,9 @@ Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, i
 """Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
 
 
-def find_opening(
-    policy: Policy,
-    device_type: str,
-    dtype: torch.dtype | str | Format | None,
-    enabled: bool,
-    cache_enabled: bool | str | None,
-    limit_bytes: int | None,
-) -> Opening:
+def find_opening(policy: Policy, asked: Asked) -> Opening:
     """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
-    asked = (device_type, dtype, enabled, cache_enabled, limit_bytes)
+    device_type, dtype, enabled, _, _ = asked
     try:
         key = (asked, torch.get_autocast_dtype(device_type) if dtype is None else None, is_weight_cache_on())
         found: Opening | None = policy.memory.get(key)

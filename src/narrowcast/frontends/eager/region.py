@@ -80,7 +80,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if inner is not None:
             chosen = chosen.with_inner(inner)
         self.policy = chosen
-        self._made = find_opening(chosen, device_type, dtype, enabled, cache_enabled, cache_limit_bytes)
+        self._made = find_opening(chosen, (device_type, dtype, enabled, cache_enabled, cache_limit_bytes))
         self._key = self._made.key
 
     def __enter__(self) -> autocast:
