@@ -139,9 +139,10 @@ class _Check:
             return
         found = autocast_state()
         if found != self.expected:
+            another = ", of another policy" if found and _own(found) == _own(self.expected) else ""
             raise BackwardError(
                 asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
-                found=f"it was called under {_text(found)}{_under_another(found, self.expected)}",
+                found=f"it was called under {_text(found)}{another}",
                 advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
                 "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
                 "for; or give a list of keyword sets of torch.autocast.",
@@ -159,7 +160,3 @@ def _text(state: State) -> str:
 
 def _own(state: State) -> State:
     return tuple((device, dtype) for device, dtype in state if device not in CARRIERS)
-
-
-def _under_another(found: State, expected: State) -> str:
-    return ", of another policy" if found and _own(found) == _own(expected) else ""

@@ -22,6 +22,7 @@ class_pins = "0"
 for a size that changes.
 """
 _begins: list[Callable[[], None]] = []
+_forget_compiled = once(forget_compiled_code)  # what was compiled before the first pin does not ask modules for theirs
 
 
 class Pin:
@@ -116,9 +117,3 @@ def _compile_anew() -> None:
     """Compiled code that calls modules is compiled anew at its next call."""
     global class_pins
     class_pins = str(next(_changes))
-
-
-@once
-def _forget_compiled() -> None:
-    """What was compiled before the first pin does not ask modules for theirs; what is compiled afterwards does."""
-    forget_compiled_code()
