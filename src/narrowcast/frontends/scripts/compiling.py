@@ -82,27 +82,21 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
                 close_passages(made.graph)
 
 
-def compile_function(function: Callable[..., Any]) -> Any:
-    """A new script function, which nobody shares."""
-    check_pins(function)
-    with _edges():
-        return script_function(bare(function))
+def compile_anew(target: Callable[..., Any] | torch.nn.Module) -> Any:
+    """A new script of a function, or of a module, whose types no other module shares.
 
-
-def compile_module(module: torch.nn.Module) -> Any:
-    """A new script module, whose types no other module shares."""
-    check_methods(module)
-    with _edges():
-        return script_module(module)
-
-
-@contextmanager
-def _edges() -> Iterator[None]:
-    """What is compiled inside has the edges of its regions, before TorchScript keeps a form in which marks are gone."""
+    It has the edges of its regions, before TorchScript keeps a form in which marks are gone.
+    """
     before = len(compiled_functions())
-    yield
+    if isinstance(target, torch.nn.Module):
+        check_methods(target)
+        made = script_module(target)
+    else:
+        check_pins(target)
+        made = script_function(bare(target))
     for function in compiled_functions()[before:]:
         make_edges(function.graph)
+    return made
 
 
 def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:

@@ -22,7 +22,7 @@ from narrowcast.frontends.eager.asked import AskedRegion, asked_region
 from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.scripts.callers import graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
-from narrowcast.frontends.scripts.compiling import around, compile_function, compile_module, compiling
+from narrowcast.frontends.scripts.compiling import around, compile_anew, compiling
 from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes
@@ -69,10 +69,10 @@ def script(
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
     with compiling(_device_types(target)), _explained(target):
+        made = compile_anew(target)
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(compile_module(target), scopes, target), made_on)
-        pin = getattr(target, "__narrowcast_pinned__", None)
-        return explicit_function(compile_function(target), scopes, written, pin)
+            return _noting(explicit_module(made, scopes, target), made_on)
+        return explicit_function(made, scopes, written, getattr(target, "__narrowcast_pinned__", None))
 
 
 def convert(
