@@ -191,9 +191,6 @@ class _GraphRunner(torch.fx.Interpreter):
             args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fetch_attr(target)
-
     def _enter(self, args: tuple[Any, ...]) -> Any:
         """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
         device, dtype, enabled, cache = args
