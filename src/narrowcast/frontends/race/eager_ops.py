@@ -7,8 +7,8 @@ policy and in fp32. What is found becomes rules: of the policy for eager code, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -86,23 +86,17 @@ def is_raced(region: autocast, goal: Goal) -> bool:
 
 def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
     """Run in the region; the result, and the policy for eager code in the runs to come. region: not open."""
-    with _watch_eager_calls(region) as calls, region:
-        result = run()
-    return result, _eager_policy(calls, region)
-
-
-@contextmanager
-def _watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
-    """The calls of eager code in the block that the region's policy lowers. Graphs run without autocast: not theirs."""
-    calls = EagerCalls()
+    calls = EagerCalls()  # graphs run without autocast: theirs are not among these
     lowered = (find_op(r.op) for r in region.policy.resolve(region.device).rules if r.action.kind is Kind.LOWER)
     install_visiting((*filter(None, lowered), *RECURRENT), region.device)
     add_watcher(calls)
     try:
-        yield calls
+        with region:
+            result = run()
     finally:
         remove_watcher(calls)
         remove_visiting(region.device)
+    return result, _eager_policy(calls, region)
 
 
 def _eager_policy(calls: EagerCalls, region: autocast) -> Policy:
