@@ -26,7 +26,7 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
             continue
         node, tensor = placeholders[spec.arg.name], state[spec.target]
-        found = _formats_read(node)
+        found = {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}  # None: as it is
         if spec.target in kept_back:
             found.add(None)
         wanted.setdefault(_memory(tensor), set()).update(found)
@@ -59,11 +59,6 @@ def _memory(tensor: torch.Tensor) -> Memory:
     """The same for tied weights: one memory, seen alike."""
     start = tensor.untyped_storage().data_ptr() or id(tensor)
     return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _formats_read(node: Node) -> set[Any]:
-    """The dtypes that a weight's readers cast it to; None for a reader that does not."""
-    return {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}
 
 
 def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) -> None:
