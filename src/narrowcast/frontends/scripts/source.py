@@ -20,8 +20,7 @@ import copy
 import inspect
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,8 +43,7 @@ _SPELT = "Write them out, each by its name: with torch.autocast(device_type=...,
 _WITH = "Use a with statement: with torch.autocast(...): ..."
 
 
-@contextmanager
-def rewriting(device_types: tuple[str, ...]) -> Iterator[None]:
+def rewriting(device_types: tuple[str, ...]) -> AbstractContextManager[None]:
     """TorchScript parses functions through us inside; one thread at a time.
 
     device_types: those that a region may be meant for where only the running script knows which.
@@ -56,8 +54,7 @@ def rewriting(device_types: tuple[str, ...]) -> Iterator[None]:
         _Rewriter(function, parsed, device_types).run()
         return parsed
 
-    with parser_replaced(lambda parse: partial(parse_rewritten, parse)):
-        yield
+    return parser_replaced(lambda parse: partial(parse_rewritten, parse))
 
 
 class _Rewriter:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,8 +59,7 @@ def tracing() -> Iterator[None]:
             yield
 
 
-@contextmanager
-def _forks_inside(marker: _Marker) -> Iterator[None]:
+def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
     """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
     would be out of reach of the code around it, which takes them from torch's weight cache.
     """
@@ -73,8 +72,7 @@ def _forks_inside(marker: _Marker) -> Iterator[None]:
     def wait(plain: Any, future: Any) -> Any:
         return future.wait() if isinstance(future, _Forked) else plain(future)
 
-    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain)):
-        yield
+    return forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain))
 
 
 class _Forked:
@@ -90,8 +88,7 @@ class _Forked:
     value = wait
 
 
-@contextmanager
-def _following(kept: list[Method]) -> Iterator[None]:
+def _following(kept: list[Method]) -> AbstractContextManager[None]:
     """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
 
     def call_function(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +104,9 @@ def _following(kept: list[Method]) -> Iterator[None]:
         return kept[-1].run(self, args, kwargs)
 
     why = "traces cast the scripts that they call"
-    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call), why):
-        yield
+    return script_calls_replaced(
+        lambda call: partial(call_function, call), lambda call: partial(call_method, call), why
+    )
 
 
 def _method_of(script: Any, module: Any) -> Method:
