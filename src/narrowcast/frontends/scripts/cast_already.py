@@ -21,6 +21,7 @@ from narrowcast.runtime.torch_surface.jit import (
     compiled_method,
     deprecations_unsaid,
     inline,
+    inserted,
     method_names,
     own_pass_off,
     simplify,
@@ -61,9 +62,7 @@ def _setting(region: Any, name: str) -> list[Any]:
 def leave_off(graph: Any, instances: Iterable[Any]) -> None:
     """Write the ends of these regions, the last one's first, where nodes are being inserted into the graph."""
     for instance in reversed(list(instances)):
-        node = graph.create("prim::Exit", [instance], 1)
-        node.output().setType(NONE)
-        graph.insertNode(node)
+        inserted(graph, "prim::Exit", [instance], NONE)
 
 
 def switch_off(graph: Any, device_types: Iterable[str]) -> None:

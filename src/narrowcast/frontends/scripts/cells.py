@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.runtime.torch_surface.jit import TENSOR, ListType
+from narrowcast.runtime.torch_surface.jit import TENSOR, ListType, inserted
 
 
 def lstm_cell(
@@ -113,16 +113,12 @@ def insert_gru(graph: Any, node: Any) -> list[Any] | None:
         return list(graph.insertGraph(graph_of(function), list(inputs)))
 
     def listed(values: list[Any]) -> Any:
-        made = graph.insertNode(graph.create("prim::ListConstruct", values, 1)).output()
-        made.setType(ListType(TENSOR))
-        return made
+        return inserted(graph, "prim::ListConstruct", values, ListType(TENSOR))
 
     def element(values: Any, number: int) -> Any:
         if values.node().kind() == "prim::ListConstruct":
             return values.node().inputsAt(number)
-        made = graph.insertNode(graph.create("aten::__getitem__", [values, graph.insertConstant(number)], 1)).output()
-        made.setType(TENSOR)
-        return made
+        return inserted(graph, "aten::__getitem__", [values, graph.insertConstant(number)], TENSOR)
 
     directions, each = 2 if known[2] else 1, 4 if known[0] else 2
     (x,), (before,) = call(_rows_first, x, batch_first), call(_states, hx)

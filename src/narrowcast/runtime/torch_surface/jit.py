@@ -93,6 +93,13 @@ def simplify(graph: Any) -> None:
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
 
 
+def inserted(graph: Any, kind: str, inputs: list[Any], type_of: Any) -> Any:
+    """What a new node gives, a value of this type; the node stands where the graph is written to."""
+    node = graph.insertNode(graph.create(kind, inputs, 1))
+    node.output().setType(type_of)
+    return node.output()
+
+
 @contextmanager
 def inserting_after(graph: Any, node: Any) -> Iterator[None]:
     """What is inserted inside comes behind this node; afterwards, at the end of the graph."""
