@@ -157,7 +157,7 @@ class GraphBackend:
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
         """The graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
-        resting = Resting(())
+        resting = Resting()
         with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
             if self.goal.weights != CAST:

@@ -207,7 +207,7 @@ def prepared_for(policy: Policy, facts: Region, grade: str, limit_bytes: int | N
 
 def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
     if facts.device_type not in DEVICE_TYPES:
-        return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
+        return Prepared(facts, policy, grade=grade)
     resolved = fitted(policy, facts.device_type)
     ops = changed_ops(resolved, facts.device_type)
     trains = not facts.enabled or resolved.trains_in(facts.low)
@@ -215,8 +215,8 @@ def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None)
         lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
         ops = tuple(dict.fromkeys((*ops, *(op for op in lowering if op is not None))))
     return Prepared(
-        facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes, trains=trains,
-        sightings=sightings_of(resolved) if facts.enabled else None,
+        facts, resolved, ops, frozenset(op_id(op) for op in ops), grade=grade, cache_limit_bytes=limit_bytes,
+        trains=trains, sightings=sightings_of(resolved) if facts.enabled else None,
     )  # fmt: skip
 
 

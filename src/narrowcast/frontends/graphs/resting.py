@@ -36,7 +36,7 @@ class Resting:
     copies: what was kept of them at the last call.
     """
 
-    casts: tuple[tuple[int, torch.dtype], ...]
+    casts: tuple[tuple[int, torch.dtype], ...] = ()
     gradients: tuple[int, ...] = ()
     removed: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -61,7 +61,7 @@ def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return [*inputs, *(node.meta["val"] for node in more)]
 
 
-def weight_positions(graph: GraphModule, inputs: Sequence[Any] = ()) -> frozenset[int]:
+def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
     """Which inputs of a Dynamo graph are parameters, or buffers, of modules.
 
     inputs: the real ones; a weight that shares memory with another of them may be written to through that, and is none.

@@ -88,15 +88,13 @@ def capabilities(device_type: str, backward: bool = False) -> Capabilities:
     if not is_here(device_type):
         return shipped_capabilities(device_type, device.units)
     key = (device, _uses_onednn(), backward)
-    found = _known.get(key)
-    if found is None:
+    if key not in _known:
         if is_capturing():
             return shipped_capabilities(device_type, device.units)
         with _lock:
-            found = _known.get(key)
-            if found is None:
-                found = _known[key] = _ask(device, _uses_onednn(), backward)
-    return found
+            if key not in _known:
+                _known[key] = _ask(device, _uses_onednn(), backward)
+    return _known[key]
 
 
 def _uses_onednn() -> bool:
