@@ -9,8 +9,8 @@ import torch
 
 from narrowcast.analysis.compare.reference import KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.kernels import invoke
-from narrowcast.frontends.eager.results import cast_results
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.statistics import checksum

@@ -14,8 +14,7 @@ import torch
 
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Comparison
-from narrowcast.runtime.devices.clock import elapsed_ns
-from narrowcast.runtime.devices.device import synchronize
+from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
 

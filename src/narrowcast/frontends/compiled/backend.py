@@ -9,8 +9,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from narrowcast.frontends.graphs.backward import (
     tracing_backward,
     watch_backward,
 )
-from narrowcast.frontends.graphs.capture import detached, fake_mode_of, noted
+from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
 from narrowcast.frontends.graphs.check import check_formats
-from narrowcast.frontends.graphs.compiled import first_site, note_reading, report_graph
+from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.elsewhere import find_elsewhere
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
 from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
@@ -55,15 +56,8 @@ from narrowcast.runtime.torch_surface.dynamo import (
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
 Compiled = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Edited:
-    """A graph with explicit casts. placed: its candidates, under a goal. resting: weights that are cast outside."""
-
-    explicit: Explicit
-    placed: PlacedGraph | None
-    resting: Resting
+Compiling = Callable[[], tuple[Compiled, State]]
+"""What has the compiler inside compile a graph, and gives the autocast state, too, that its backward expects."""
 
 
 @dataclass(frozen=True)
@@ -85,40 +79,23 @@ class GraphBackend:
         """What torch.compile asks of a backend: the graph, compiled."""
         if not (any_autocast() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
-        report = report_graph(first_site(graph))
+        report = report_graph(graph)
         _note_break(report, graph)
         compiling = False
         try:
             start = time.perf_counter()
-            edited = self._edit(graph, inputs, report)
+            explicit, compile_it = (self._place if self.goal.places else self._explicit)(graph, inputs, report)
             report.seconds = time.perf_counter() - start
             model = self.model() if self.model is not None else None
             if model is not None:
-                tell_other_paths(model, edited.explicit.reading.program)
+                tell_other_paths(model, explicit.reading.program)
             compiling = True
-            compiled, expected = self._compile(edited, inputs, report)
+            compiled, expected = compile_it()
         except Exception as error:
             if not _may_fall_back(error, compiling):
                 raise
             return self._fall_back(graph, inputs, report, error)
-        return self._running(graph, edited.explicit, compiled, expected)
-
-    def _edit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> _Edited:
-        """The graph with explicit casts: under a goal its candidates."""
-        if self.goal.places:
-            placed = self._place(graph, inputs, report)
-            return _Edited(placed.explicit, placed, Resting(()))
-        explicit, resting = self._explicit(graph, inputs, report)
-        return _Edited(explicit, None, resting)
-
-    def _compile(self, edited: _Edited, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Compiled, State]:
-        """What the compiler inside makes of it, and the autocast state that its backward expects."""
-        if edited.placed is not None:
-            return self._compile_placed(edited.placed, inputs, report)
-        explicit = edited.explicit
-        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-            compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
-        return with_weights(compiled, edited.resting), expected
+        return self._running(graph, explicit, compiled, expected)
 
     def _running(self, graph: GraphModule, explicit: Explicit, compiled: Compiled, expected: State) -> Compiled:
         """The compiled graph as Dynamo calls it: outside of regions, its backward watched."""
@@ -150,8 +127,8 @@ class GraphBackend:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
-    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> PlacedGraph:
-        """The candidates of the graph."""
+    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
+        """The graph in the formats that are predicted to be the best, and what compiles its candidates."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
@@ -161,7 +138,7 @@ class GraphBackend:
             )
         note_reading(report, placed.explicit.reading)
         report.capture_seconds = placed.explicit.capture_seconds
-        return placed
+        return placed.explicit, partial(self._compile_placed, placed, inputs, report)
 
     def _compile_placed(
         self, placed: PlacedGraph, inputs: Sequence[Any], report: CompiledGraph
@@ -177,9 +154,10 @@ class GraphBackend:
         compiled = compile_placed(placed, inputs, self._inner, around, report)
         return compiled, states[0] if states else ()
 
-    def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
+    def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
+        """The graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
-        resting = Resting(())
+        resting = Resting()
         with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
             if self.goal.weights != CAST:
@@ -192,7 +170,14 @@ class GraphBackend:
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
         note_reading(report, explicit.reading)
         report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
-        return explicit, resting
+        return explicit, partial(self._compile, explicit, resting, inputs, report)
+
+    def _compile(
+        self, explicit: Explicit, resting: Resting, inputs: Sequence[Any], report: CompiledGraph
+    ) -> tuple[Compiled, State]:
+        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+            compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
+        return with_weights(compiled, resting), expected
 
     def _fall_back(
         self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
@@ -217,8 +202,7 @@ class GraphBackend:
     @contextmanager
     def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
         """While the inner compiler runs: its joint graph goes through the passes for after autograd."""
-        config = functorch_config
-        earlier = config.joint_custom_pass
+        earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
         weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
         regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
@@ -237,10 +221,10 @@ class GraphBackend:
             report.seconds += time.perf_counter() - start
             return joint
 
-        with ExitStack() as stack:
-            stack.enter_context(config.patch(joint_custom_pass=run_joint))
-            if rules is not None:  # AOTAutograd's cache does not know of them
-                stack.enter_context(config.patch(enable_autograd_cache=False))
+        settings: dict[str, Any] = {"joint_custom_pass": run_joint}
+        if rules is not None:  # AOTAutograd's cache does not know of them
+            settings["enable_autograd_cache"] = False
+        with functorch_config.patch(settings):
             yield
 
 
@@ -318,12 +302,7 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
 
 
 def _has_regions(graph: GraphModule) -> bool:
-    return any(
-        node.op == "call_function" and (node.target is ENTER_AUTOCAST or node.target in MARKS)
-        for module in graph.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )
+    return any(n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
 
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:

@@ -35,34 +35,22 @@ from narrowcast.runtime.torch_surface.dynamo import (
     OptimizedModule,
     forget_original,
     never_trace,
-    original_module,
 )
-from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, has_global_hooks, is_sharded
+from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, compiled_of, has_global_hooks, is_sharded
 
 """Those of `compile` that are about the region."""
 
 
 class Compiled:
-    """What runs a compiled call. An error of ours that Dynamo has wrapped comes out as it was raised."""
+    """What runs a compiled call."""
 
     def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call's result."""
-        try:
-            return compiled(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            _raise_own(error)
-            raise
+        return compiled(*args, **kwargs)
 
     def region(self, args: Any = (), kwargs: Any = None) -> AbstractContextManager[Any]:
         """The region of a call with these arguments, for what is run in it and is not compiled by us."""
         return nullcontext()
-
-
-def _raise_own(error: BaseException) -> None:
-    """Raise what Dynamo has wrapped, if it is one of ours."""
-    inner = getattr(error, "inner_exception", None)
-    if isinstance(inner, NarrowcastError):
-        raise inner from None
 
 
 class InRegion(Compiled):
@@ -91,14 +79,10 @@ class InRegion(Compiled):
         """The call's result."""
         device_type = self._device_type or self._device_of(args, kwargs)
         region = self._regions.get(device_type)
-        try:
-            if region is None:
-                return self._first_call(device_type, compiled, args, kwargs)
-            with region:
-                return compiled(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            _raise_own(error)
-            raise
+        if region is None:
+            return self._first_call(device_type, compiled, args, kwargs)
+        with region:
+            return compiled(*args, **kwargs)
 
     def _first_call(self, device_type: str, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self._make(device_type)
@@ -120,11 +104,20 @@ never_trace(InRegion._first_call)
 
 
 def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call's result; while a run is observed, from our graphs, which tell of their calls."""
-    if not stepping():
-        return around.run(compiled, args, kwargs)
-    with CompiledCode(on=True):
-        return around.run(compiled, args, kwargs)
+    """The call's result; while a run is observed, from our graphs, which tell of their calls.
+
+    An error of ours that Dynamo has wrapped comes out as it was raised.
+    """
+    try:
+        if not stepping():
+            return around.run(compiled, args, kwargs)
+        with CompiledCode(on=True):
+            return around.run(compiled, args, kwargs)
+    except BackendCompilerFailed as error:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, NarrowcastError):
+            raise inner from None
+        raise
 
 
 class CompiledModule(OptimizedModule):  # type: ignore[misc]
@@ -250,7 +243,7 @@ def compiled_function(
 
 def original(model: Any) -> Any:
     """What a compiled module or function was compiled of."""
-    return original_module(model) if isinstance(model, CompiledModule) else model.__wrapped__
+    return compiled_of(model) if isinstance(model, CompiledModule) else model.__wrapped__
 
 
 def asked_before(model: Any) -> Mapping[str, Any] | None:

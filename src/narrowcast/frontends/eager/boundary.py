@@ -92,10 +92,6 @@ class Boundary:
             found = self.entries[name] = ArgumentCast(None if dst is None else DTYPES[dst], exactly)
         return found
 
-    def entry_at(self, position: int) -> ArgumentCast:
-        """What happens to a positional argument."""
-        return self.entry(self.names.of(position))
-
     @cached_property
     def positional(self) -> tuple[ArgumentCast, ...]:
         """What happens to the positional arguments that have names."""
@@ -189,6 +185,20 @@ def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
     return _with_part(result, part, dtype, exactly) if part else cast_tree(result, dtype, exactly)
 
 
+def cast_results(result: Any, plan: Plan) -> Any:
+    """What an op returned, with the plan's casts of it made."""
+    for wanted in plan.results:
+        if wanted.format is None:
+            continue
+        dtype = DTYPES[wanted.format]
+        if not wanted.part:
+            result = cast_tree(result, dtype, wanted.exactly)
+        elif isinstance(result, (tuple, list)):
+            pairs = enumerate(result)
+            result = type(result)(cast_tree(r, dtype, wanted.exactly) if str(n) == wanted.part else r for n, r in pairs)
+    return result
+
+
 def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
     if isinstance(result, Mapping) and part in result:
         made: Any = copy.copy(result)
@@ -198,14 +208,16 @@ def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any
         position = int(part)
         items = [cast_tree(item, dtype, exactly) if n == position else item for n, item in enumerate(result)]
         return result._make(items) if hasattr(result, "_make") else type(result)(items)
-    if not part.isdigit() and hasattr(result, "_replace") and hasattr(result, part):
-        return result._replace(**{part: cast_tree(getattr(result, part), dtype, exactly)})
-    if not part.isdigit() and dataclasses.is_dataclass(result) and hasattr(result, part):
-        return dataclasses.replace(result, **{part: cast_tree(getattr(result, part), dtype, exactly)})  # type: ignore[type-var]
-    if not part.isdigit() and hasattr(result, "__dict__") and hasattr(result, part):
-        made = copy.copy(result)
-        setattr(made, part, cast_tree(getattr(result, part), dtype, exactly))
-        return made
+    if not part.isdigit() and hasattr(result, part):
+        found = cast_tree(getattr(result, part), dtype, exactly)
+        if hasattr(result, "_replace"):
+            return result._replace(**{part: found})
+        if dataclasses.is_dataclass(result):
+            return dataclasses.replace(result, **{part: found})  # type: ignore[type-var]
+        if hasattr(result, "__dict__"):
+            made = copy.copy(result)
+            setattr(made, part, found)
+            return made
     raise RegionError(
         asked=f"result.{part} in another format",
         found=f"what is returned is a {type(result).__name__} without that part",

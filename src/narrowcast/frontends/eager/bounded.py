@@ -67,7 +67,7 @@ def _cast_arguments(
     entries, known = boundary.positional, len(boundary.positional)
     new_args, new_kwargs = list(args), kwargs
     for position, value in enumerate(args):
-        entry = entries[position] if position < known else boundary.entry_at(position)
+        entry = entries[position] if position < known else boundary.entry(boundary.names.of(position))
         if entry.dtype is not None:
             came = came or first_floating(value)
             new_args[position] = cast(value, entry, boundary, boundary.names.of(position))

@@ -16,7 +16,7 @@ from narrowcast.core.decide import Argument, Call, Plan, decide
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.core.refusals import check_counted, refusal
 from narrowcast.errors import RegionError
-from narrowcast.frontends.eager.results import cast_results
+from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.watch import DecidedCall, Watcher, told, watchers
 from narrowcast.runtime.regions.hidden import tell_hidden
 from narrowcast.runtime.regions.ruling import active_region, native_region

@@ -71,16 +71,9 @@ Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, i
 """Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
 
 
-def find_opening(
-    policy: Policy,
-    device_type: str,
-    dtype: torch.dtype | str | Format | None,
-    enabled: bool,
-    cache_enabled: bool | str | None,
-    limit_bytes: int | None,
-) -> Opening:
+def find_opening(policy: Policy, asked: Asked) -> Opening:
     """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
-    asked = (device_type, dtype, enabled, cache_enabled, limit_bytes)
+    device_type, dtype, enabled, _, _ = asked
     try:
         key = (asked, torch.get_autocast_dtype(device_type) if dtype is None else None, is_weight_cache_on())
         found: Opening | None = policy.memory.get(key)
@@ -214,7 +207,7 @@ def prepared_for(policy: Policy, facts: Region, grade: str, limit_bytes: int | N
 
 def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
     if facts.device_type not in DEVICE_TYPES:
-        return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
+        return Prepared(facts, policy, grade=grade)
     resolved = fitted(policy, facts.device_type)
     ops = changed_ops(resolved, facts.device_type)
     trains = not facts.enabled or resolved.trains_in(facts.low)
@@ -222,8 +215,8 @@ def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None)
         lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
         ops = tuple(dict.fromkeys((*ops, *(op for op in lowering if op is not None))))
     return Prepared(
-        facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes, trains=trains,
-        sightings=sightings_of(resolved) if facts.enabled else None,
+        facts, resolved, ops, frozenset(op_id(op) for op in ops), grade=grade, cache_limit_bytes=limit_bytes,
+        trains=trains, sightings=sightings_of(resolved) if facts.enabled else None,
     )  # fmt: skip
 
 

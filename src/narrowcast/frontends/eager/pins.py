@@ -6,7 +6,6 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,18 @@ from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.frontends.eager.boundary import Names, make_boundary, names_of, names_of_forward
 from narrowcast.frontends.eager.bounded import run_bounded
 from narrowcast.frontends.eager.find_boundary import ANYWHERE
+from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.eager.traced_calls import key_of, run_traced
-from narrowcast.runtime.regions.pinned import Pin, name_of, own_pin, pin_of, set_pin, take_pin, watch_module_calls
+from narrowcast.runtime.regions.pinned import (
+    Pin,
+    is_module,
+    name_of,
+    own_pin,
+    pin_of,
+    set_pin,
+    take_pin,
+    watch_module_calls,
+)
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 AnyFormat = torch.dtype | str | Format
@@ -68,12 +77,12 @@ def pin(
         if wanted is not None:
             to_dtype(wanted)
         return functools.partial(pin, format=wanted, keep=keep, only=only, out=out, at_least=at_least)
-    asked = _asked(target, format, keep, only, out, at_least)
-    policy = Policy("pin", (tuple(asked.rules()),), extends=())
-    if _is_module(target):
+    names, rules = _asked(target, format, keep, only, out, at_least)
+    policy = Policy("pin", (tuple(rules),), extends=())
+    if is_module(target):
         set_pin(target, Pin(policy))
         return target
-    return _pinned_function(target, asked.names, policy)
+    return _pinned_function(target, names, policy)
 
 
 def unpin(target: Any) -> Any:
@@ -81,7 +90,7 @@ def unpin(target: Any) -> Any:
 
     Raises PinError for what is not pinned.
     """
-    if _is_module(target):
+    if is_module(target):
         if own_pin(target) is None:
             found = "it is not pinned" if pin_of(target) is None else "its class is pinned, not it"
             raise PinError(
@@ -94,10 +103,6 @@ def unpin(target: Any) -> Any:
     return target.__wrapped__
 
 
-def _is_module(target: Any) -> bool:
-    return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
-
-
 # -- what a pin asks for -----------------------------------------------------------------------------------------------
 
 
@@ -108,14 +113,14 @@ def _as_names(names: Iterable[str]) -> Iterable[str]:
 def _names_of(target: Any) -> Names:
     if isinstance(target, Module):
         return names_of_forward(target)
-    if _is_module(target):
+    if is_module(target):
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):
         raise PinError(
             asked=f"pin({name_of(target)})", found=f"it is of type {type(target).__name__}, and has no call to pin",
             advice="Give a Module, a class of Modules, or a function.",
         )  # fmt: skip
-    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
+    if runs_in_steps(target):
         raise PinError(
             asked=f"pin({name_of(target)})",
             found="it runs in steps, and its results are not yet there when it returns",
@@ -132,33 +137,24 @@ def _format(wanted: AnyFormat) -> Format:
     return parse_format(wanted) if isinstance(wanted, str) else wanted
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What `pin` was asked for, checked. only: None for all arguments."""
-
-    names: Names
-    format: Format | None
-    keep: tuple[str, ...]
-    only: tuple[str, ...] | None
-    out: str
-    at_least: bool
-
-    def rules(self) -> list[Rule]:
-        """The rules that say it: what becomes of arguments as a whole, of single ones, and of results."""
-        rules = []
-        if self.format is not None:
-            action = "full" if self.at_least else f"to({self.format})"
-            is_off_inside = self.format.bits >= fp32.bits
-            if self.only is None:
-                rules = [_rule(action), *(_rule("follow", name) for name in self.keep)]
-            elif is_off_inside:
-                rules = [_rule("follow"), *(_rule(action, name) for name in self.only if name not in self.keep)]
-            else:  # the whole rule says what holds inside, too
-                others = (n for n in sorted(self.names.known) if n not in self.only or n in self.keep)
-                rules = [_rule(action), *(_rule("follow", name) for name in others)]
-        if self.out:
-            rules.append(_rule(self.out, RESULT))
-        return rules
+def _rules(
+    names: Names, format: Format | None, keep: tuple[str, ...], only: tuple[str, ...] | None, out: str, at_least: bool
+) -> list[Rule]:
+    """The rules of a pin: what becomes of arguments as a whole, of single ones, and of results."""
+    rules = []
+    if format is not None:
+        action = "full" if at_least else f"to({format})"
+        is_off_inside = format.bits >= fp32.bits
+        if only is None:
+            rules = [_rule(action), *(_rule("follow", name) for name in keep)]
+        elif is_off_inside:
+            rules = [_rule("follow"), *(_rule(action, name) for name in only if name not in keep)]
+        else:  # the whole rule says what holds inside, too
+            others = (n for n in sorted(names.known) if n not in only or n in keep)
+            rules = [_rule(action), *(_rule("follow", name) for name in others)]
+    if out:
+        rules.append(_rule(out, RESULT))
+    return rules
 
 
 def _rule(action: str, argument: str | None = None) -> Rule:
@@ -173,8 +169,10 @@ def _asked(
     only: Iterable[str] | None,
     out: AnyFormat | None,
     at_least: bool,
-) -> _Asked:
-    """What was written, or PinError for what does not exist and what does not go together."""
+) -> tuple[Names, list[Rule]]:
+    """The names of the arguments, and the rules that say what was asked for, or PinError for what does not exist and
+    what does not go together.
+    """
     names, kept = _names_of(target), tuple(_as_names(keep))
     chosen = None if only is None else tuple(_as_names(only))
     asked = f"pin({name_of(target)}, keep={kept}, only={only})"
@@ -195,7 +193,7 @@ def _asked(
     if wanted is None and out is None:
         raise PinError(asked, "neither a format nor out", (), "Give one of them.")
     action = "" if out is None else "follow" if isinstance(out, str) and out == "input" else f"to({_format(out)})"
-    return _Asked(names, wanted, kept, chosen, action, at_least)
+    return names, _rules(names, wanted, kept, chosen, action, at_least)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.identity import Identity
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.runtime.regions.native_state import NativeState, enter_native, leave_native
-from narrowcast.runtime.regions.pinned import Pin, set_pin
+from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
 from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
-from narrowcast.runtime.regions.watchers import region_watchers, tell_entered, tell_left
+from narrowcast.runtime.regions.watchers import region_watchers
 from narrowcast.runtime.sites.numbering import begin_counting
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_trace
@@ -80,7 +80,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if inner is not None:
             chosen = chosen.with_inner(inner)
         self.policy = chosen
-        self._made = find_opening(chosen, device_type, dtype, enabled, cache_enabled, cache_limit_bytes)
+        self._made = find_opening(chosen, (device_type, dtype, enabled, cache_enabled, cache_limit_bytes))
         self._key = self._made.key
 
     def __enter__(self) -> autocast:
@@ -107,8 +107,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         identity = Identity(made.carried, is_first) if made.carried else None
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
-        if region_watchers:
-            tell_entered(self)
+        for watcher in tuple(region_watchers):
+            watcher.entered(self)
         if torch.compiler.is_exporting():
             hold(made.key, self)
             note = note_exported(made.key, depth)
@@ -148,8 +148,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             region.identity.hand_over(later)
         elif region.identity is not None:
             region.identity.restore()
-        if region_watchers:
-            tell_left(self, exc_type is not None)
+        for watcher in tuple(region_watchers):
+            watcher.left(self, exc_type is not None)
         if region.before is not None:
             leave_native(region.before)
         if region.mixes:
@@ -165,7 +165,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
         Of a Module, or a class of them, the calls run inside: it is pinned to the region (`nc.unpin` undoes it).
         """
-        if isinstance(func, torch.nn.Module) or (isinstance(func, type) and issubclass(func, torch.nn.Module)):
+        if is_module(func):
             set_pin(func, Pin(Policy("pin", extends=()), self))
             return func
         if not callable(func):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,7 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _RegionSteps(function(*args, **kwargs), region)
+            return await _awaited(function(*args, **kwargs), region)
 
         return coroutine
     if inspect.isgeneratorfunction(function):
@@ -42,6 +43,12 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
     return plain
 
 
+def runs_in_steps(function: Callable[..., Any]) -> bool:
+    """Whether a function is a generator, a coroutine or an asynchronous generator."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_one(function) for is_one in kinds)
+
+
 def _async_generator(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     @functools.wraps(function)
     async def async_generator(*args: Any, **kwargs: Any) -> Any:
@@ -50,30 +57,19 @@ def _async_generator(function: Callable[..., Any], region: Region) -> Callable[.
         while True:
             step = inner.asend(value) if raised is None else inner.athrow(raised)
             try:
-                item = await _RegionSteps(step, region)
+                item = await _awaited(step, region)
             except StopAsyncIteration:
                 return
             value, raised = None, None
             try:
                 value = yield item
             except GeneratorExit:
-                await _RegionSteps(inner.aclose(), region)
+                await _awaited(inner.aclose(), region)
                 raise
             except BaseException as error:
                 raised = error
 
     return async_generator
-
-
-class _RegionSteps:
-    """What is awaited in steps, each inside a region."""
-
-    def __init__(self, inner: Any, region: Region) -> None:
-        self._inner = inner
-        self._region = region
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return _steps(self._inner, self._region)
 
 
 def _steps(inner: Any, region: Region) -> Generator[Any, Any, Any]:
@@ -95,3 +91,6 @@ def _steps(inner: Any, region: Region) -> Generator[Any, Any, Any]:
             raise
         except BaseException as error:
             raised = error
+
+
+_awaited = types.coroutine(_steps)  # the same, for `await`

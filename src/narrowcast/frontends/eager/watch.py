@@ -49,7 +49,7 @@ class Watcher(Protocol):
     steps_graphs: whether compiled graphs are to run step by step, so that it is told of their calls, too.
     """
 
-    steps_graphs: bool
+    steps_graphs: bool = False
 
     def begin(self, call: DecidedCall) -> None:
         """A call is decided and about to run."""
@@ -62,12 +62,14 @@ class Watcher(Protocol):
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call(args, kwargs)`, a module's call; asked of those whose `steps_graphs` holds."""
+        return call(args, kwargs)
 
     def wants_whole(self, op: str, device_type: str) -> bool:
         """Whether it is told of an op that the policy leaves to what the op calls; else it is told of that."""
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these, not even weak ones: they are to be swapped."""
+        return None
 
 
 class _Watchers(threading.local):

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.goals import CAST, FOLDED, Goal
 from narrowcast.errors import CaptureError
-from narrowcast.frontends.graphs.capture import fake_mode_of
+from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of
 from narrowcast.frontends.graphs.check import check_formats
-from narrowcast.frontends.graphs.compiled import first_site, note_reading, report_graph
+from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit, refuse_scripts
 from narrowcast.frontends.graphs.folding import fold_weights
 from narrowcast.frontends.race.candidates import Candidate
@@ -28,7 +28,6 @@ from narrowcast.runtime.torch_surface.patches import held
 
 _WHY = "exported modules take eager code's paths"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
 
 
 def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **options: Any) -> ExportedProgram:
@@ -62,7 +61,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     with fake_mode_of(graph, allow_non_fake_inputs=True):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
-    report = report_graph(first_site(graph))
+    report = report_graph(graph)
     note_reading(report, explicit.reading)
     report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
     finished = finish_program(program, explicit.graph, fold)
@@ -98,10 +97,9 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
     if fold:
         fold_weights(made, signature, state)
     made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
-    for module in made.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.op == "call_function":
-                node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
+    for node in all_nodes(made):
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
     made.recompile()
     result = updated_program(program, made, signature, state_dict=state, constants=constants)
     result.graph_module.meta.update(made.meta)
@@ -122,7 +120,7 @@ def placed_program(
     pricing = replace(goal, weights=FOLDED if fold else CAST)
     with mode, torch.no_grad():
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
-    report = report_graph(first_site(graph))
+    report = report_graph(graph)
     note_reading(report, placed.explicit.reading)
     made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
 
@@ -155,8 +153,7 @@ def _input(program: ExportedProgram, node: Node) -> Any:
     target = program.graph_signature.inputs_to_parameters.get(node.name)
     weight = program.state_dict.get(target) if target is not None else None
     if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
-        with torch.no_grad():
-            return value.detach().requires_grad_()
+        return detached(value).requires_grad_()
     return value
 
 
@@ -189,8 +186,6 @@ def _take_attributes(old: GraphModule, new: GraphModule) -> None:
 
 
 def _refuse_regions(graph: GraphModule) -> None:
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                if node.target in _TORCHS_OWN:
-                    raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
+    for node in all_nodes(graph):
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")

@@ -79,9 +79,8 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
 
     Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
     """
-    config = functorch_config
     if choice.kind in (AS_EAGER, OFF):
-        with autocast_off(), config.patch(backward_pass_autocast="off"):
+        with autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
             yield ()
         return
     with ExitStack() as stack:
@@ -90,7 +89,7 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
             for pairs in choice.regions:
                 stack.enter_context(torch.autocast(**dict(pairs)))
         expected = autocast_state()
-        stack.enter_context(config.patch(backward_pass_autocast="same_as_forward"))
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="same_as_forward"))
         stack.enter_context(_shielded(graph, [device for device, _ in expected]))
         yield expected
 
@@ -140,9 +139,10 @@ class _Check:
             return
         found = autocast_state()
         if found != self.expected:
+            another = ", of another policy" if found and _own(found) == _own(self.expected) else ""
             raise BackwardError(
                 asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
-                found=f"it was called under {_text(found)}{_under_another(found, self.expected)}",
+                found=f"it was called under {_text(found)}{another}",
                 advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
                 "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
                 "for; or give a list of keyword sets of torch.autocast.",
@@ -160,7 +160,3 @@ def _text(state: State) -> str:
 
 def _own(state: State) -> State:
     return tuple((device, dtype) for device, dtype in state if device not in CARRIERS)
-
-
-def _under_another(found: State, expected: State) -> str:
-    return ", of another policy" if found and _own(found) == _own(expected) else ""

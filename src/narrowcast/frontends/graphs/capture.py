@@ -191,9 +191,6 @@ class _GraphRunner(torch.fx.Interpreter):
             args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fetch_attr(target)
-
     def _enter(self, args: tuple[Any, ...]) -> Any:
         """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
         device, dtype, enabled, cache = args
@@ -337,6 +334,13 @@ def _floats(node: torch.fx.Node) -> bool:
 def noted(node: torch.fx.Node) -> Any:
     """The value that was foreseen for a node, by Dynamo or by torch.export."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def all_nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The nodes of a graph, and of the bodies of higher-order ops in it."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from module.graph.nodes
 
 
 def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:

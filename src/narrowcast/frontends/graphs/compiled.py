@@ -33,9 +33,9 @@ def watch_graphs() -> Iterator[list[CompiledGraph]]:
         _watching.lists.remove(found)
 
 
-def report_graph(site: Site) -> CompiledGraph:
+def report_graph(graph: GraphModule) -> CompiledGraph:
     """A new graph, told to those who watch; the caller fills it in."""
-    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, site)
+    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, _first_site(graph))
     for found in _watching.lists:
         found.append(made)
     return made
@@ -47,7 +47,7 @@ def note_reading(report: CompiledGraph, reading: ReadGraph) -> None:
     report.hidden = reading.hidden
 
 
-def first_site(graph: GraphModule) -> Site:
+def _first_site(graph: GraphModule) -> Site:
     """The place of the first call of a graph that has one."""
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):

@@ -40,7 +40,8 @@ def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = Tru
 
     asserts: keep torch.export's assertions about the formats of values.
     """
-    devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
+    values = [*inputs, *(n.meta.get("example_value") for n in graph.graph.nodes)]
+    devices = tuple(dict.fromkeys(v.device.type for v in values if isinstance(v, torch.Tensor)))
     ambient, grad_mode = Ambient.now(devices), torch.is_grad_enabled()
     start = time.perf_counter()
     with own_saved_tensors():  # a checkpoint around the call is not to count what the capture saves
@@ -83,13 +84,6 @@ def _is_dense(value: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _values(graph: GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Every tensor that the graph knows of before it runs."""
-    found = [v for v in inputs if isinstance(v, torch.Tensor)]
-    found += [v for n in graph.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)]
-    return found
 
 
 def refuse_scripts(verb: str, model: object) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
+from narrowcast.frontends.graphs.capture import detached
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 
 
@@ -25,7 +26,7 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
             continue
         node, tensor = placeholders[spec.arg.name], state[spec.target]
-        found = _formats_read(node)
+        found = {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}  # None: as it is
         if spec.target in kept_back:
             found.add(None)
         wanted.setdefault(_memory(tensor), set()).update(found)
@@ -60,16 +61,10 @@ def _memory(tensor: torch.Tensor) -> Memory:
     return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _formats_read(node: Node) -> set[Any]:
-    """The dtypes that a weight's readers cast it to; None for a reader that does not."""
-    return {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}
-
-
 def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) -> None:
     for user in list(node.users):
         user.replace_all_uses_with(node)
         graph.graph.erase_node(user)
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and dtype is not None:
-        with torch.no_grad():
-            node.meta["val"] = value.detach().to(dtype)
+        node.meta["val"] = detached(value).to(dtype)

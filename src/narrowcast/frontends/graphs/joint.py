@@ -29,7 +29,7 @@ def edit_joint(
     """
     ambient = Ambient()
     if rules is not None:
-        ambient = Ambient({d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()})
+        ambient = Ambient({d: Prepared(facts, rules.resolve(d)) for d, facts in regions.items()})
     with collector_paused():
         reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights))
         outcome, _ = write_passes(reading, AFTER_AUTOGRAD, assigns=rules is not None, lowered=True)

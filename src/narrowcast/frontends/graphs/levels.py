@@ -82,7 +82,7 @@ class Levels:
         low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
         facts = Region(device, low, enabled, cached)
         around = self.stack[-1].regions.get(device)
-        prepared = Prepared(facts, Policy.native(device), (), frozenset(), {})
+        prepared = Prepared(facts, Policy.native(device))
         if around is not None and around.prepared.holds_inside:
             prepared = around.prepared.with_facts(facts)
         self.open(prepared, find_site)

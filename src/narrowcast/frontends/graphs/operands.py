@@ -14,11 +14,10 @@ from narrowcast.runtime.torch_surface.dispatch import OpOverload, schema_of
 def operands_of(node: Node) -> list[tuple[str, Node]]:
     """Argument name and node of every operand, lists element by element."""
     found: list[tuple[str, Node]] = []
-    for name, value in _arguments(node):
-        if isinstance(value, Node):
-            found.append((name, value))
-        elif isinstance(value, (list, tuple)):
-            map_arg(value, lambda n, name=name: found.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
+    names = _names(node)
+    for site, value in _sites(node):
+        name = names[site] if isinstance(site, int) else site
+        map_arg(value, lambda n, name=name: found.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
     return found
 
 
@@ -35,18 +34,15 @@ def replace_operands(node: Node, new: list[Node]) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _arguments(node: Node) -> Iterator[tuple[str, Any]]:
+def _names(node: Node) -> list[str]:
+    """The names of an op's arguments; of what is no op, those given by name."""
     op = node.target
-    names = [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else []
-    for site, value in _sites(node):
-        yield (names[site] if isinstance(site, int) else site), value
+    return [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
 
 
 def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
     """Positional arguments, then those given by name, in the order of the schema."""
     yield from enumerate(node.args)
-    op = node.target
-    order = [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
-    for name in order:
+    for name in _names(node):
         if name in node.kwargs:
             yield name, node.kwargs[name]

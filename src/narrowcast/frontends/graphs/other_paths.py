@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from narrowcast.formats import fp32
-from narrowcast.programs.program import Program, Step
+from narrowcast.programs.program import Program
 
 
 def tell_other_paths(model: torch.nn.Module, program: Program) -> None:
@@ -43,13 +43,9 @@ def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:
 def _takes_weights(program: Program, name: str) -> bool:
     """Whether the unfused path was captured there, of one fp32 tensor, in a region of the cpu."""
     steps = [step for step in program.steps.values() if step.site.module_path == (name or "(root)")]
-    turned = {step.operands[0].value for step in steps if step.op == "aten.transpose.int" and _is_input(step, steps)}
+    turned = {step.operands[0].value for step in steps if step.op == "aten.transpose.int"} - {step.id for step in steps}
     if len(turned) != 1:  # query, key and value are not the same, or it is fused here, too
         return False
     value = program.values[turned.pop()]
     enabled = any(r.facts.enabled and r.facts.device_type == value.device == "cpu" for r in program.regions)
     return value.format is fp32 and not value.gradient and enabled
-
-
-def _is_input(step: Step, steps: list[Step]) -> bool:
-    return all(step.operands[0].value != other.id for other in steps)

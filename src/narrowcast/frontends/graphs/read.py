@@ -58,8 +58,8 @@ class ReadGraph:
 
 def read_graph(
     graph: GraphModule,
-    name: str = "forward",
-    ambient: Ambient | None = None,
+    name: str,
+    ambient: Ambient,
     flags: Flags | None = None,
     grad_mode: bool = True,
     joint: Mapping[Node, str] | None = None,
@@ -69,7 +69,7 @@ def read_graph(
     flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
     than forward.
     """
-    return _GraphReader(name, ambient or Ambient(), flags or {}, grad_mode, joint or {}).run(graph)
+    return _GraphReader(name, ambient, flags or {}, grad_mode, joint or {}).run(graph)
 
 
 class _GraphReader:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
-from narrowcast.frontends.graphs.capture import noted
+from narrowcast.frontends.graphs.capture import detached, noted
 from narrowcast.programs.program import Program, Writes
 from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.fx import FakeTensor
@@ -36,7 +36,7 @@ class Resting:
     copies: what was kept of them at the last call.
     """
 
-    casts: tuple[tuple[int, torch.dtype], ...]
+    casts: tuple[tuple[int, torch.dtype], ...] = ()
     gradients: tuple[int, ...] = ()
     removed: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -61,7 +61,7 @@ def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return [*inputs, *(node.meta["val"] for node in more)]
 
 
-def weight_positions(graph: GraphModule, inputs: Sequence[Any] = ()) -> frozenset[int]:
+def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
     """Which inputs of a Dynamo graph are parameters, or buffers, of modules.
 
     inputs: the real ones; a weight that shares memory with another of them may be written to through that, and is none.
@@ -126,7 +126,6 @@ def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gr
         node = graph.graph.placeholder(f"{weight.name}_{str(dtype).removeprefix('torch.')}")
     source = weight.meta.get("val")
     if isinstance(source, torch.Tensor):
-        with torch.no_grad():
-            node.meta["val"] = source.detach().to(dtype).requires_grad_(gradient)
+        node.meta["val"] = detached(source).to(dtype).requires_grad_(gradient)
     node.meta["tensor_dict"] = weight.meta.get("tensor_dict", {})
     return node

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from narrowcast.formats import fp32, parse_format
+from narrowcast.frontends.graphs.capture import detached
 from narrowcast.frontends.graphs.operands import replace_operands
 from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.programs.program import Block, Program, Step
@@ -77,8 +78,7 @@ def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | Non
             node = graph.call_function(CASTS[0], (source,), {"dtype": dtype})
     value = source.meta.get("val", source.meta.get("example_value"))
     if isinstance(value, torch.Tensor):
-        with torch.no_grad():
-            node.meta["val"] = value.detach().to(dtype)
+        node.meta["val"] = detached(value).to(dtype)
     return node
 
 
@@ -94,8 +94,7 @@ def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
                     node.replace_input_with(nodes[was.value], nodes[now.value])
     value = node.meta.get("val")
     if old.value.type != new.value.type and isinstance(value, torch.Tensor):  # its result is cast behind it now
-        with torch.no_grad():
-            node.meta["val"] = value.detach().to(DTYPES[parse_format(new.value.type)])
+        node.meta["val"] = detached(value).to(DTYPES[parse_format(new.value.type)])
     if f"dtype={fp32}" in new.given - old.given and isinstance(node.target, OpOverload):
         _set_dtype(node, node.target, new.op)
 

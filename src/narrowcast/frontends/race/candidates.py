@@ -69,7 +69,7 @@ class Candidate:
     sure: float
     peak: Peak | None = None
     graph: GraphModule = field(init=False)
-    resting: Resting = field(init=False, default_factory=lambda: Resting(()))
+    resting: Resting = field(init=False, default_factory=Resting)
     is_written: bool = field(init=False, default=False)
 
     @property

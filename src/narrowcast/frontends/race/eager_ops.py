@@ -7,8 +7,8 @@ policy and in fp32. What is found becomes rules: of the policy for eager code, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy,
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
-from narrowcast.frontends.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.frontends.eager.watch import DecidedCall, Watcher, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
 from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
@@ -41,14 +41,13 @@ _INSIDE = tuple(f"aten.{name}.default" for name in sorted(named("inside.of_recur
 _MEASURED = "measured:"
 
 
-class EagerCalls:
+class EagerCalls(Watcher):
     """A watcher that keeps the calls that may gain: those that are lowered, and recurrent ones; each kind once.
 
-    kinds: by op; what a call was given, with operands in place of floating tensors.
+    kinds: by op; what a call was given, with operands in place of floating tensors: of these only sizes are kept.
     """
 
     whole = frozenset(op_id(op) for op in RECURRENT)
-    steps_graphs = False
 
     def __init__(self) -> None:
         self.kinds: dict[OpOverload, dict[str, list[Any]]] = {}
@@ -71,10 +70,6 @@ class EagerCalls:
         """The call that began last has returned."""
         self._open.pop()
 
-    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call."""
-        return call(args, kwargs)
-
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
         self._open.pop()
@@ -82,9 +77,6 @@ class EagerCalls:
     def wants_whole(self, op: str, device_type: str) -> bool:
         """Recurrent ops are one call."""
         return op in self.whole
-
-    def let_go(self, tensors: tuple[Any, ...]) -> None:
-        """Nothing to do: no tensor of a call is kept here, only its sizes."""
 
 
 def is_raced(region: autocast, goal: Goal) -> bool:
@@ -94,23 +86,17 @@ def is_raced(region: autocast, goal: Goal) -> bool:
 
 def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
     """Run in the region; the result, and the policy for eager code in the runs to come. region: not open."""
-    with _watch_eager_calls(region) as calls, region:
-        result = run()
-    return result, _eager_policy(calls, region)
-
-
-@contextmanager
-def _watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
-    """The calls of eager code in the block that the region's policy lowers. Graphs run without autocast: not theirs."""
-    calls = EagerCalls()
+    calls = EagerCalls()  # graphs run without autocast: theirs are not among these
     lowered = (find_op(r.op) for r in region.policy.resolve(region.device).rules if r.action.kind is Kind.LOWER)
     install_visiting((*filter(None, lowered), *RECURRENT), region.device)
     add_watcher(calls)
     try:
-        yield calls
+        with region:
+            result = run()
     finally:
         remove_watcher(calls)
         remove_visiting(region.device)
+    return result, _eager_policy(calls, region)
 
 
 def _eager_policy(calls: EagerCalls, region: autocast) -> Policy:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.runtime.devices.clock import elapsed_ns
+from narrowcast.runtime.devices.device import elapsed_ns
 from narrowcast.runtime.torch_bridge import tensors_in
 
 Compiled = Callable[..., Any]

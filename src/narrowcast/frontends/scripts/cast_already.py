@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from narrowcast.frontends.scripts.places import site_of
-from narrowcast.frontends.scripts.region_facts import constant, region_class
-from narrowcast.frontends.scripts.scopes import remove_unused_objects
+from narrowcast.frontends.scripts.region_facts import constant, region_class, remove_unused_objects
 from narrowcast.runtime.torch_surface.jit import (
     NONE,
     compiled_method,
     deprecations_unsaid,
     inline,
+    inserted,
     method_names,
     own_pass_off,
     simplify,
@@ -29,17 +29,20 @@ from narrowcast.runtime.torch_surface.jit import (
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
-def enter_off(graph: Any, device_type: str, casts: bool = True) -> Any:
-    """Enter a region that is off, where the graph is written to. Returns the region.
+def enter_off(graph: Any, device_types: Iterable[str], casts: bool = True) -> list[Any]:
+    """Enter regions that are off, where the graph is written to. Returns the regions.
 
-    casts: whether the region that it stands for cast, or was off itself; its dtype, which nobody else reads, says so.
+    casts: whether the regions that they stand for cast, or were off themselves; their dtype, which nobody else reads,
+    says so.
     """
-    device, other = graph.insertConstant(device_type), graph.insertConstant(_WAS_OFF)
-    (instance,) = graph.insertGraph(prepare_marks(), [device])
-    for use in instance.uses():
-        if not casts and use.user.kind() == "prim::SetAttr" and use.user.s("name") == "fast_dtype":
-            use.user.replaceInput(1, other)
-    return instance
+    instances = []
+    for device_type in device_types:
+        device, other = graph.insertConstant(device_type), graph.insertConstant(_WAS_OFF)
+        (instance,) = graph.insertGraph(prepare_marks(), [device])
+        for user in [] if casts else _setting(instance, "fast_dtype"):
+            user.replaceInput(1, other)
+        instances.append(instance)
+    return instances
 
 
 _WAS_OFF = 5  # torch.float16; prepare_marks has torch.bfloat16
@@ -47,27 +50,29 @@ _WAS_OFF = 5  # torch.float16; prepare_marks has torch.bfloat16
 
 def has_cast(region: Any) -> bool:
     """Whether a mark stands for a region that was on."""
-    users = [use.user for use in region.uses() if use.user.kind() == "prim::SetAttr"]
-    return all(constant(user.inputsAt(1)) != _WAS_OFF for user in users if user.s("name") == "fast_dtype")
+    return all(constant(node.inputsAt(1)) != _WAS_OFF for node in _setting(region, "fast_dtype"))
 
 
-def leave_off(graph: Any, instance: Any) -> None:
-    """Write the end of the region `instance` where nodes are being inserted into the graph."""
-    node = graph.create("prim::Exit", [instance], 1)
-    node.output().setType(NONE)
-    graph.insertNode(node)
+def _setting(region: Any, name: str) -> list[Any]:
+    """The nodes that set an attribute of a region."""
+    users = [use.user for use in region.uses()]
+    return [user for user in users if user.kind() == "prim::SetAttr" and user.s("name") == name]
+
+
+def leave_off(graph: Any, instances: Iterable[Any]) -> None:
+    """Write the ends of these regions, the last one's first, where nodes are being inserted into the graph."""
+    for instance in reversed(list(instances)):
+        inserted(graph, "prim::Exit", [instance], NONE)
 
 
 def switch_off(graph: Any, device_types: Iterable[str]) -> None:
     """The whole graph is in regions that are off, in place."""
     first = next(iter(graph.nodes()), None)
-    if first is None:
-        return
-    graph.setInsertPoint(first)
-    instances = [enter_off(graph, device_type) for device_type in device_types]
-    graph.setInsertPoint(graph.block())
-    for instance in reversed(instances):
-        leave_off(graph, instance)
+    if first is not None:
+        graph.setInsertPoint(first)
+        instances = enter_off(graph, device_types)
+        graph.setInsertPoint(graph.block())
+        leave_off(graph, instances)
 
 
 def drop_empty(graph: Any) -> bool:
@@ -117,8 +122,7 @@ def cast_for(graph: Any) -> set[str]:
         region = first.inputsAt(0)
         if first.kind() != "prim::Enter" or region.unique() != last.inputsAt(0).unique() or not is_mark(region):
             break
-        users = [use.user for use in region.uses() if use.user.kind() == "prim::SetAttr"]
-        found |= {constant(user.inputsAt(1)) for user in users if user.s("name") == "device"}
+        found |= {constant(node.inputsAt(1)) for node in _setting(region, "device")}
     return found
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.runtime.torch_surface.jit import TENSOR, ListType
+from narrowcast.runtime.torch_surface.jit import TENSOR, ListType, inserted
 
 
 def lstm_cell(
@@ -34,7 +34,11 @@ def gru_cell(
     b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:  # fmt: skip
     """One step of a GRU."""
-    from_input = linear(input, w_ih, b_ih).unsafe_chunk(3, 1)
+    return _gru_step(linear(input, w_ih, b_ih), hx, w_hh, b_hh)
+
+
+def _gru_step(inputs: Tensor, hx: Tensor, w_hh: Tensor, b_hh: Optional[Tensor]) -> Tensor:  # noqa: UP045
+    from_input = inputs.unsafe_chunk(3, 1)
     from_hidden = linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
     reset = from_hidden[0].add_(from_input[0]).sigmoid_()
     update = from_hidden[1].add_(from_input[1]).sigmoid_()
@@ -67,12 +71,7 @@ def _gru_steps(
     states: List[Tensor] = []  # noqa: UP006
     count = len(from_inputs)
     for step in range(count):
-        from_input = from_inputs[count - 1 - step if backwards else step].unsafe_chunk(3, 1)
-        from_hidden = linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
-        reset = from_hidden[0].add_(from_input[0]).sigmoid_()
-        update = from_hidden[1].add_(from_input[1]).sigmoid_()
-        new = from_input[2].add(from_hidden[2].mul_(reset)).tanh_()
-        hx = (hx - new).mul_(update).add_(new)
+        hx = _gru_step(from_inputs[count - 1 - step if backwards else step], hx, w_hh, b_hh)
         states.append(hx)
     if backwards:
         states.reverse()
@@ -114,16 +113,12 @@ def insert_gru(graph: Any, node: Any) -> list[Any] | None:
         return list(graph.insertGraph(graph_of(function), list(inputs)))
 
     def listed(values: list[Any]) -> Any:
-        made = graph.insertNode(graph.create("prim::ListConstruct", values, 1)).output()
-        made.setType(ListType(TENSOR))
-        return made
+        return inserted(graph, "prim::ListConstruct", values, ListType(TENSOR))
 
     def element(values: Any, number: int) -> Any:
         if values.node().kind() == "prim::ListConstruct":
             return values.node().inputsAt(number)
-        made = graph.insertNode(graph.create("aten::__getitem__", [values, graph.insertConstant(number)], 1)).output()
-        made.setType(TENSOR)
-        return made
+        return inserted(graph, "aten::__getitem__", [values, graph.insertConstant(number)], TENSOR)
 
     directions, each = 2 if known[2] else 1, 4 if known[0] else 2
     (x,), (before,) = call(_rows_first, x, batch_first), call(_states, hx)

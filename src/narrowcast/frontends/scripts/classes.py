@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from narrowcast.errors import ScriptError
@@ -16,14 +15,14 @@ _seen: set[str] = set()
 _dropped: dict[str, Any] = {}  # methods by qualified name
 
 
-def note_classes(is_region: Callable[[Any], bool] | None = None) -> None:
-    """Note the classes that were compiled since the last time: by us, or by torch alone, which needs `is_region`."""
+def note_classes(by_us: bool = False) -> None:
+    """Note the classes that were compiled since the last time: by us, or by torch alone, without their regions."""
     for name, kind in script_classes().items():
-        if name not in _seen and is_region is not None:
+        if name not in _seen and not by_us:
             for method, found in vars(kind).items():
                 is_property = isinstance(found, property)
                 value = found.fget if is_property else getattr(found, "__func__", found)
-                if inspect.isfunction(value) and _opens(value, is_region):
+                if inspect.isfunction(value) and _opens(value):
                     _dropped[f"{name}.__{method}_getter" if is_property else f"{name}.{method}"] = value
         _seen.add(name)
 
@@ -59,8 +58,8 @@ def _check_method(name: str, call: Any) -> None:
                 _check_method(f"{inner.inputsAt(0).type().qualified_name()}.{inner.s('name')}", call)
 
 
-def _opens(method: Any, is_region: Callable[[Any], bool]) -> bool:
+def _opens(method: Any) -> bool:
     try:
-        return bool(regions_around(method, is_region))
+        return bool(regions_around(method))
     except ScriptError:
         return True

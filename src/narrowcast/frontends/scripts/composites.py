@@ -16,7 +16,7 @@ from narrowcast.frontends.scripts import cells, products
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import decided_as_itself, facts_of
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.frontends.scripts.scopes import Scope, Section
+from narrowcast.frontends.scripts.scopes import Section, policy_of
 from narrowcast.runtime.torch_bridge import find_registered, op_id
 from narrowcast.runtime.torch_surface.dispatch import op_name
 
@@ -31,7 +31,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
 _GRU = "aten::gru"
 
 
-def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], Policy]) -> bool:
+def open_composites(graph: Any, section: Section) -> bool:
     """Put what the kernels do in the place of these ops, in regions whose policies do not name them. True if any is."""
     found = False
     for item in section.walk():

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import NOWHERE, Policy, Site
+from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import ScriptError
-from narrowcast.frontends.scripts.boundaries import ModuleBounds
+from narrowcast.frontends.scripts.boundaries import enter_call
 from narrowcast.frontends.scripts.callers import path_of, set_names
 from narrowcast.frontends.scripts.calls import is_optional_tensor
 from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
@@ -18,17 +18,15 @@ from narrowcast.frontends.scripts.composites import open_composites, tell_closed
 from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
 from narrowcast.frontends.scripts.numbering import number_calls
 from narrowcast.frontends.scripts.places import shown_at
-from narrowcast.frontends.scripts.policies import named_policy
 from narrowcast.frontends.scripts.read import ReadScript, ScriptReader
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
-from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.sites.script_sites import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
-from narrowcast.runtime.torch_bridge import check_ops, id_with_dtype
+from narrowcast.runtime.torch_bridge import id_with_dtype
 from narrowcast.runtime.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
 from narrowcast.runtime.torch_surface.state import autocast_off
 
@@ -46,25 +44,24 @@ def _read_attributes_once(graph: Any) -> None:
     if not inputs or inputs[0].type().kind() != "ClassType":
         return
     changed = set_names(graph)
-    read: dict[tuple[str, ...], Any] = {}
+    read: dict[tuple[str, ...], Any] = {(): inputs[0]}
     for node in graph.findAllNodes("prim::GetAttr"):
         path = path_of(node)
         if path is None or changed & set(path):
             continue
-        value = inputs[0]
-        for n in range(len(path)):
+        reads = [node]  # from the module on
+        while len(reads) < len(path):
+            reads.insert(0, reads[0].inputsAt(0).node())
+        for n, earlier in enumerate(reads):
             if path[: n + 1] not in read:
-                kind = node.output().type() if n == len(path) - 1 else None
-                again = _find_read(node, len(path) - 1 - n)
-                made = graph.create("prim::GetAttr", [value], 1)
+                made = graph.create("prim::GetAttr", [read[path[:n]]], 1)
                 made.s_("name", path[n])
-                made.output().setType(kind or again.output().type())
+                made.output().setType(earlier.output().type())
                 graph.prependNode(made)
                 if n:
                     made.moveAfter(read[path[:n]].node())
                 read[path[: n + 1]] = made.output()
-            value = read[path[: n + 1]]
-        node.output().replaceAllUsesWith(value)
+        node.output().replaceAllUsesWith(read[path])
         node.destroy()
 
 
@@ -91,12 +88,6 @@ def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
         known[id(tensor)] = tensor, value
 
 
-def _find_read(node: Any, up: int) -> Any:
-    for _ in range(up):
-        node = node.inputsAt(0).node()
-    return node
-
-
 def make_graph_explicit(
     graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
     observed: bool = False, begins: bool = True, kept: Kept = (),
@@ -117,18 +108,18 @@ def make_graph_explicit(
 
     _know_tensors(graph, attribute)
     _simplify(graph)
-    scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+    scanner = Scanner(graph, around, caller, enter_call)
     section = scanner.scan()
-    if open_composites(graph, section, policy_of):
+    if open_composites(graph, section):
         graph.setInsertPoint(graph.block())  # it stood before nodes that are gone
         _simplify(graph)
-        scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+        scanner = Scanner(graph, around, caller, enter_call)
         section = scanner.scan()
     _refuse_unseen(section)
     tell_closed(section)
     _answer(graph, section)
     number_calls(section, begins)
-    reading = ScriptReader(attribute, policy_of).read(section, name)
+    reading = ScriptReader(attribute).read(section, name)
     see_all(reading.program, reading.policies)
     writer = Writer(graph, section, reading, kept)
     first, *later = BEFORE_AUTOGRAD
@@ -173,27 +164,15 @@ def _mark(graph: Any, scanner: Scanner) -> None:
     """What the regions of a graph, and those around it, ruled is cast already."""
     for first, last, device_types in scanner.ruled:
         graph.setInsertPoint(first)
-        instances = [enter_off(graph, device_type) for device_type in _known(device_types)]
+        instances = enter_off(graph, _known(device_types))
         graph.setInsertPoint(last)
-        for instance in reversed(instances):
-            leave_off(graph, instance)
+        leave_off(graph, instances)
     switch_off(graph, _known(scanner.around))
 
 
 def _known(device_types: Iterable[str]) -> list[str]:
     """Device types by name; of what holds on every one, those that torch's own pass casts for."""
     return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
-
-
-def _told(policy: str) -> Policy | None:
-    return named_policy(policy) if policy else None
-
-
-def policy_of(scope: Scope) -> Policy:
-    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
-    chosen = named_policy(scope.policy) if scope.policy else Policy.native(scope.device_type)
-    check_ops(chosen)
-    return fitted(chosen, scope.device_type)
 
 
 def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:

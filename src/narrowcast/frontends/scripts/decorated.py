@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
 from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.region_objects import is_region
 from narrowcast.runtime.sites.python_stack import find_site, is_user_file
 from narrowcast.runtime.torch_surface.jit import (
     ScriptMethod,
@@ -32,30 +33,28 @@ _WORDS = {"autocast", "custom_fwd", "set_autocast_enabled"}
 _MOST = 4096
 
 
-def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any, ...]:
+def regions_around(function: Any) -> tuple[Any, ...]:
     """The regions that decorate a function or method, the outermost first.
 
-    is_region: whether an object is one. Raises ScriptError where a decorator may open regions in code of its own, or
-    where what is below is no function.
+    Raises ScriptError where a decorator may open regions in code of its own, or where what is below is no function.
     """
     found: tuple[Any, ...] = ()
-    for layer in _layers(function):
+    *around, inner = _layers(function)
+    for layer in around:
         found += getattr(layer, _BARE, ())
-        if not hasattr(layer, "__wrapped__"):
-            if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _no_function(function, layer)
-            return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
             found += (region,)
         elif not _is_pin(layer):
-            _check_wrapper(function, layer, is_region)
-    return found
+            _check_wrapper(function, layer)
+    if not isinstance(inner, types.FunctionType | types.BuiltinFunctionType):
+        raise _no_function(function, inner)
+    return found + getattr(inner, _BARE, ())
 
 
-def bare(function: Any, is_region: Callable[[Any], bool]) -> Any:
+def bare(function: Any) -> Any:
     """The function below all decorators; a copy that knows the regions among them, if there are any."""
-    regions, inner = regions_around(function, is_region), undecorated(function)
+    regions, inner = regions_around(function), undecorated(function)
     if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
         raise _refused(function, inner, "a region decorates a method of an object, and a script has no such function")
     if not regions or hasattr(inner, _BARE):
@@ -86,18 +85,18 @@ def check_pins(function: Any) -> None:
         )  # fmt: skip
 
 
-def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+def check_methods(module: torch.nn.Module) -> None:
     """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__` that
     opens a region: it is not in a script. And for what stands in the place of a method, and that no script takes.
     """
     for part in module.modules():
-        _check_own(part, is_region)
+        _check_own(part)
         if isinstance(part, torch.jit.ScriptModule):
-            _check_compiled(part, is_region)
+            _check_compiled(part)
         for name in ("__call__", "_call_impl"):
             call = getattr(type(part), name)
             if call is not getattr(torch.nn.Module, name) and not isinstance(part, torch.jit.ScriptModule):
-                if _may_open(call, is_region):
+                if _may_open(call):
                     raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
@@ -111,14 +110,14 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
                     )
 
 
-def _check_compiled(part: Any, is_region: Callable[[Any], bool]) -> None:
+def _check_compiled(part: Any) -> None:
     """The methods of a script that torch compiled: without their decorators."""
     kind = python_class(part)
     for name, compiled in compiled_methods(part).items() if kind is not None else ():
         method = getattr(kind, name, None)
         regions: tuple[Any, ...] = ()
         with suppress(ScriptError):
-            regions = regions_around(method, is_region) if inspect.isfunction(method) else ()
+            regions = regions_around(method) if inspect.isfunction(method) else ()
         cast_already = any(map(region_class, (n.output() for n in compiled.graph.findAllNodes("prim::CreateObject"))))
         if any(not isinstance(region, torch.no_grad) for region in regions) and not cast_already:
             found = "torch.jit.script compiled it without the region that decorates it"
@@ -126,7 +125,7 @@ def _check_compiled(part: Any, is_region: Callable[[Any], bool]) -> None:
                            "in the method: with torch.autocast(...): ...")  # fmt: skip
 
 
-def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+def _check_own(part: torch.nn.Module) -> None:
     """The attributes of an object that stand in the place of methods."""
     is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
     names = set(method_names(part) if is_script else dir(type(part)))
@@ -136,7 +135,7 @@ def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
     for name in names & vars(part).keys():
         value, method = vars(part)[name], methods.get(name)
         if is_script:
-            if isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+            if isinstance(value, ScriptMethod) or not _may_open(value):
                 continue
             found = f"{name} was decorated when it was a script already, which runs without the region"
         elif not inspect.isroutine(value):
@@ -145,7 +144,7 @@ def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
             found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
         elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
             found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
-        elif is_ignored(value) and _may_open(value, is_region):
+        elif is_ignored(value) and _may_open(value):
             found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
         elif name == "forward" and method is None:
             found = "its attribute forward is a function without self, and a script compiles it as a method"
@@ -208,10 +207,10 @@ def _named(value: Any) -> str:
     return f"the class {value.__qualname__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
-def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
+def _check_wrapper(function: Any, layer: Any) -> None:
     """A decorator of somebody else: what it does is not in a script."""
     code = getattr(layer, "__code__", None)
-    if _may_open(layer, is_region):
+    if _may_open(layer):
         found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
         raise _refused(function, layer, found)
     if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
@@ -223,7 +222,7 @@ def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) 
         )
 
 
-def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
+def _may_open(wrapper: Any) -> bool:
     """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
     seen, waiting = {id(layer) for layer in _layers(wrapper)} - {id(wrapper)}, [wrapper]
     while waiting and len(seen) < _MOST:

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from narrowcast.frontends.scripts.meanings import TORCH, Meanings
 from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.region_objects import signature_of
 from narrowcast.runtime.torch_surface.jit import NONE
 
 Node = Any  # torch._C.Node
 
-TORCH = "__narrowcast_torch"
-"""The name of torch in functions that TorchScript compiles."""
 ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK = "_enabled", "fast_dtype", "device", "cached"
 """Assigned to themselves where a region is entered, is still open after a part that leaves it, and is left; and at the
 begin of each branch or loop body where it was left before that, after the condition."""
@@ -48,20 +49,10 @@ def exits_early(body: list[ast.stmt], top: bool = True) -> bool:
 
 
 class Flattener:
-    """One function's with statements, as marks."""
+    """One function's with statements, as marks; there are marks for regions alone."""
 
-    def __init__(
-        self,
-        is_no_grad: Callable[[ast.expr], bool],
-        is_other: Callable[[ast.expr], bool],
-        refuse: Callable[[ast.expr], None],
-    ) -> None:
-        """is_other: whether an expression is known to be no region; there are marks for regions alone. refuse: raises
-        where something leaves another.
-        """
-        self.refuse = refuse
-        self.is_no_grad = is_no_grad
-        self.is_other = is_other
+    def __init__(self, meanings: Meanings) -> None:
+        self.meanings = meanings
         self.entered: set[str] = set()
 
     def flattened(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -80,9 +71,9 @@ class Flattener:
     def _pushed(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement as marks around those of its parts that nothing leaves; what is no region stays as it is."""
         for n, item in enumerate(statement.items):
-            if self.is_other(item.context_expr):
+            if self._is_other(item.context_expr):
                 if _leaves(statement.body):
-                    self.refuse(item.context_expr)
+                    self._refuse(item.context_expr)
                 outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
                 inner.body = statement.body
                 statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
@@ -91,7 +82,7 @@ class Flattener:
         made: list[ast.stmt] = []
         items: list[str] = []
         for item in statement.items:
-            if self.is_no_grad(item.context_expr):
+            if self._is_no_grad(item.context_expr):
                 name = f"{_GRAD}{next(_numbers)}"
                 made.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
                 items.append(name)
@@ -151,6 +142,23 @@ class Flattener:
         found = [at(_edge(name, AGAIN_MARK if name in self.entered else ENTER_MARK), place) for name in items]
         self.entered.update(items)
         return found
+
+    def _is_no_grad(self, expression: ast.expr) -> bool:
+        return isinstance(expression, ast.Call) and self.meanings.value(expression.func) is torch.no_grad
+
+    def _is_other(self, expression: ast.expr) -> bool:
+        """Whether it is known to be no region."""
+        value = self.meanings.value(expression.func) if isinstance(expression, ast.Call) else None
+        is_class = isinstance(value, type) and value is not torch.no_grad
+        return is_class and signature_of(value) is None
+
+    def _refuse(self, expression: ast.expr) -> None:
+        """What TorchScript's compiler ends at with an internal assertion."""
+        raise self.meanings.error(
+            f"a with statement in a script, {ast.unparse(expression)}",
+            "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
+            "Return behind the with statement.",
+        )  # fmt: skip
 
 
 def _exits(items: list[str], mark: str, place: ast.stmt) -> list[ast.stmt]:

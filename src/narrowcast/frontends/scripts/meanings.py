@@ -11,8 +11,9 @@ import torch
 
 from narrowcast.errors import Origin, ScriptError
 from narrowcast.frontends.scripts.decorated import namespace
-from narrowcast.frontends.scripts.leaving import TORCH
 
+OURS, TORCH = "__narrowcast_region_ours", "__narrowcast_torch"
+"""The names of our region class, and of torch, in functions that TorchScript compiles."""
 UNKNOWN = object()
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.frontends.scripts.boundaries import passage
-from narrowcast.frontends.scripts.scopes import Item
+from narrowcast.frontends.scripts.scopes import Item, passage
 from narrowcast.programs.program import Block, Operand, Step, reaching
 from narrowcast.runtime.torch_bridge import OpFacts
 from narrowcast.runtime.torch_bridge.memory import alias_names

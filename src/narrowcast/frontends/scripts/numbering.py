@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from narrowcast.frontends.scripts.boundaries import passage
 from narrowcast.frontends.scripts.calls import decided_as, facts_of
-from narrowcast.frontends.scripts.scopes import Item, Section
+from narrowcast.frontends.scripts.scopes import Item, Section, passage
 
 Counts = dict[tuple[int, str], int]  # by the call of a module, and op
 _LOST = -1

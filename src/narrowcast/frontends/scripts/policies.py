@@ -20,3 +20,8 @@ def named_policy(name: str) -> Policy:
         found = known_policy(name) or as_policy(name)
         _in_scripts[found.digest] = found
     return found
+
+
+def told_policy(name: str) -> Policy | None:
+    """The same; None for torch's own, which has no name in a script."""
+    return named_policy(name) if name else None

@@ -13,7 +13,6 @@ from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.formats import parse_format
-from narrowcast.frontends.scripts.boundaries import passage
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import (
     Source,
@@ -31,7 +30,7 @@ from narrowcast.frontends.scripts.calls import (
 from narrowcast.frontends.scripts.formats import OTHER, join, promoted
 from narrowcast.frontends.scripts.memory import Memory
 from narrowcast.frontends.scripts.region_facts import dtype_of
-from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section
+from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section, passage, policy_of
 from narrowcast.programs.passes import COMPOSITE, call_of
 from narrowcast.programs.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, is_weight, short_type
@@ -64,19 +63,16 @@ class ReadScript:
 class ScriptReader:
     """Reads one graph.
 
-    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest, and resolved
-    for the device type when asked.
+    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest.
     """
 
     attributes: Callable[[Any], Any]
-    policy_of: Callable[[Scope], Policy]
     types: dict[int, str] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     items: dict[int, Item] = field(default_factory=dict)
     operands: dict[int, list[Source]] = field(default_factory=dict)
-    regions: dict[OpenedRegion, int] = field(default_factory=dict)
     opened: list[OpenedRegion] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
@@ -105,7 +101,7 @@ class ScriptReader:
 
     def _number(self, scope: Scope, several: tuple[str, ...]) -> int:
         if (scope, several) not in self.numbers:
-            policy = self.policy_of(scope)
+            policy = policy_of(scope)
             digest = policy.digest[:16]
             self.policies[digest] = policy
             low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
@@ -113,12 +109,11 @@ class ScriptReader:
             number = len(self.scopes)
             self.numbers[scope, several] = number
             opened = OpenedRegion(facts, digest, scope.session, scope.open + several)
-            if opened in self.regions and not scope.open:
-                self.numbers[scope, several] = self.regions[opened]
-                return self.regions[opened]
-            if opened in self.regions:  # each instance has facts of its own
+            if opened in self.opened and not scope.open:
+                self.numbers[scope, several] = self.opened.index(opened)
+                return self.numbers[scope, several]
+            if opened in self.opened:  # each instance has facts of its own
                 opened = replace(opened, open=(*opened.open, f"instance{number}"))
-            self.regions[opened] = number
             self.opened.append(opened)
             self.scopes.append(scope)
         return self.numbers[scope, several]

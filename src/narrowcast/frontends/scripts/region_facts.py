@@ -140,3 +140,13 @@ def low_format(low: Any, instance: Value) -> Any:
             where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
         )  # fmt: skip
     return dtype_of(low)
+
+
+def remove_unused_objects(graph: Any) -> None:
+    """Region objects that nothing reads go, with the statements that fill them."""
+    for node in graph.findAllNodes("prim::CreateObject"):
+        users = [use.user for use in node.output().uses()]
+        if region_class(node.output()) is not None and all(user.kind() == "prim::SetAttr" for user in users):
+            for user in users:
+                user.destroy()
+            node.destroy()

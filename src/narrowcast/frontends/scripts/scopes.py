@@ -7,6 +7,7 @@ is the same for every object that may be entered is known; the rest is read off 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.frontends.scripts.places import shown_at
+from narrowcast.frontends.scripts.policies import told_policy
 from narrowcast.frontends.scripts.region_facts import (
     DEFAULT_LOW,
     MADE,
@@ -28,13 +30,17 @@ from narrowcast.frontends.scripts.region_facts import (
     makers_of,
     number_of,
     region_class,
+    remove_unused_objects,
     the_same,
 )
-from narrowcast.runtime.torch_bridge import to_dtype
+from narrowcast.runtime.devices.abilities import fitted
+from narrowcast.runtime.torch_bridge import check_ops, to_dtype
 from narrowcast.runtime.torch_surface.jit import BOOL, INT
 
 ANYWHERE = "any"
 """The device type of what holds on every device: a pin."""
+PASSAGE = "narrowcast_boundary"
+"""The attribute of the nodes through which tensors pass that go into a module's call, or come out (boundaries.py)."""
 
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node
@@ -64,6 +70,9 @@ class Scope:
 
 
 Scopes = dict[str, Scope]  # the regions that hold, by device type
+Enter = Callable[[Scopes, Site, Mapping[str, Any], "Scanner", Node], Any]
+"""From the regions around a module's call, its place, what its mark says, and the mark, to the call's frame and the
+regions inside; None if nothing is said about it."""
 
 
 @dataclass(slots=True)
@@ -100,32 +109,13 @@ class Section:
                 yield from inner.walk()
 
 
-class Bounds:
-    """What a scanner asks about the boundaries of modules' calls; this one knows of none (boundaries.py has them)."""
-
-    def passage(self, node: Node) -> Mapping[str, str] | None:
-        """What an alias stands for, if it is one of a boundary's."""
-        return None
-
-    def enter(self, scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
-        """The call's frame, and the regions inside; None if nothing is said about it."""
-
-
 class Scanner:
     """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
 
-    def __init__(
-        self,
-        graph: Any,
-        around: Scopes,
-        caller: Site = NOWHERE,
-        policies: Callable[[str], Policy | None] = lambda policy: None,
-        bounds: Bounds | None = None,
-    ) -> None:
-        """policies: a policy by digest, name or path; None where it is torch's own. bounds: of modules' calls."""
-        self.bounds = bounds or Bounds()
+    def __init__(self, graph: Any, around: Scopes, caller: Site, enter: Enter) -> None:
+        """enter: into a module's call, whose boundary may change the regions."""
         self.graph = graph
-        self.policies = policies
+        self.enter = enter
         self.around = around
         self.caller = caller
         self.sessions = max((s.session for s in around.values()), default=0)
@@ -180,7 +170,7 @@ class Scanner:
                 self._cross(node, callers, frames, stack, entered)
                 self.edges.append(node)
                 continue
-            passed = self.bounds.passage(node)
+            passed = passage(node)
             if passed is not None:
                 if frames and frames[-1] is not None and frames[-1].around:
                     self.passages.append(node)
@@ -214,7 +204,7 @@ class Scanner:
         blocks = list(node.blocks())
         if not blocks:
             return []
-        if node.kind() == "prim::Loop" and any(_sets_grad_mode(block) for block in blocks):
+        if node.kind() == "prim::Loop" and any(block.findAllNodes("aten::set_grad_enabled") for block in blocks):
             self.grad_mode = None
         before, ends, found = self.grad_mode, set(), []
         for block in blocks:
@@ -261,7 +251,7 @@ class Scanner:
             return
         self.seen_calls += "called" in facts
         self.calls.append(self.seen_calls if "called" in facts else self.calls[-1])
-        found = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
+        found = self.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
         frames.append(None if found is None else found[0])
         if found is not None:
             stack.append(found[1])
@@ -297,7 +287,7 @@ class Scanner:
             )  # fmt: skip
         holds_on = not named and around is not None and self._holds_inside(around)
         policy = around.policy if holds_on and around is not None else named
-        chosen = self.policies(policy)
+        chosen = told_policy(policy)
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
         told = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
@@ -314,7 +304,7 @@ class Scanner:
         low: Any = None if around is None else around.low
         for use in node.output().uses():
             if use.user.kind() == "prim::SetAttr":
-                chosen = self.policies(the_same(makers_of(use.user.inputsAt(0), set()), POLICY, missing="") or "")
+                chosen = told_policy(the_same(makers_of(use.user.inputsAt(0), set()), POLICY, missing="") or "")
                 wanted = None if chosen is None else chosen.effective_low
                 low = low if wanted is None else to_dtype(wanted)
         if low is not None:
@@ -341,12 +331,12 @@ class Scanner:
             return None if around is None else around.hiding
         if enabled is False:
             return HidingBlock("", device, site)
-        hidden = None if policy else self.policies(around.policy)
+        hidden = None if policy else told_policy(around.policy)
         return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, site)
 
     def _holds_inside(self, scope: Scope) -> bool:
         """Whether a region's policy holds in torch's own regions inside it."""
-        policy = self.policies(scope.policy)
+        policy = told_policy(scope.policy)
         return policy is not None and policy.effective_inner == "policy"
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
@@ -363,10 +353,25 @@ class Scanner:
         return read.output()
 
 
-def close_passage(passage: Node) -> None:
+def passage(node: Node) -> dict[str, str] | None:
+    """What an alias at a boundary stands for: `argument` and its name, or `result` and its part; None for others."""
+    if node.kind() != "aten::alias" or not node.hasAttribute(PASSAGE):
+        return None
+    facts: dict[str, str] = json.loads(node.s(PASSAGE))
+    return facts
+
+
+def close_passage(node: Node) -> None:
     """Take a passage out of the graph."""
-    passage.output().replaceAllUsesWith(passage.inputsAt(0))
-    passage.destroy()
+    node.output().replaceAllUsesWith(node.inputsAt(0))
+    node.destroy()
+
+
+def policy_of(scope: Scope) -> Policy:
+    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
+    chosen = told_policy(scope.policy) or Policy.native(scope.device_type)
+    check_ops(chosen)
+    return fitted(chosen, scope.device_type)
 
 
 def _is_no_grad(value: Value) -> bool:
@@ -374,25 +379,8 @@ def _is_no_grad(value: Value) -> bool:
     return bool(kind.kind() == "ClassType" and str(kind.qualified_name()).endswith("torch.autograd.grad_mode.no_grad"))
 
 
-def _sets_grad_mode(block: Any) -> bool:
-    return any(
-        node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
-        for node in block.nodes()
-    )
-
-
 def _is_machinery(node: Node) -> bool:
     """Whether a node makes a region or fills it."""
     if node.kind() == "prim::CreateObject":
         return region_class(node.output()) is not None
     return node.kind() == "prim::SetAttr" and region_class(node.inputsAt(0)) is not None
-
-
-def remove_unused_objects(graph: Any) -> None:
-    """Region objects that nothing reads go, with the statements that fill them."""
-    for node in graph.findAllNodes("prim::CreateObject"):
-        users = [use.user for use in node.output().uses()]
-        if region_class(node.output()) is not None and all(user.kind() == "prim::SetAttr" for user in users):
-            for user in users:
-                user.destroy()
-            node.destroy()

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import DEVICE_TYPES, as_policy
+from narrowcast.core.policy import DEVICE_TYPES
 from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
-from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
+from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.scripts.callers import graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
-from narrowcast.frontends.scripts.compiling import around, check_module, compile_function, compile_module, compiling
-from narrowcast.frontends.scripts.decorated import places_of, undecorated
+from narrowcast.frontends.scripts.compiling import around, compile_anew, compiling
+from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes
 from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
@@ -63,14 +63,15 @@ def script(
         return _with_casts(target, under, made_for)
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
-    if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
+    written = undecorated(target)
+    if inspect.isfunction(target) and (getattr(written, "__name__", "") == "<lambda>" or runs_in_steps(written)):
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", under), made_for)
-    with compiling(autocast, _device_types(target)), _explained(target):
+    with compiling(_device_types(target)), _explained(target):
+        made = compile_anew(target)
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
-        pin = getattr(target, "__narrowcast_pinned__", None)
-        return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
+            return _noting(explicit_module(made, scopes, target), made_on)
+        return explicit_function(made, scopes, written, getattr(target, "__narrowcast_pinned__", None))
 
 
 def _with_casts(script: Any, under: Under, made_for: str) -> Any:
@@ -98,7 +99,7 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
         if isinstance(script, torch.jit.ScriptFunction):
             copied = function_from_graph(str(script.name), script.graph.copy())
             return explicit_function(copied, scopes)
-        check_module(script, autocast)
+        check_methods(script)
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
 
@@ -143,12 +144,6 @@ def _device_types(target: Any) -> tuple[str, ...]:
     here = torch.accelerator.current_accelerator()
     found = (device_type_of(target), here.type if here is not None else None)
     return tuple(device for device in found if device in DEVICE_TYPES)
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether TorchScript has a word for such a function."""
-    steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    return getattr(function, "__name__", "") != "<lambda>" and not any(asks(function) for asks in steps)
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
@@ -233,17 +228,13 @@ def trace(
         options["example_kwarg_inputs"] = kwargs
     checked = options.pop("check_trace", True)
     asked = asked_region("trace", under)
-    around: Any = contextlib.nullcontext()
-    is_on = device_type_of(target) or device_type_of(args, kwargs) or "cpu"
-    device, made_on = "", for_target(as_policy(None), is_on)[1]
-    if asked.is_there:
-        device = asked.device_type or is_on
-        chosen, made_on = for_target(asked.policy, device, made_for)
-        around = asked.on(device, chosen)
+    device = asked.device_type or device_type_of(target) or device_type_of(args, kwargs) or "cpu"
+    chosen, made_on = for_target(asked.policy, device, made_for if asked.is_there else "")
+    around = asked.on(device, chosen) if asked.is_there else contextlib.nullcontext()
     with _one_trace_at_a_time, deprecations_unsaid(), around:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
-        if device and device not in ruled:
+        if asked.is_there and device not in ruled:
             ruled += (device,)
         with tracing():
             try:

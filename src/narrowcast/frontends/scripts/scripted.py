@@ -110,36 +110,21 @@ class Method:
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ambient = any_autocast()
         key, scopes, asked = _ambient(self.around) if ambient and not self.fixed else ((), {}, frozenset())
-        if are_wanted():
-            return self._run_observed(key, scopes, args, kwargs)
-        caller = self._called_from(asked | self.asked)
-        if not scopes and caller == self.caller and not self.called:
+        observed = are_wanted()  # then in a form that says where it is, paths and lines as eager code has them
+        caller = self._called_from(_NAMES if observed else asked | self.asked)
+        if not (scopes or observed or self.called) and caller == self.caller:
             with autocast_off() if ambient else nullcontext(), _as_written():
                 return plain(*args, **kwargs)
         with self.lock:
-            begins = "call" not in asked or self._begins()
-            variant = self.variants.get((*key, caller, begins))
-            if variant is None:
-                variant = self.variants[*key, caller, begins] = self._variant(scopes, caller, begins=begins)
-        with autocast_off(), _as_written():
+            begins = ("call" not in asked and not observed) or self._begins()
+            name = (observed, *key, caller, begins)
+            if name not in self.variants:
+                graph = self.raw.copy()
+                self.make_explicit(graph, scopes, caller=caller, observed=observed, begins=begins)
+                self.variants[name] = function_from_graph(self.name, graph)
+            variant = self.variants[name]
+        with autocast_off(), _as_written(), inside_script() if observed else nullcontext():
             return variant(*self._bound(args, kwargs))
-
-    def _run_observed(self, key: tuple[Any, ...], scopes: Scopes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same in a form that says where it is, paths and lines as eager code has them."""
-        caller = self._called_from(frozenset(("module", "module_class", "function")))
-        with self.lock:
-            begins = self._begins()
-            variant = self.variants.get(("observed", *key, caller, begins))
-            if variant is None:
-                variant = self._variant(scopes, caller, observed=True, begins=begins)
-                self.variants["observed", *key, caller, begins] = variant
-        with autocast_off(), _as_written(), inside_script():
-            return variant(*self._bound(args, kwargs))
-
-    def _variant(self, scopes: Scopes, caller: Site, observed: bool = False, begins: bool = True) -> Any:
-        graph = self.raw.copy()
-        self.make_explicit(graph, scopes, caller=caller, observed=observed, begins=begins)
-        return function_from_graph(self.name, graph)
 
     def _begins(self) -> bool:
         """Whether it begins where the call of a module does, or no module is around its call."""
@@ -228,13 +213,14 @@ def scopes_here() -> Scopes:
     return _ambient({})[1]
 
 
+_NAMES = frozenset(("module", "module_class", "function"))
 _asked: dict[str, frozenset[str]] = {}  # by the digests of policies
 
 
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
     """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
     if policy.digest not in _asked:
-        names = ("module", "module_class", "function", "call")
+        names = (*_NAMES, "call")
         _asked[policy.digest] = frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
     return _asked[policy.digest]
 

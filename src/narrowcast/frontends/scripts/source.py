@@ -20,9 +20,7 @@ import copy
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,70 +30,52 @@ from narrowcast.core.policy import DEVICE_TYPES, as_policy
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import fp32 as _fp32
 from narrowcast.frontends.scripts.decorated import is_of_contextlib, regions_around, undecorated
-from narrowcast.frontends.scripts.leaving import TORCH, Flattener, at, exits_early, kept, without_docstring
-from narrowcast.frontends.scripts.meanings import UNKNOWN, Meanings
+from narrowcast.frontends.scripts.leaving import Flattener, at, exits_early, kept, without_docstring
+from narrowcast.frontends.scripts.meanings import OURS, TORCH, UNKNOWN, Meanings
 from narrowcast.frontends.scripts.policies import hold_policy
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.frontends.scripts.region_facts import number_of
+from narrowcast.frontends.scripts.region_objects import described, is_region, signature_of
+from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 from narrowcast.runtime.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
 _is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
 _WITH = "Use a with statement: with torch.autocast(...): ..."
-OURS = "__narrowcast_region_ours"
-"""The name of our region class in functions that TorchScript compiles."""
-Signature = tuple[tuple[str, ...], dict[str, str]]
-"""Of a region class: names of its arguments, and what ours is given, as source, where a call does not say it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """What the rewriting asks about objects that it finds.
+def rewriting(device_types: tuple[str, ...]) -> AbstractContextManager[None]:
+    """TorchScript parses functions through us inside; one thread at a time.
 
-    is_region: whether something is a region or a class of them. describe: from a region to the arguments that make it
-    in a script, or RegionError. signature_of: of a region class that scripts know.
-    as_number: from a dtype, a format or its name to the number that TorchScript writes for a dtype. device_types: those
-    that are meant where only the running script knows which.
+    device_types: those that a region may be meant for where only the running script knows which.
     """
-
-    is_region: Callable[[Any], bool]
-    describe: Callable[[Any], dict[str, Any]]
-    signature_of: Callable[[Any], Signature | None]
-    as_number: Callable[[Any], int]
-    device_types: tuple[str, ...]
-
-
-@contextmanager
-def rewriting(regions: Regions) -> Iterator[None]:
-    """TorchScript parses functions through us inside; one thread at a time."""
 
     def parse_rewritten(parse: Any, function: Any) -> Any:
         parsed = parse(undecorated(function))  # of a decorated function torch names the decorator's file
-        _Rewriter(function, parsed, regions).run()
+        _Rewriter(function, parsed, device_types).run()
         return parsed
 
-    with parser_replaced(lambda parse: partial(parse_rewritten, parse)):
-        yield
+    return parser_replaced(lambda parse: partial(parse_rewritten, parse))
 
 
 class _Rewriter:
     """One function's rewriting, in its own syntax tree."""
 
-    def __init__(self, function: Any, parsed: Any, regions: Regions) -> None:
+    def __init__(self, function: Any, parsed: Any, device_types: tuple[str, ...]) -> None:
         self.function = function
         self.definition = parsed.ast.body[0]
         self.file, self.first_line = parsed.filename, parsed.file_lineno
-        self.regions = regions
+        self.device_types = device_types
         self.meanings = Meanings(function, parsed)
         self.value, self.error = self.meanings.value, self.meanings.error
 
     def run(self) -> None:
         definition = self.definition
-        around = regions_around(self.function, self.regions.is_region)
+        around = regions_around(self.function)
         decorators = definition.decorator_list
         places = decorators if len(decorators) == len(around) else [definition.body[0]] * len(around)
         made = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
         assigned = [n for n in ast.walk(definition) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-        assigned = [n for n in assigned if self.regions.signature_of(self.value(n.value.func)) is not None]  # type: ignore[attr-defined]
+        assigned = [n for n in assigned if signature_of(self.value(n.value.func)) is not None]  # type: ignore[attr-defined]
         self.made = {t.id for n in assigned for t in n.targets if isinstance(t, ast.Name)}
         definition.body = self._per_device(definition.body)
         within = [n for s in definition.body for n in ast.walk(s) if isinstance(n, ast.With)]
@@ -110,9 +90,7 @@ class _Rewriter:
             items = [ast.withitem(context_expr=region) for region in made]
             definition.body = [*docstring, at(ast.With(items=items, body=body), definition.body[0])]
         if exits_early(definition.body):
-            definition.body = Flattener(self._is_no_grad, self._is_other, self._refuse_leaving).flattened(
-                definition.body
-            )
+            definition.body = Flattener(self.meanings).flattened(definition.body)
         ast.fix_missing_locations(definition)
 
     # -- region expressions
@@ -127,17 +105,21 @@ class _Rewriter:
                     "TorchScript cannot compile this context manager", expression,
                     "Open the region itself, with torch.autocast(...): ..., and write out what else it does.",
                 )  # fmt: skip
-            whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
-            made_here = hasattr(function, "__code__") or (self.regions.signature_of(function) is not None and not whole)
-            if function is UNKNOWN or made_here or not (whole or self._gives_regions(function)):
+            whole = any(isinstance(a, ast.Starred) for a in expression.args) or not all(
+                k.arg for k in expression.keywords
+            )
+            made_here = hasattr(function, "__code__") or (signature_of(function) is not None and not whole)
+            if function is UNKNOWN or made_here:
+                return None
+            if not whole and not is_region(getattr(function, "func", function)):  # of a functools.partial, too
                 return None
         value = self.value(expression)
         if isinstance(expression, ast.Call) and value is UNKNOWN:
             raise self.error(_asked(expression), "not all of its arguments are known", expression, _SPELT)
-        if isinstance(value, type) and self.regions.is_region(value):
+        if isinstance(value, type) and is_region(value):
             name = ast.unparse(expression)
             raise self.error(f"a region in a script, {name}", "it is a class", expression, f"Call it: {name}(...).")
-        return self._as_call(value, expression) if value is not UNKNOWN and self.regions.is_region(value) else None
+        return self._as_call(value, expression) if value is not UNKNOWN and is_region(value) else None
 
     def _check_called(self, call: ast.Call) -> None:
         """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another. And
@@ -146,7 +128,7 @@ class _Rewriter:
         value = self.value(call.func)
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__"):
             owner = call.func.value
-            if getattr(owner, "id", "") in self.made or self.regions.is_region(self.value(owner)):
+            if getattr(owner, "id", "") in self.made or is_region(self.value(owner)):
                 found = "only a with statement tells a script where a region ends"
                 raise self.error(_asked(call), found, call, _WITH)
         if getattr(value, "__name__", "").startswith("set_autocast_"):
@@ -154,16 +136,13 @@ class _Rewriter:
             raise self.error(f"a script of {ast.unparse(call)}", found, call, _WITH)
         if value is not UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
             if not isinstance(value, types.MethodType | type | ScriptFunction | ScriptMethod):
-                regions_around(value, self.regions.is_region)
-
-    def _gives_regions(self, function: Any) -> bool:
-        return self.regions.is_region(getattr(function, "func", function))  # of a functools.partial, too
+                regions_around(value)
 
     def _as_call(self, region: Any, place: Any) -> ast.expr:
         if type(region) is torch.no_grad:
             return at(ast.parse(f"{TORCH}.no_grad()", mode="eval").body, place)  # type: ignore[no-any-return]
         try:
-            facts = self.regions.describe(region)
+            facts = described(region)
         except NarrowcastError as error:
             raise self.error(error.asked, error.found, place, error.advice) from None
         arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items())
@@ -172,14 +151,14 @@ class _Rewriter:
     def _make_ours(self, call: ast.Call) -> None:
         """A call of a region class, torch's or ours, in place: as one of ours."""
         kind = self.value(call.func)
-        signature = self.regions.signature_of(kind)
+        signature = signature_of(kind)
         if signature is None:
             return
         names, defaults = signature
         if len(call.args) > len(names):
             found = f"it takes at most {len(names)} arguments by position"
             raise self.error(_asked(call), found, call, f"Its arguments are {', '.join(names)}.")
-        if None in map(_named, call.keywords):
+        if not all(k.arg for k in call.keywords):
             raise self.error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
@@ -188,7 +167,7 @@ class _Rewriter:
         for name, value in constants.items():
             if name == "dtype" and value is not UNKNOWN and value is not None:
                 is_off = constants["enabled"] is False and FORMATS.get(value, _fp32).bits < 16
-                written[name] = at(ast.Constant(None if is_off else self.regions.as_number(value)), call)
+                written[name] = at(ast.Constant(None if is_off else number_of(to_dtype(value))), call)
             elif isinstance(value, bool):
                 written[name] = at(ast.Constant(value), call)
         call.func, call.args = ast.Name(OURS, ast.Load()), []
@@ -220,7 +199,7 @@ class _Rewriter:
                     f"dtype is of type {type(known['dtype']).__name__}, and torch's regions take a torch.dtype"
                 )
             if known.get("enabled") is not False:
-                self.regions.as_number(known.get("dtype") or torch.bfloat16)
+                number_of(to_dtype(known.get("dtype") or torch.bfloat16))
         except Exception as error:
             found = error.found if isinstance(error, NarrowcastError) else str(error).partition("\n")[0]
             raise self.error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
@@ -295,10 +274,10 @@ class _Rewriter:
                 continue
             name, keep = kept("device", device.value, statement)
             place = f"{self.file}:{self.first_line + statement.lineno - 1}"
-            devices = ", ".join(self.regions.device_types)
+            devices = ", ".join(self.device_types)
             told = f"narrowcast: {place}: this region was scripted for {devices} alone; script it where it is to run"
             branches: list[ast.stmt] = ast.parse(f"raise RuntimeError({told!r})").body
-            for device_type in reversed(self.regions.device_types):
+            for device_type in reversed(self.device_types):
                 device.value = at(ast.Constant(device_type), statement)
                 inner = copy.deepcopy(ast.With(items=statement.items[n:], body=statement.body))
                 test = ast.parse(f"{name} == {device_type!r}", mode="eval").body
@@ -324,7 +303,7 @@ class _Rewriter:
         """The device type in a call of a region class, as an argument with a name; None for other expressions."""
         if not isinstance(expression, ast.Call):
             return None
-        signature = self.regions.signature_of(self.value(expression.func))
+        signature = signature_of(self.value(expression.func))
         if signature is None or "device_type" not in signature[0]:
             return None
         if 0 < len(expression.args) <= len(signature[0]) and not isinstance(expression.args[0], ast.Starred):
@@ -335,25 +314,6 @@ class _Rewriter:
             at(expression, expression)
         return next((k for k in expression.keywords if k.arg == "device_type"), None)
 
-    # -- with statements that something leaves
-
-    def _is_no_grad(self, expression: ast.expr) -> bool:
-        return isinstance(expression, ast.Call) and self.value(expression.func) is torch.no_grad
-
-    def _is_other(self, expression: ast.expr) -> bool:
-        """Whether it is known to be no region."""
-        value = self.value(expression.func) if isinstance(expression, ast.Call) else None
-        is_class = isinstance(value, type) and value is not torch.no_grad
-        return is_class and self.regions.signature_of(value) is None
-
-    def _refuse_leaving(self, expression: ast.expr) -> None:
-        """What TorchScript's compiler ends at with an internal assertion."""
-        raise self.error(
-            f"a with statement in a script, {ast.unparse(expression)}",
-            "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
-            "Return behind the with statement.",
-        )  # fmt: skip
-
 
 def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]:
     """The body in the first n items of a with statement."""
@@ -362,7 +322,3 @@ def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]
 
 def _asked(call: ast.Call) -> str:
     return f"a region in a script, {getattr(call, 'asked', None) or ast.unparse(call)}"
-
-
-def _named(keyword: ast.keyword) -> str | None:
-    return keyword.arg

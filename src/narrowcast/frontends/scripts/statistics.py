@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.region_facts import constant
+from narrowcast.runtime.torch_surface.jit import inserting_after
 
 _NORMS = ("aten::batch_norm", "aten::instance_norm")
 _MARK = "narrowcast_norm"
@@ -47,12 +48,8 @@ def keep_norms(graph: Any) -> None:
     """Let something read the norms that nothing reads, in place: TorchScript drops what is unused when it runs, too."""
     for norm in _norms(graph):
         if not norm.output().uses():
-            mark = graph.create("prim::Constant", [], 1)
-            mark.insertAfter(norm)
-            graph.setInsertPoint(mark)
-            graph.insertGraph(runtime.graph_of(runtime.keep), [norm.output()])
-            graph.setInsertPoint(graph.block())
-            mark.destroy()
+            with inserting_after(graph, norm):
+                graph.insertGraph(runtime.graph_of(runtime.keep), [norm.output()])
 
 
 def _norms(graph: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
-from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit, policy_of
+from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.scopes import policy_of
 from narrowcast.frontends.scripts.scripted import (
     ExplicitFunction,
     ExplicitModule,
@@ -33,6 +34,7 @@ from narrowcast.runtime.torch_surface.jit import (
     compiled_module,
     compiler_lock,
     forks_replaced,
+    inserting_after,
     method_names,
     recorded_inside,
     script_calls_replaced,
@@ -57,8 +59,7 @@ def tracing() -> Iterator[None]:
             yield
 
 
-@contextmanager
-def _forks_inside(marker: _Marker) -> Iterator[None]:
+def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
     """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
     would be out of reach of the code around it, which takes them from torch's weight cache.
     """
@@ -71,8 +72,7 @@ def _forks_inside(marker: _Marker) -> Iterator[None]:
     def wait(plain: Any, future: Any) -> Any:
         return future.wait() if isinstance(future, _Forked) else plain(future)
 
-    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain), "traces follow forks"):
-        yield
+    return forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain))
 
 
 class _Forked:
@@ -88,8 +88,7 @@ class _Forked:
     value = wait
 
 
-@contextmanager
-def _following(kept: list[Method]) -> Iterator[None]:
+def _following(kept: list[Method]) -> AbstractContextManager[None]:
     """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
 
     def call_function(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +104,9 @@ def _following(kept: list[Method]) -> Iterator[None]:
         return kept[-1].run(self, args, kwargs)
 
     why = "traces cast the scripts that they call"
-    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call), why):
-        yield
+    return script_calls_replaced(
+        lambda call: partial(call_function, call), lambda call: partial(call_method, call), why
+    )
 
 
 def _method_of(script: Any, module: Any) -> Method:
@@ -128,15 +128,15 @@ class _Marker:
         """A region is entered, torch's or ours."""
         state = tracing_state()
         if state is not None:
-            mark = enter_off(traced_graph(state), region.device, is_enabled(region))
-            self.open.setdefault(id(region), []).append(mark)
+            marks = enter_off(traced_graph(state), [region.device], is_enabled(region))
+            self.open.setdefault(id(region), []).append(marks)
 
     def left(self, region: Any, raised: bool) -> None:
         """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
-            instance, state = self.open[id(region)].pop(), tracing_state()
+            marks, state = self.open[id(region)].pop(), tracing_state()
             if state is not None:
-                leave_off(traced_graph(state), instance)
+                leave_off(traced_graph(state), marks)
 
 
 # -- what was traced ---------------------------------------------------------------------------------------------------
@@ -182,19 +182,14 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
         switch_off(graph, regions)
         return
     graph.setInsertPoint(next(iter(graph.nodes())))
-    off = [enter_off(graph, device) for device in scopes]
+    off = enter_off(graph, scopes)
     for node in inside:
         graph.setInsertPoint(node)
-        for instance in reversed(off):
-            leave_off(graph, instance)
-        mark = graph.create("prim::Constant", [], 1)
-        mark.insertAfter(node)
-        graph.setInsertPoint(mark)
-        off = [enter_off(graph, device) for device in scopes]
-        mark.destroy()
+        leave_off(graph, off)
+        with inserting_after(graph, node):
+            off = enter_off(graph, scopes)
     graph.setInsertPoint(graph.block())
-    for instance in reversed(off):
-        leave_off(graph, instance)
+    leave_off(graph, off)
     make_graph_explicit(graph, scopes, module, name, marked=True)
 
 

@@ -22,7 +22,7 @@ from narrowcast.programs.passes import cast_inside, hoist_casts
 from narrowcast.programs.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Edit, Program, Step
 from narrowcast.programs.program import TENSOR as UNKNOWN
 from narrowcast.runtime.torch_bridge import DTYPES
-from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType
+from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType, inserted, inserting_after
 
 Kept = Sequence[tuple[Any, Any]]
 """Weights and their casts, as values of a script."""
@@ -154,8 +154,6 @@ class Writer:
     def _insert(self, step: Step) -> None:
         if step.op == CAST:
             source = step.operands[0].value
-            if step.id in self.made:
-                return
             value, cache = self._value(source), self._cache_of(self._scope(step))
             if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
@@ -212,12 +210,14 @@ class Writer:
             flags, low = self._flags(scope), self._low(scope)
             dtypes = self._per_device(scope, low, {"cuda": torch.float16, "cpu": torch.bfloat16})
             if src == "fp32":
-                return self._node("aten::_autocast_to_reduced_precision", [value, *flags, *dtypes], value.type())
+                return inserted(
+                    self.graph, "aten::_autocast_to_reduced_precision", [value, *flags, *dtypes], value.type()
+                )
             if isinstance(scope.low, torch.dtype):
                 other = torch.float16 if scope.low is torch.bfloat16 else torch.bfloat16
                 return self._call(runtime.lower, [value, *flags, *dtypes, self._constant(number_of(other))])
         if plain and dst is torch.float32:
-            return self._node("aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type())
+            return inserted(self.graph, "aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type())
         function: Callable[..., Any] = runtime.cast_exactly if exactly else runtime.cast
         if is_optional_tensor(value):
             function = runtime.cast_optional
@@ -243,7 +243,7 @@ class Writer:
         return list(unpack.outputs())
 
     def _list(self, values: list[Any]) -> Any:
-        return self._node("prim::ListConstruct", values, ListType(TENSOR))
+        return inserted(self.graph, "prim::ListConstruct", values, ListType(TENSOR))
 
     # -- calls that change
 
@@ -264,7 +264,7 @@ class Writer:
                 lists.setdefault(source.position, elements)[source.element] = value
         for position, elements in lists.items():
             kind = list(node.inputs())[position].type()
-            node.replaceInput(position, self._node("prim::ListConstruct", elements, kind))
+            node.replaceInput(position, inserted(self.graph, "prim::ListConstruct", elements, kind))
         if step.given != before.given:
             self._set_dtype(step, node)
         if any(self._came_from(o.value) == "inside" for o in step.operands):
@@ -316,24 +316,14 @@ class Writer:
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
-            mark = self.graph.create("prim::Constant", [], 1)
-            mark.insertAfter(node)
-            self.graph.setInsertPoint(mark)
             users = [(use.user, use.offset) for use in output.uses()]
-            arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
-            given = self._call(runtime.back, arguments)
+            with inserting_after(self.graph, node):
+                arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
+                given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
-            self.graph.setInsertPoint(node)
-            mark.destroy()
 
     # -- nodes
-
-    def _node(self, kind: str, inputs: list[Any], type_of: Any) -> Any:
-        node = self.graph.create(kind, inputs, 1)
-        node.output().setType(type_of)
-        self.graph.insertNode(node)
-        return node.output()
 
     def _call(self, function: Callable[..., Any], inputs: list[Any]) -> Any:
         (found,) = self.graph.insertGraph(runtime.graph_of(function), inputs)

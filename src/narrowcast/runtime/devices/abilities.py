@@ -33,8 +33,7 @@ from narrowcast.core.policy.lacks import FULL
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.reports.results.profile import Device, Profile, load_profile
-from narrowcast.runtime.devices.clock import elapsed_ns
-from narrowcast.runtime.devices.device import device_now, is_capturing, is_here, synchronize
+from narrowcast.runtime.devices.device import device_now, elapsed_ns, is_capturing, is_here, synchronize
 from narrowcast.runtime.devices.smallest_calls import CPU_ALONE, SMALLEST
 from narrowcast.runtime.torch_bridge import DTYPES, op_id
 
@@ -89,15 +88,13 @@ def capabilities(device_type: str, backward: bool = False) -> Capabilities:
     if not is_here(device_type):
         return shipped_capabilities(device_type, device.units)
     key = (device, _uses_onednn(), backward)
-    found = _known.get(key)
-    if found is None:
+    if key not in _known:
         if is_capturing():
             return shipped_capabilities(device_type, device.units)
         with _lock:
-            found = _known.get(key)
-            if found is None:
-                found = _known[key] = _ask(device, _uses_onednn(), backward)
-    return found
+            if key not in _known:
+                _known[key] = _ask(device, _uses_onednn(), backward)
+    return _known[key]
 
 
 def _uses_onednn() -> bool:

@@ -1,11 +1,12 @@
-"""The device at hand: what it is, whether it is here and busy, and what a measurement leaves as it found it."""
+"""The device at hand: what it is, whether it is here and busy, its clock, and what a measurement leaves as it was."""
 
 from __future__ import annotations
 
 import os
 import platform
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -129,3 +130,13 @@ def synchronize() -> None:
     """Wait for the accelerator, whichever it is, if it is in use."""
     if accelerator_in_use() is not None:
         torch.accelerator.synchronize()
+
+
+def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
+    """Nanoseconds of all runs together, from an idle device until it is idle again."""
+    synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(repeats):
+        run()
+    synchronize()
+    return float(time.perf_counter_ns() - start)

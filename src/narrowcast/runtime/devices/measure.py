@@ -18,8 +18,7 @@ import torch
 
 from narrowcast.formats import FORMATS as BY_NAME
 from narrowcast.reports.results.profile import Device, Profile, Sample
-from narrowcast.runtime.devices.clock import elapsed_ns
-from narrowcast.runtime.devices.device import own_saved_tensors, random_state_kept
+from narrowcast.runtime.devices.device import elapsed_ns, own_saved_tensors, random_state_kept
 from narrowcast.runtime.devices.signature import Signature
 from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten, without_modes

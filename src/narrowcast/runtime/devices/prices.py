@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from narrowcast.core.ops import VIEW, op_kind
 from narrowcast.formats import Format, fp32
@@ -22,6 +23,7 @@ CONVERSION_NS = 0.02
 """Least cost of converting one element inside a loop."""
 
 
+@dataclass(eq=False)
 class TimePrices:
     """Nanoseconds under a cost model.
 
@@ -31,23 +33,13 @@ class TimePrices:
     """
 
     unit = "ns"
-
-    def __init__(
-        self,
-        model: CostModel,
-        fused: bool,
-        streamed: Set[int] = frozenset(),
-        at_rest: Set[int] = frozenset(),
-        trains: bool = False,
-        sizes: Mapping[str, int] | None = None,
-    ) -> None:
-        self.model = model
-        self.fused = fused
-        self.streamed = streamed
-        self.at_rest = at_rest
-        self.trains = trains
-        self.sizes = sizes or {}
-        self.seen: dict[tuple[int, str], Estimate] = {}
+    model: CostModel
+    fused: bool
+    streamed: Set[int] = frozenset()
+    at_rest: Set[int] = frozenset()
+    trains: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seen: dict[tuple[int, str], Estimate] = field(default_factory=dict)
 
     # -- calls
 

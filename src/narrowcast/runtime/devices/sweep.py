@@ -35,8 +35,7 @@ def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Me
     """The calls, grouped so that the formats of one call are measured in turn; small ones first."""
     groups = [*_copies(device_type, formats)]
     for backward in (False, True):
-        for maker in (_products, _convolutions, _attentions, _rows, _pointwise):
-            groups += [[make(f, backward) for f in formats] for make in maker(device_type)]
+        groups += [[make(f, backward) for f in formats] for make in _calls(device_type)]
     return sorted(groups, key=lambda group: group[0].signature.work.flops)
 
 
@@ -65,7 +64,9 @@ def _call(
     constants = ", ".join(map(str, more))
 
     def make(format: Format, backward: bool) -> Measurable:
-        operands = tuple(MeasuredOperand(s, _strides(s), format.name, device, backward) for s in shapes)
+        operands = tuple(
+            MeasuredOperand(s, torch.empty(s, device="meta").stride(), format.name, device, backward) for s in shapes
+        )
         types = (format.name,) * len(shapes)
         signature = Signature(op_id(op), types, tuple(shapes), result, format, constants, backward)
         return Measurable(signature, op, (*operands, *more), {})
@@ -73,43 +74,22 @@ def _call(
     return make
 
 
-def _products(device: str) -> Iterator[Any]:
+def _calls(device: str) -> Iterator[Any]:
+    """Of products, convolutions, attention, rows and elements."""
     for m, k, n in _PRODUCTS:
         yield _call(aten.mm.default, ((m, k), (k, n)), (), (m, n), device)
-
-
-def _convolutions(device: str) -> Iterator[Any]:
     for image, weight, stride, groups in _CONVS:
         pad = weight[-1] // 2
         side = (image[-1] + 2 * pad - weight[-1]) // stride + 1
         more = (None, [stride] * 2, [pad] * 2, [1, 1], groups)
         yield _call(aten.conv2d.default, (image, weight), more, (image[0], weight[0], side, side), device)
-
-
-def _attentions(device: str) -> Iterator[Any]:
     for shape in _ATTENTION:
         yield _call(aten.scaled_dot_product_attention.default, (shape,) * 3, (), shape, device)
-
-
-def _rows(device: str) -> Iterator[Any]:
-    for shape in _ROWS:
-        width = shape[-1:]
-        yield _call(aten.softmax.int, (shape,), (-1,), shape, device)
-        yield _call(aten.sum.dim_IntList, (shape,), ([-1],), shape[:1], device)
-        yield _call(aten.layer_norm.default, (shape,), (list(width),), shape, device)
-
-
-def _pointwise(device: str) -> Iterator[Any]:
+    for rows in _ROWS:
+        yield _call(aten.softmax.int, (rows,), (-1,), rows, device)
+        yield _call(aten.sum.dim_IntList, (rows,), ([-1],), rows[:1], device)
+        yield _call(aten.layer_norm.default, (rows,), (list(rows[-1:]),), rows, device)
     for size in _SIZES:
         yield _call(aten.relu.default, ((size,),), (), (size,), device)
         yield _call(aten.gelu.default, ((size,),), (), (size,), device)
         yield _call(aten.add.Tensor, ((size,), (size,)), (), (size,), device)
-
-
-def _strides(shape: Shape) -> Shape:
-    found: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= size
-    return tuple(reversed(found))

@@ -22,6 +22,7 @@ class_pins = "0"
 for a size that changes.
 """
 _begins: list[Callable[[], None]] = []
+_forget_compiled = once(forget_compiled_code)  # what was compiled before the first pin does not ask modules for theirs
 
 
 class Pin:
@@ -56,6 +57,11 @@ def own_pin(target: Any) -> Pin | None:
     """The pin that was set on this very module or class."""
     found: Pin | None = vars(target).get(ATTRIBUTE)
     return found
+
+
+def is_module(target: Any) -> bool:
+    """Whether it is a module, or a class of them."""
+    return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
 
 
 def name_of(target: Any) -> str:
@@ -111,9 +117,3 @@ def _compile_anew() -> None:
     """Compiled code that calls modules is compiled anew at its next call."""
     global class_pins
     class_pins = str(next(_changes))
-
-
-@once
-def _forget_compiled() -> None:
-    """What was compiled before the first pin does not ask modules for theirs; what is compiled afterwards does."""
-    forget_compiled_code()

@@ -90,4 +90,4 @@ def native_region(device_type: str) -> OpenRegion:
 def _native_prepared(device_type: str, low: torch.dtype, enabled: bool, cache: bool) -> Prepared:
     """Shared, so that what was decided for native regions is remembered like the rest."""
     facts = Region(device_type, FORMATS[low], enabled, cache)
-    return Prepared(facts, Policy.native(device_type), (), frozenset(), {})
+    return Prepared(facts, Policy.native(device_type))

@@ -43,9 +43,9 @@ class Prepared:
 
     facts: Region
     policy: Policy
-    ops: tuple[OpOverload, ...]
-    changed: frozenset[str]
-    plans: dict[object, Decided]
+    ops: tuple[OpOverload, ...] = ()
+    changed: frozenset[str] = frozenset()
+    plans: dict[object, Decided] = field(default_factory=dict)
     boundaries: dict[Any, Any] = field(default_factory=dict)
     grade: str = "native"
     cache_limit_bytes: int | None = None

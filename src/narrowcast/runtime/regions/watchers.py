@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from narrowcast.runtime.torch_surface.state import native_regions_replaced
+import torch
+
+from narrowcast.runtime.torch_surface.patches import held
 
 
 class RegionWatcher(Protocol):
@@ -37,21 +39,9 @@ def told_of_regions(watcher: RegionWatcher, why: str) -> Iterator[None]:
         watcher.left(region, bool(raised and raised[0]))
         return inner(region, *raised)
 
-    with native_regions_replaced(lambda e: partial(enter, e), lambda e: partial(leave, e), why):
+    with held(torch.autocast, why, __enter__=lambda e: partial(enter, e), __exit__=lambda e: partial(leave, e)):
         region_watchers.append(watcher)
         try:
             yield
         finally:
             region_watchers.remove(watcher)
-
-
-def tell_entered(region: Any) -> None:
-    """Tell them of a region that was entered."""
-    for watcher in tuple(region_watchers):
-        watcher.entered(region)
-
-
-def tell_left(region: Any, raised: bool) -> None:
-    """Tell them of a region that is left."""
-    for watcher in tuple(region_watchers):
-        watcher.left(region, raised)

@@ -7,6 +7,7 @@ The modules that were called before the compiled frame are on the Python stack; 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import threading
 import weakref
@@ -149,18 +150,13 @@ def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outsi
     )
 
 
+_FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:,|[ \t]*$)', re.MULTILINE)
+
+
 @lru_cache(maxsize=4096)
 def _frames(trace: str) -> tuple[tuple[str, int], ...]:
     """Files and lines of a stack trace as text, outermost first."""
-    found = []
-    for text in trace.splitlines():
-        start = text.strip()
-        if start.startswith('File "'):
-            file, _, rest = start[6:].partition('", line ')
-            number = rest.partition(",")[0]
-            if number.isdigit():
-                found.append((file, int(number)))
-    return tuple(found)
+    return tuple((file, int(line)) for file, line in _FRAME.findall(trace))
 
 
 def _class_name(found: Any) -> str:

@@ -8,6 +8,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
+from traceback import walk_tb
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -214,10 +215,8 @@ def _runs_loops(module: str) -> bool:
 
 def innermost_frame(error: BaseException) -> FrameType | None:
     """The frame that raised an error."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame if traceback is not None else None
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1] if frames else None
 
 
 _CALLERS = 6  # a method of the model calls its parts at once, or through a few others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,10 +44,16 @@ def current_autograd_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
-def _nodes_before(root: Any, barriers: set[int], most: int) -> list[Any]:
-    """An autograd node, and those that its backward goes on to without passing the barriers, which are among them."""
+_MOST = 20_000
+
+
+def nodes_before(root: Any, barriers: Set[int] = frozenset()) -> list[Any]:
+    """An autograd node, and those that its backward goes on to without passing the barriers, which are among them.
+
+    barriers: sequence numbers. At most 20,000 nodes.
+    """
     waiting, seen = [root], dict[Any, None]()
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < _MOST:
         node = waiting.pop()
         if node is None or node in seen:
             continue
@@ -57,18 +63,18 @@ def _nodes_before(root: Any, barriers: set[int], most: int) -> list[Any]:
     return list(seen)
 
 
-def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[list[torch.Tensor], bool]:
+def paths_to_leaves(root: Any, barriers: set[int]) -> tuple[list[torch.Tensor], bool]:
     """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
     numbers; and whether it meets one of these.
     """
-    nodes = _nodes_before(root, barriers, most)
+    nodes = nodes_before(root, barriers)
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     return leaves, any(sequence_number(node) in barriers for node in nodes)
 
 
-def numbers_before(root: Any, most: int = 20_000) -> set[int]:
+def numbers_before(root: Any) -> set[int]:
     """The sequence numbers of an autograd node and of those that its backward goes on to."""
-    return set(map(sequence_number, _nodes_before(root, set(), most)))
+    return set(map(sequence_number, nodes_before(root)))
 
 
 def gives_gradients(node: Any) -> bool:

@@ -103,11 +103,6 @@ def op_name(op: OpOverload) -> str:
     return str(op._opname)
 
 
-def is_communication(op: OpOverload) -> bool:
-    """Whether it sends tensors to other processes."""
-    return op.namespace == "c10d"
-
-
 def overload_name(op: OpOverload) -> str:
     """`default` of aten.mm.default."""
     return str(op._overloadname)

@@ -86,8 +86,7 @@ def traced_local(name: str) -> Any:
 
 def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
     """Have Dynamo call this when it is done with what it traces now, or gives it up. Nothing if it traces nothing."""
-    convert = sys.modules.get("torch._dynamo.symbolic_convert")
-    root = getattr(getattr(convert, "tls", None), "current_tx", None)
+    root = _dynamo_root()
     if root is not None:
         root.output.add_cleanup_hook(clean_up)
 
@@ -153,11 +152,6 @@ def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     found: Callable[..., Any] = innermost_fn(compiled)
     return found
-
-
-def original_module(compiled: Any) -> Any:
-    """The module that a compiled one was compiled of."""
-    return compiled._orig_mod
 
 
 def forget_original(compiled: Any) -> None:

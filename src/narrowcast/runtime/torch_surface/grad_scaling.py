@@ -11,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 
+from narrowcast.runtime.torch_surface.autograd import nodes_before
 from narrowcast.runtime.torch_surface.patches import once, stay
 
 check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
@@ -132,20 +133,10 @@ def stored_values(sparse: torch.Tensor) -> torch.Tensor:
 # -- what a loss was computed in ---------------------------------------------------------------------------------------
 
 
-def formats_of_graph(tensor: torch.Tensor, most: int = 20_000) -> set[torch.dtype]:
+def formats_of_graph(tensor: torch.Tensor) -> set[torch.dtype]:
     """The dtypes of the results in the graph that a backward from this tensor would walk."""
-    seen: set[Any] = set()
-    found: set[torch.dtype] = set()
-    waiting = [tensor.grad_fn]
-    while waiting and len(seen) < most:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not hasattr(node, "variable"):  # a leaf has the format of a weight, and is no result
-            found.update(meta.dtype for meta in node._input_metadata)
-        waiting += [before for before, _ in node.next_functions]
-    return found
+    results = (node for node in nodes_before(tensor.grad_fn) if not hasattr(node, "variable"))  # a leaf is a weight
+    return {meta.dtype for node in results for meta in node._input_metadata}
 
 
 # -- who clips ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +91,24 @@ def simplify(graph: Any) -> None:
             node.output().replaceAllUsesWith(graph.insertConstant(is_none == asks))
     graph.setInsertPoint(graph.block())
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+
+
+def inserted(graph: Any, kind: str, inputs: list[Any], type_of: Any) -> Any:
+    """What a new node gives, a value of this type; the node stands where the graph is written to."""
+    node = graph.insertNode(graph.create(kind, inputs, 1))
+    node.output().setType(type_of)
+    return node.output()
+
+
+@contextmanager
+def inserting_after(graph: Any, node: Any) -> Iterator[None]:
+    """What is inserted inside comes behind this node; afterwards, at the end of the graph."""
+    mark = graph.create("prim::Constant", [], 1)
+    mark.insertAfter(node)
+    graph.setInsertPoint(mark)
+    yield
+    graph.setInsertPoint(graph.block())
+    mark.destroy()
 
 
 def forget_shapes(graph: Any) -> None:
@@ -194,11 +212,9 @@ def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Itera
         yield
 
 
-@contextmanager
-def forks_replaced(fork: Wrap, wait: Wrap, why: str) -> Iterator[None]:
+def forks_replaced(fork: Wrap, wait: Wrap) -> AbstractContextManager[None]:
     """Around what torch.jit.fork and torch.jit.wait call."""
-    with held(torch._C, why, fork=fork, wait=wait):
-        yield
+    return held(torch._C, "traces follow forks", fork=fork, wait=wait)
 
 
 @contextmanager

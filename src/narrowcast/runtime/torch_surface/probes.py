@@ -200,32 +200,28 @@ def _nesting() -> str | None:
     return None if inside == outside + 1 else f"inside a region the count is {inside}, outside {outside}"
 
 
+def _written_and_read(device_type: str, dtype: torch.dtype) -> tuple[bool, torch.dtype]:
+    """What autocast's state reads after it was switched on with this dtype; then it is as before."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    try:
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
 @probe("autocast's state can be written and read back", "regions of ours would not be in force, or would stay")
 def _state() -> str | None:
-    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    try:
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_autocast_dtype("cpu", torch.float16)
-        found = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    finally:
-        torch.set_autocast_enabled("cpu", before[0])
-        torch.set_autocast_dtype("cpu", before[1])
+    found = _written_and_read("cpu", torch.float16)
     return None if found == (True, torch.float16) else f"it reads {found}"
 
 
 @probe("the state of absent devices can carry a number", "code compiled under one policy would run under another")
 def _carriers() -> str | None:
-    for device_type in ("ipu", "maia", "mtia"):
-        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        try:
-            torch.set_autocast_enabled(device_type, True)
-            torch.set_autocast_dtype(device_type, torch.int64)
-            if torch.get_autocast_dtype(device_type) is not torch.int64:
-                return f"the dtype of {device_type} reads back as another"
-        finally:
-            torch.set_autocast_enabled(device_type, before[0])
-            torch.set_autocast_dtype(device_type, before[1])
-    return None
+    lost = [d for d in ("ipu", "maia", "mtia") if _written_and_read(d, torch.int64)[1] is not torch.int64]
+    return f"the dtype of {lost[0]} reads back as another" if lost else None
 
 
 @probe("a cast under autocast is aten._to_copy", "recordings would list no casts")

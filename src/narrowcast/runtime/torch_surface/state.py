@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-
-from narrowcast.runtime.torch_surface.patches import Wrap, held
 
 autocast_off = torch._C._DisableAutocast
 """`with autocast_off():` autocast is off inside, for every device type."""
@@ -36,11 +34,6 @@ has_function_modes = torch._C._is_torch_function_mode_enabled
 """Whether a `TorchFunctionMode` is on."""
 count_function_modes = torch._C._len_torch_function_stack
 """How many are."""
-
-
-def native_regions_replaced(enter: Wrap, leave: Wrap, why: str) -> AbstractContextManager[None]:
-    """Around the entering and leaving of regions, torch's and ours."""
-    return held(torch.autocast, why, __enter__=enter, __exit__=leave)
 
 
 def autocast_nesting() -> int:

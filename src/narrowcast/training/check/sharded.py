@@ -9,7 +9,6 @@ import torch
 from narrowcast.core.policy import Site
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, gives_gradients
-from narrowcast.runtime.torch_surface.dispatch import is_communication
 from narrowcast.runtime.torch_surface.modules import formats_of_wrapper, hooks_of_wrapper, reduces_gradients
 from narrowcast.training.check.gradients import Found
 
@@ -52,7 +51,7 @@ class Reduced:
 
     def sends(self, facts: OpFacts, args: tuple[Any, ...]) -> Found | None:
         """An op of a backward is about to run: whether it adds gradients in fp32 up over processes in a low format."""
-        if self._site is None or not is_communication(facts.op) or not gives_gradients(current_autograd_node()):
+        if self._site is None or facts.op.namespace != "c10d" or not gives_gradients(current_autograd_node()):
             return None
         low = next((t for t in tensors_in(args) if t.dtype in _LOW or (self._hooks and t.itemsize == 1)), None)
         if low is None:
