@@ -97,7 +97,7 @@ def test_every_front_end_repairs_alike(front_end, device):
     with torch.no_grad():
         with nc.autocast("cpu", BF16, policy="safe"):
             expected = model(X)
-        found = FRONT_ENDS[front_end](model, X, dtype=BF16, policy="safe")
+        found = FRONT_ENDS[front_end](model, X, under="safe")
     assert found.dtype is expected.dtype and torch.equal(found, expected)
 
 
@@ -125,7 +125,7 @@ def test_an_lstm_runs_under_safe_whatever_the_machine(front_end, low):
                 model(X)
         with nc.autocast("cpu", low, policy="safe"):
             expected = model(X)
-        found = FRONT_ENDS[front_end](model, X, dtype=low, policy="safe")
+        found = FRONT_ENDS[front_end](model, X, under=nc.autocast("cpu", low, policy="safe"))
     assert found.dtype is expected.dtype is low and torch.equal(found, expected)
 
 

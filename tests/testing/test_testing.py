@@ -211,8 +211,8 @@ def test_what_cannot_be_held_is_said(net, held):
         assert_formats(net, (X,))
     with pytest.raises(SnapshotError, match="both are given"):
         assert_no_new_casts(net, (X,), snapshot=held, expected=take_snapshot(net, (X,)))
-    with pytest.raises(RunError, match="come as a tuple"):
-        assert_formats(net, X, snapshot=held)
+    with pytest.raises(RunError, match="a tuple of arguments"):
+        assert_formats(net, 3.0, snapshot=held)
 
     class Mixes(torch.nn.Module):
         def forward(self, x):
@@ -403,7 +403,7 @@ class TestModel:
     @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
     def test_formats(self, narrowcast_snapshot, device_type):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
-        assert_formats(model, (torch.ones(2, 4),), snapshot=narrowcast_snapshot, device_type=device_type)
+        assert_formats(model, (torch.ones(2, 4),), snapshot=narrowcast_snapshot, device=device_type)
 """
 
 
