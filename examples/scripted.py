@@ -82,7 +82,7 @@ def main() -> None:
         done = subprocess.run(
             [sys.executable, "-c", RUN, f"{folder}/low.pt"], capture_output=True, text=True, check=True
         )
-        print(f"nc.convert, a file, loaded in another process: {done.stdout.strip()}")
+        print(f"nc.script, a file, loaded in another process: {done.stdout.strip()}")
         casts = nc.explain(plain, (torch.ones(1, 4, 8),), under="bf16", front_end="script").ledger.casts
     print(f"  {len(casts)} casts, the first of them:")
     for cast in casts[:4]:

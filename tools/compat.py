@@ -55,7 +55,7 @@ DIFFERENCES = """\
   `forward` is a graph of its own and is placed, where earlier it was eager code and was timed op by op. `explain`
   shows such a call with line and reason in all versions.
 - **2.14 and later** say by FutureWarning that TorchScript is deprecated, earlier ones by DeprecationWarning.
-  `nc.script`, `nc.trace` and `nc.convert` repeat neither.
+  `nc.script` and `nc.trace` repeat neither.
 - **A backend is told from a registered one** by another question since 2.14; ours answers both, so weights can be
   swapped after a compiled call in all versions.
 """

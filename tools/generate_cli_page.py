@@ -23,7 +23,7 @@ what was found, where, and what to do; `narrowcast --traceback ...` shows Python
 
 ```bash
 narrowcast policy show native               # all rules, the one that wins first
-narrowcast policy diff native safe --device cuda
+narrowcast diff native safe --device cuda
 narrowcast profile path                     # where this device's profile is kept
 ```
 

@@ -75,7 +75,7 @@ with nc.autocast("cpu", policy="ipex"):  # "xpu" on Intel's GPUs
   region is cast n times.
 - Left out: `_convolution_nogroup`, which Intel lists and no supported torch has.
 
-`narrowcast policy diff native ipex --device xpu` prints the differences for the installed torch, and
+`narrowcast diff native ipex --device xpu` prints the differences for the installed torch, and
 `narrowcast policy show ipex` the rules. A policy of yours may start from it: `extends = "ipex"`.
 """
 

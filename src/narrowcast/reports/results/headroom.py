@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,7 +15,6 @@ from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.verdicts import FITS
 
@@ -107,18 +107,18 @@ class Headroom(Result):
         return f"<Headroom of {len(self.places)} calls; print shows them>"
 
 
-def headroom_of(run: Run, tolerance: float) -> Headroom:
-    """What `run.headroom(tolerance)` returns."""
+def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tolerance: float) -> Headroom:
+    """What `Run.headroom` returns, of the calls and tensors of a run."""
     if not 0 <= tolerance < 1:
         raise RunError(f"headroom(tolerance={tolerance})", "it is a share", advice="Give a number from 0 to below 1.")
     found = Headroom(tolerance=tolerance)
     known: dict[int, list[tuple[str, str, float, float, float, float]]] = {}
     sampled = 0
-    for call in run.calls:
+    for call in calls:
         if call.is_cast:
             continue
         for argument, number in (*call.inputs, *call.outputs):
-            facts = run.tensors[number]
+            facts = tensors[number]
             if facts.format not in ("fp32", "fp64") or not facts.elements or _is_no_value(call, argument, facts):
                 continue
             sampled += facts.looked_at < facts.elements
@@ -128,7 +128,7 @@ def headroom_of(run: Run, tolerance: float) -> Headroom:
             found.places[call.id] = f"{call.file}:{call.line}"
     if not found.rows:
         raise RunError(
-            "run.headroom()", f"none of its {len(run.calls)} calls has an fp32 tensor",
+            "run.headroom()", f"none of its {len(calls)} calls has an fp32 tensor",
             advice="Capture the model without a low format: nc.capture(model, inputs).",
         )  # fmt: skip
     if sampled:

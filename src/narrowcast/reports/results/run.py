@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.output.files import save_result
+from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run_records import (
     CALL_COLUMNS,
@@ -25,9 +26,6 @@ from narrowcast.reports.results.run_records import (
     tensor_row,
 )
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
-
-if TYPE_CHECKING:
-    from narrowcast.reports.results.headroom import Headroom
 
 ENDING = ".json.gz"
 
@@ -92,9 +90,7 @@ class Run(Result):
         overflow, is exact. tolerance: the share of a tensor that may underflow. Nothing runs again. Raises RunError for
         a run without a wide tensor.
         """
-        from narrowcast.reports.results.headroom import headroom_of  # which is about runs
-
-        return headroom_of(self, tolerance)
+        return headroom_of(self.calls, self.tensors, tolerance)
 
     def not_finite(self) -> list[CallRecord]:
         """The calls that gave a NaN or an infinity, in order."""
