@@ -95,15 +95,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    room = next((room for room, names in (_PURE_HALF | _TORCH_HALF).items() if name in names), None)
-    if room is None:
-        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
-    module, drawn = f"narrowcast.{room}", random.getstate()
-    value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
-    random.setstate(drawn)  # rich draws numbers where it is imported
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # so that a misspelt name is an error in an editor
+
+    def __getattr__(name: str) -> object:
+        room = next((room for room, names in (_PURE_HALF | _TORCH_HALF).items() if name in names), None)
+        if room is None:
+            raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+        module, drawn = f"narrowcast.{room}", random.getstate()
+        value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
+        random.setstate(drawn)  # rich draws numbers where it is imported
+        globals()[name] = value
+        return value
 
 
 def _load(module: str, name: str) -> object:

@@ -233,7 +233,7 @@ def test_the_command_says_it_with_its_exit_code(verdict, code, monkeypatch):
     """A kernel too; 2 where nothing was compared."""
     found = Differences("model", "cpu", "native", "bf16", "fp32", verdict=verdict)
     monkeypatch.setattr(commands, "load_case", lambda target: nc.Case(torch.abs, (X,)))
-    monkeypatch.setattr(commands, "compare", lambda *args, **kwargs: found)
+    monkeypatch.setattr(nc, "compare", lambda *args, **kwargs: found)
     app = Typer()
     app.command()(commands.compare_command)
     assert CliRunner().invoke(app, ["model:make"]).exit_code == code

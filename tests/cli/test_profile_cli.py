@@ -54,7 +54,7 @@ def test_the_file_of_another_device_is_refused_before_anything_is_measured(folde
     other = folder / "other.json"
     Profile(Device("cpu", "another machine", (), 4, "2.13.0")).write(other)
     before = other.read_text()
-    monkeypatch.setattr("narrowcast.cli.profile.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("narrowcast.runtime.devices.measure.measure", lambda *_, **__: pytest.fail("measured"))
     assert call("profile", "--output", other) == 2
     assert "another machine" in capsys.readouterr().err
     assert other.read_text() == before

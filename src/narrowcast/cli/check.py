@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from narrowcast.cli.runs import JsonOption
-from narrowcast.cli.target import AllOption, DeviceOption, Target, UnderOption, check_folder, load_case
+from narrowcast.cli.target import AllOption, DeviceOption, Target, UnderOption, check_folder, grad, load_case
 from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, replace_text
 from narrowcast.output.screen import columns, shortened
-from narrowcast.testing.formats import check_formats
-from narrowcast.testing.snapshot_changes import check_screen, check_text
-from narrowcast.testing.snapshot_text import load_snapshots
 
 
 def check_command(
@@ -31,10 +27,14 @@ def check_command(
     json_file: JsonOption = None,
 ) -> None:
     """Hold the formats of TARGET's calls against a file; 1 if a call is not as it was, 2 if that cannot be said."""
+    from narrowcast.testing.formats import check_formats
+    from narrowcast.testing.snapshot_changes import check_screen, check_text
+    from narrowcast.testing.snapshot_text import load_snapshots
+
     check_folder("--json", json_file)
     if gradients is None:
         gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
-    with torch.set_grad_enabled(gradients):
+    with grad(gradients):
         found = check_formats(
             load_case(target), snapshot=snapshot, under=under, device=device, torch_versions=torch_versions,
             update=update,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from narrowcast.analysis.explain.explain import explain
+import narrowcast as nc
 from narrowcast.cli.target import (
     AllOption,
     DeviceOption,
@@ -16,19 +15,16 @@ from narrowcast.cli.target import (
     TraceOption,
     UnderOption,
     check_folder,
+    grad,
     load_case,
     write_page,
     write_trace,
 )
-from narrowcast.core.goals import FAST, MEMORY, Goal
+from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
-from narrowcast.frontends.exported.export import export
-from narrowcast.observation.trial.case import Case
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import columns
-from narrowcast.reports.render.programs import program_parts
-from narrowcast.reports.results.explanation import Explanation
 
 
 def explain_command(
@@ -68,8 +64,8 @@ def explain_command(
     }  # fmt: skip
     wanted = _goal(goal, {name: value for name, value in said.items() if value is not None})
     case = load_case(target)
-    with torch.no_grad():
-        explanation = explain(
+    with grad(False):
+        explanation = nc.explain(
             case, under=under, device=device, run=run, real=real, front_end=front_end, goal=wanted,
             backend=backend, times=trace is not None or model_explorer is not None,
         )  # fmt: skip
@@ -84,27 +80,31 @@ def explain_command(
         replace_text(json_file, explanation.to_json(indent=1) + "\n")
     print_text(explanation.to_text(every, width=columns()))
     if show:
+        from narrowcast.reports.render.programs import program_parts
+
         print_all(terminal(), program_parts(explanation))
 
 
-def _exported(case: Case, under: str | None) -> torch.export.ExportedProgram:
+def _exported(case: nc.Case, under: str | None) -> Any:
     """The program whose nodes the explanation names: the same that the front end has made of a copy."""
     model: Any = case.model
-    return export(model, case.inputs, under=under)
+    return nc.export(model, case.inputs, under=under)
 
 
-def _write_model_explorer(explanation: Explanation, program: torch.export.ExportedProgram, folder: Path) -> None:
+def _write_model_explorer(explanation: nc.Explanation, program: Any, folder: Path) -> None:
     """The program, and a file of node data for each thing that is known of its nodes."""
     folder.mkdir(exist_ok=True)
     for name, text in explanation.to_model_explorer().items():
         replace_text(folder / f"{name}.json", text + "\n")
+    import torch
+
     torch.export.save(program, folder / "model.pt2")
 
 
 _BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile", "slowdown_limit")}
 
 
-def _goal(name: str, said: dict[str, Any]) -> str | Goal:
+def _goal(name: str, said: dict[str, Any]) -> Goal:
     """The goal with what belongs to it; GoalError for what does not."""
     others = [option for option in said if option not in _BELONGS.get(name, ())]
     if others:
@@ -112,5 +112,5 @@ def _goal(name: str, said: dict[str, Any]) -> str | Goal:
         goals = " or ".join(f"--goal {goal}" for goal, options in _BELONGS.items() if others[0] in options)
         raise GoalError(f"{flag} with --goal {name}", "it has no effect there", advice=f"Write {goals}.")
     if not said:
-        return name
+        return as_goal(name)
     return Goal.fast(**said) if name == FAST else Goal.memory(**said)

@@ -13,7 +13,6 @@ from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.errors import PolicyError
 from narrowcast.output.console import print_text
 from narrowcast.output.screen import Part, columns, first_screen, wrapped
-from narrowcast.runtime.torch_bridge import check_ops
 
 policy_app = typer.Typer(help="Show and check policies.", no_args_is_help=True)
 PolicyName = Annotated[str, typer.Argument(help="native, safe, ipex, native:DEVICE, or a policy file.")]
@@ -42,6 +41,8 @@ def show(policy: PolicyName, device: Device = None, every: AllOption = False) ->
 @policy_app.command()
 def check(policy: PolicyName, every: AllOption = False) -> None:
     """Load a policy and lint it; exit code 2 if it does not load, 1 if lint finds something."""
+    from narrowcast.runtime.torch_bridge import check_ops
+
     found = as_policy(policy)
     check_ops(found)
     findings = found.lint()

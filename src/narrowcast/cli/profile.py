@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from narrowcast.cli.runs import HtmlOption
 from narrowcast.cli.target import AllOption, check_folder, write_page
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
-from narrowcast.reports.results.profile import Profile, load_profile, profile_path
-from narrowcast.runtime.devices.abilities import capabilities
-from narrowcast.runtime.devices.device import device_now, is_here
-from narrowcast.runtime.devices.measure import machine_load, measure
-from narrowcast.runtime.devices.show import (
-    comparison_parts,
-    comparison_screen,
-    plot_profile,
-)
-from narrowcast.runtime.devices.sweep import sweep
+
+if TYPE_CHECKING:
+    from narrowcast.reports.results.profile import Profile
 
 profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
 DeviceType = Annotated[str, typer.Option(help="Device type to measure: cpu or cuda.")]
@@ -42,6 +34,14 @@ def measure_command(
     """Measure this device: every family of ops in every format, over sizes, forward and backward."""
     if context.invoked_subcommand is not None:
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from narrowcast.reports.results.profile import Profile, load_profile, profile_path
+    from narrowcast.runtime.devices.abilities import capabilities
+    from narrowcast.runtime.devices.device import device_now
+    from narrowcast.runtime.devices.measure import machine_load, measure
+    from narrowcast.runtime.devices.sweep import sweep
+
     _check_here(device)
     check_folder("--html", html)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
@@ -90,6 +90,8 @@ def show(
         if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
             found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"
             raise ProfileError(f"--plot {plot}", found, advice="Name a file in a folder that is there: costs.png.")
+        from narrowcast.runtime.devices.show import plot_profile
+
         plot_profile(profile, plot)
     print_text(profile.to_text(every, columns(), LINES - (plot is not None)))
     if plot is not None:
@@ -102,6 +104,9 @@ def compare(
     device: DeviceType = "cpu", every: AllOption = False,
 ) -> None:  # fmt: skip
     """Two profiles side by side, on the calls that both have."""
+    from narrowcast.reports.results.profile import Profile
+    from narrowcast.runtime.devices.show import comparison_parts, comparison_screen
+
     a, b = Profile.read(first), _profile(second, device)
     if every:
         print_all(terminal(), comparison_parts(a, b))
@@ -112,11 +117,16 @@ def compare(
 @profile_app.command()
 def path(device: DeviceType = "cpu") -> None:
     """Where this device's profile is kept."""
+    from narrowcast.reports.results.profile import profile_path
+    from narrowcast.runtime.devices.device import device_now
+
     _check_here(device)
     typer.echo(profile_path(device_now(device)))
 
 
 def _check_here(device: str) -> None:
+    from narrowcast.runtime.devices.device import is_here
+
     if not is_here(device):
         raise ProfileError(
             asked=f"the profile of device type {device!r}", found="torch has no such device here",
@@ -125,8 +135,12 @@ def _check_here(device: str) -> None:
 
 
 def _profile(file: Path | None, device: str) -> Profile:
+    from narrowcast.reports.results.profile import Profile, load_profile
+
     if file is not None:
         return Profile.read(file)
+    from narrowcast.runtime.devices.device import device_now
+
     _check_here(device)
     found = load_profile(device_now(device))
     if not found.samples:

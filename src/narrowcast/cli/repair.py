@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from narrowcast.analysis.repair.repair import repair
+import narrowcast as nc
 from narrowcast.cli.runs import BackwardOption, HtmlOption, JsonOption, show
-from narrowcast.cli.target import AllOption, Target, UnderOption, check_folder, load_case
+from narrowcast.cli.target import AllOption, Target, UnderOption, check_folder, grad, load_case
 from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
-from narrowcast.frontends.eager.asked import asked_region
-from narrowcast.reports.results.repair import Repair
 
 
 def repair_command(
@@ -36,9 +33,11 @@ def repair_command(
     check_folder("--html", html)
     check_folder("--output", output)
     if output is not None and not force:
+        from narrowcast.frontends.eager.asked import asked_region
+
         _check_output(output, asked_region("repair", under).policy)
-    with torch.set_grad_enabled(backward):
-        found = repair(
+    with grad(backward):
+        found = nc.repair(
             load_case(target), under=under, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,
         )  # fmt: skip
@@ -58,7 +57,7 @@ def _check_output(output: Path, policy: Policy) -> None:
         )  # fmt: skip
 
 
-def _write(found: Repair, output: Path) -> str:
+def _write(found: Any, output: Path) -> str:
     """Write the policy, if it repairs; what was done."""
     if not found.is_clean:
         return f"{output} is not written: nothing was repaired"

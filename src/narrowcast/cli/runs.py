@@ -8,13 +8,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from narrowcast.analysis.capture.capture import capture
-from narrowcast.analysis.compare.compare import compare
-from narrowcast.analysis.diff.diff import diff
-from narrowcast.analysis.watch.watch import watch
+import narrowcast as nc
 from narrowcast.cli.policy import diff_policies
 from narrowcast.cli.target import (
     AllOption,
@@ -22,6 +18,7 @@ from narrowcast.cli.target import (
     TraceOption,
     UnderOption,
     check_folder,
+    grad,
     load_case,
     write_page,
     write_trace,
@@ -30,9 +27,6 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
-from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, VALUES_DIFFER
 
 _SAVED = (".gz", ".json")
@@ -57,8 +51,8 @@ def capture_command(
     check_folder("--output", output)
     check_folder("--html", html)
     check_folder("--trace", trace)
-    with torch.set_grad_enabled(backward):
-        run = capture(
+    with grad(backward):
+        run = nc.capture(
             load_case(target), under=under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
@@ -87,8 +81,10 @@ def compare_command(
     check_folder("--html", html)
     if target.endswith(_SAVED):
         raise TargetError(f"compare {target}", "a saved run", advice="Give two: narrowcast diff RUN_A RUN_B.")
-    with torch.set_grad_enabled(backward):
-        found = compare(load_case(target), under=under, reference=reference, by=by, backward=backward, isolate=isolate)
+    with grad(backward):
+        found = nc.compare(
+            load_case(target), under=under, reference=reference, by=by, backward=backward, isolate=isolate
+        )
     show(found, every_call, json_file, html)
     _exit_by(found.verdict, AT_FAULT)
 
@@ -114,7 +110,7 @@ def diff_command(
     check_folder("--html", html)
     is_there = mapping is not None and mapping.exists()
     check_folder("--mapping", mapping)
-    found = diff(a, b, mapping=mapping if is_there else None)
+    found = nc.diff(a, b, mapping=mapping if is_there else None)
     if mapping is not None and not is_there:
         found.mapping.save(mapping)
     kept = [f"{'read' if is_there else 'wrote'} {mapping}: correct it, and give it again"] if mapping else []
@@ -150,7 +146,7 @@ def watch_command(
     before, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *(arguments or [])]
     sys.path.insert(0, str(script.resolve().parent))
-    watching = watch(at=at, stop=stop, every=every, log=log)
+    watching = nc.watch(at=at, stop=stop, every=every, log=log)
     try:
         with watching:
             runpy.run_path(str(script), run_name="__main__")
@@ -184,10 +180,10 @@ def headroom_command(
     check_folder("--html", html)
     check_folder("--output", output)
     if target.endswith(_SAVED):
-        run = load(target, Run)
+        run = nc.load(target, nc.Run)
     else:
-        with torch.set_grad_enabled(backward):
-            run = capture(load_case(target), backward=backward, statistics="whole")
+        with grad(backward):
+            run = nc.capture(load_case(target), backward=backward, statistics="whole")
     found = run.headroom(tolerance)
     notices = []
     if output is not None:
@@ -210,7 +206,7 @@ def show_command(
     check_folder("--json", json_file)
     check_folder("--html", html)
     check_folder("--trace", trace)
-    found: Result = load(saved)
+    found: Any = nc.load(saved)
     write_trace(found, trace)
     show(found, every_call, json_file, html)
 

@@ -6,18 +6,16 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+import narrowcast as nc
 from narrowcast.errors import Origin, TargetError
-from narrowcast.observation.trial.case import Case
 from narrowcast.output.files import replace_text
-from narrowcast.reports.results.explanation import Explanation
-from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.run import Run
 
 Target = Annotated[str, typer.Argument(help="Python file or dotted path with case(), or PATH:function.")]
 UnderOption = Annotated[
@@ -33,7 +31,7 @@ _ADVICE = (
 )
 
 
-def load_case(target: str) -> Case:
+def load_case(target: str) -> nc.Case:
     """The case that TARGET names. TargetError if it cannot be imported, or its function fails or gives another."""
     path, _, function = target.partition(":") if not Path(target).exists() else (target, "", "")
     module = _import(path, target)
@@ -48,11 +46,18 @@ def load_case(target: str) -> Case:
         raise TargetError(
             f"target {target!r}", f"{name}() raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
         ) from error
-    if not isinstance(case, Case):
+    if not isinstance(case, nc.Case):
         code = getattr(make, "__code__", None)
         origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
         raise TargetError(f"target {target!r}", f"{name}() returned a {type(case).__name__}", (origin,), _ADVICE)
     return case
+
+
+def grad(is_on: bool) -> AbstractContextManager[Any]:
+    """With gradients, or without. torch is imported when a command runs a model, which `--help` need not wait for."""
+    import torch
+
+    return torch.set_grad_enabled(is_on)
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -65,7 +70,7 @@ def write_page(found: object, html: Path | None) -> None:
     """The page of what was found, if one is asked for. TargetError for what has no page."""
     if html is None:
         return
-    if not isinstance(found, Result):
+    if not isinstance(found, nc.Result):
         what = type(found).__name__
         raise TargetError(f"--html {html}", f"there is no page of a {what} yet", advice="Omit --html; --all shows all.")
     replace_text(html, found.to_html())
@@ -75,7 +80,7 @@ def write_trace(found: object, trace: Path | None) -> None:
     """The trace of what was found, if one is asked for. TargetError for what has none."""
     if trace is None:
         return
-    if not isinstance(found, Run | Explanation):
+    if not isinstance(found, nc.Run | nc.Explanation):
         what = type(found).__name__
         raise TargetError(f"--trace {trace}", f"a {what} has no calls with times", advice="Give a captured run.")
     replace_text(trace, found.to_trace() + "\n")

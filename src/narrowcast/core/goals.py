@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from narrowcast.errors import GoalError
 
@@ -14,6 +15,8 @@ EXACT, FAST, MEMORY = "exact", "fast", "memory"
 GOALS = (EXACT, FAST, MEMORY)
 CAST, FOLDED, WORKING = "cast", "folded", "working_copies"
 WEIGHTS = (CAST, FOLDED, WORKING)
+GoalName = Literal["exact", "fast", "memory"]
+WeightsName = Literal["cast", "folded", "working_copies"]
 
 
 @dataclass(frozen=True, slots=True)

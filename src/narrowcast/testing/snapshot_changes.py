@@ -210,7 +210,7 @@ def unmet(snapshot: Snapshot, expected: Mapping[str, Any]) -> list[Unmet]:
 def _calls_of(snapshot: Snapshot, pattern: str) -> list[CallFormats]:
     named, _, number = pattern.partition(" #")
     module, _, op = named.rpartition(" ")
-    rule = Rule(op, "full", module=module or None)  # type: ignore[arg-type]  # a text is read as an action
+    rule = Rule(op, "full", module=module or None)  # a text is read as an action
     return [
         call for call in snapshot.calls
         if rule.matches_op(call.id.op) and rule.matches_site(Site(call.id.module_path))

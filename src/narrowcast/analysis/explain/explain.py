@@ -19,7 +19,7 @@ from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, script_gra
 from narrowcast.analysis.explain.timing import predict_costs, timed_run
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
-from narrowcast.core.goals import Goal, as_goal
+from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES
 from narrowcast.core.policy.capabilities import one_format
@@ -55,7 +55,7 @@ def explain(
     run: bool = False,
     real: bool = False,
     front_end: str = "eager",
-    goal: str | Goal = "exact",
+    goal: GoalName | Goal = "exact",
     backend: str = "inductor",
     times: bool = False,
 ) -> Explanation:

@@ -7,6 +7,7 @@ import glob
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -56,6 +57,11 @@ class Action:
         return f"to({self.format})" if self.format else self.kind.value
 
 
+ActionName = Literal[
+    "lower", "full", "full_set_dtype", "full_append_dtype", "promote", "follow", "align", "inside", "refuse",
+    "to(fp64)", "to(fp32)", "to(bf16)", "to(fp16)", "to(e4m3fn)", "to(e5m2)",
+]  # fmt: skip
+"""How actions are written; `parse_action` takes any text."""
 ACTIONS = [f"{k.value}(format)" if k is Kind.TO else k.value for k in Kind]
 
 
@@ -165,6 +171,14 @@ class Rule:
     override: bool = False
     torch: str | None = None
     origin: Origin | None = field(default=None, compare=False)
+
+    if TYPE_CHECKING:  # an action is given by its name, too
+
+        def __init__(
+            self, op: str, action: Action | ActionName, module: str | None = None, module_class: str | None = None,
+            function: str | None = None, argument: str | None = None, call: int | None = None, reason: str = "",
+            source: str = "", override: bool = False, torch: str | None = None, origin: Origin | None = None,
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         if isinstance(self.action, str):  # Rule("aten.gelu", "full") reads better than a nested constructor

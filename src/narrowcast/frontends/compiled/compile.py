@@ -7,11 +7,11 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
-from narrowcast.core.goals import CAST, Goal, as_goal
+from narrowcast.core.goals import CAST, Goal, GoalName, WeightsName, as_goal
 from narrowcast.errors import RegionError
 from narrowcast.frontends.compiled.backend import GraphBackend, register
 from narrowcast.frontends.compiled.compiled_model import (
@@ -34,6 +34,34 @@ from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@overload
+def compile(
+    model: F,
+    *,
+    under: Under = ...,
+    backend: str | Callable[..., Any] = ...,
+    mode: str | None = ...,
+    options: dict[str, Any] | None = ...,
+    dynamic: bool | None = ...,
+    fullgraph: bool = ...,
+    backward: str | Sequence[Mapping[str, Any]] = ...,
+    goal: GoalName | Goal = ...,
+    weights: WeightsName | None = ...,
+) -> F: ...
+@overload
+def compile(
+    model: None = None,
+    *,
+    under: Under = ...,
+    backend: str | Callable[..., Any] = ...,
+    mode: str | None = ...,
+    options: dict[str, Any] | None = ...,
+    dynamic: bool | None = ...,
+    fullgraph: bool = ...,
+    backward: str | Sequence[Mapping[str, Any]] = ...,
+    goal: GoalName | Goal = ...,
+    weights: WeightsName | None = ...,
+) -> Callable[[F], F]: ...
 def compile(
     model: F | None = None,
     *,
@@ -44,8 +72,8 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     backward: str | Sequence[Mapping[str, Any]] = "as_eager",
-    goal: str | Goal = "exact",
-    weights: str | None = None,
+    goal: GoalName | Goal = "exact",
+    weights: WeightsName | None = None,
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 

@@ -6,7 +6,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.nn import Module
@@ -32,6 +32,7 @@ from narrowcast.runtime.regions.pinned import (
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 AnyFormat = torch.dtype | str | Format
+T = TypeVar("T")
 
 
 def _rebuilt(policy: Policy, region: Any) -> Pin:
@@ -45,6 +46,16 @@ copyreg.pickle(Pin, lambda pin: (_rebuilt, (pin.policy, pin.region)))
 _NO_TARGET: Any = object()  # None is a mistake
 
 
+@overload
+def pin(
+    target: T, format: AnyFormat | None = ..., *, keep: Iterable[str] = ..., only: Iterable[str] | None = ...,
+    out: AnyFormat | None = ..., at_least: bool = ...,
+) -> T: ...  # fmt: skip
+@overload
+def pin(
+    *, format: AnyFormat, keep: Iterable[str] = ..., only: Iterable[str] | None = ..., out: AnyFormat | None = ...,
+    at_least: bool = ...,
+) -> Callable[[T], T]: ...  # fmt: skip
 def pin(
     target: Any = _NO_TARGET,
     format: AnyFormat | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from narrowcast.core.goals import Goal, as_goal
+from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.exported.exported_program import explicit_program, note_target, placed_program, traced_program
@@ -27,7 +27,7 @@ def export(
     under: Under = None,
     strict: bool = False,
     fold_weights: bool = False,
-    goal: str | Goal = "exact",
+    goal: GoalName | Goal = "exact",
     runs_in: str = "eager",
     made_for: str = "",
 ) -> ExportedProgram:
