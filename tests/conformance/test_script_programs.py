@@ -17,7 +17,7 @@ from script_runs import FRONT_ENDS, Runs, differences, judged
 from sources import load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXAMPLES = int(os.environ.get("NARROWCAST_SCRIPTS", "30"))
+EXAMPLES = int(os.environ.get("NARROWCAST_SCRIPTS", "15"))
 SAME = "NARROWCAST_SCRIPTS" not in os.environ  # the same programs each time; others by hand
 
 

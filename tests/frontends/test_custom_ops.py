@@ -162,7 +162,13 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize(("cast", "region"), itertools.product([None, FP, HF], REGIONS))
+@pytest.mark.parametrize(
+    ("cast", "region"),
+    [
+        pytest.param(cast, region, marks=[] if number % 3 != 2 else [pytest.mark.slow])
+        for number, (cast, region) in enumerate(itertools.product([None, FP, HF], REGIONS))
+    ],
+)
 def test_custom_fwd_and_bwd_are_torchs_where_they_do_the_same(cast, region):
     """Results and gradients, bit for bit; ours are not told the device. Compiled, too."""
     theirs = function(

@@ -109,8 +109,15 @@ def gradients_of(model, call, x):
 
 
 @pytest.mark.parametrize("around", [True, False])
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("region", [torch.autocast, nc.autocast], ids=["torch's", "ours"])
+@pytest.mark.parametrize(
+    ("strict", "region"),
+    [
+        pytest.param(True, torch.autocast, id="strict-torch's"),
+        pytest.param(False, nc.autocast, id="ours"),
+        pytest.param(True, nc.autocast, id="strict-ours", marks=pytest.mark.slow),
+        pytest.param(False, torch.autocast, id="torch's", marks=pytest.mark.slow),
+    ],
+)
 def test_regions_inside_keep_their_weight_caches(region, strict, around):
     """On, off, not given, or that of the region around; the gradients are those of eager code."""
     x = torch.randn(64, 8)

@@ -54,8 +54,8 @@ assert not torch.is_autocast_enabled("cpu")
     ("front_end", "policy", "alike"),
     [
         ("trace", "native", "apart"),
-        ("trace", "safe", "alike"),
-        ("compile", "native", "alike"),
+        pytest.param("trace", "safe", "alike", marks=pytest.mark.slow),
+        pytest.param("compile", "native", "alike", marks=pytest.mark.slow),
         ("compile", "safe", "apart"),
     ],
 )

@@ -151,6 +151,7 @@ def test_the_policys_own_formats_give_eagers_bits(prefer):
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_placement_is_never_less_precise_than_the_policy(prefer):
     """Closer to fp32, or as close, on a real model."""
     prefer("fp32")

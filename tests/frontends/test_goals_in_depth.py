@@ -175,7 +175,7 @@ def test_constants_of_a_graph_are_shared_by_its_candidates(goal):
     torch.testing.assert_close(first, under_autocast(model, x), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_race_leaves_inputs_alone_that_share_memory_with_what_is_written(backend):
     """One that is written to, and a view of it; and one that is given another's memory: each is changed by one call."""
     linear, whole = nn.Linear(8, 8), torch.randn(4, 8)
@@ -203,7 +203,7 @@ def test_a_race_leaves_inputs_alone_that_share_memory_with_what_is_written(backe
 
 
 @pytest.mark.parametrize("goal", ["exact", "fast"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_numbers_that_change_are_no_reason_to_fall_back(goal, backend):
     """A scale whose second value makes it symbolic, and a layer norm's epsilon under dynamic=True."""
     linear, x = nn.Linear(8, 8), torch.ones(4, 8)

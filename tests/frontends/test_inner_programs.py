@@ -82,8 +82,14 @@ def assert_same(found, expected):
         assert a is None or (a.dtype is b.dtype and torch.equal(a, b))
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("kind", [Condition, Loop, Scan, WeightOnly, IntegerProduct, Packed])
+@pytest.mark.parametrize(
+    ("kind", "gradients"),
+    [
+        pytest.param(kind, gradients, marks=[pytest.mark.slow] if kind in (Loop, Packed) and gradients else [])
+        for kind in (Condition, Loop, Scan, WeightOnly, IntegerProduct, Packed)
+        for gradients in (True, False)
+    ],
+)
 def test_inner_programs_equal_eager(kind, gradients):
     """Compiled and exported; eager cond and loops are themselves code that Dynamo made."""
     model, x = kind(), torch.randn(64, 64)

@@ -295,6 +295,7 @@ def test_the_probe_answers():
     assert abilities._probed("cpu", formats.bf16)["gemm"] > 0
 
 
+@pytest.mark.slow
 def test_without_a_cpp_compiler_the_goal_runs_op_by_op():
     """With a warning that says what to install; torch.compile alone raises."""
     code = (

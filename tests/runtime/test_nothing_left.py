@@ -153,7 +153,7 @@ def used_before():
             pass
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(threads=st.lists(st.lists(plans, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_everything_scoped_is_as_found(used_before, threads):
     """Attribute by attribute; and everything works."""

@@ -295,10 +295,10 @@ def train(steps, whole=None, forward=None):
 
 
 @pytest.mark.parametrize("cache", ALL)
-def test_a_thousand_steps_in_one_region_are_those_of_many_small_ones(cache):
+def test_many_steps_in_one_region_are_those_of_many_small_ones(cache):
     """Losses and weights, bit for bit; native's loop freezes."""
-    losses, weights = train(1000, whole=nc.autocast("cpu", cache_enabled=cache))
-    expected, expected_weights = train(1000, forward=torch.autocast("cpu"))
+    losses, weights = train(250, whole=nc.autocast("cpu", cache_enabled=cache))
+    expected, expected_weights = train(250, forward=torch.autocast("cpu"))
     assert torch.equal(losses, expected)
     assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
     frozen, _ = train(50, whole=torch.autocast("cpu"))
