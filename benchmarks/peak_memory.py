@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results/peak_memory.json"
 SIDES = {"fp32": "compile fp32", "native bf16": "compile native bf16", "memory": "ours memory"}
 MIB = 2**20
 TIMES = 8
-"""The batch is so many times the one that placement.py trains with: activations outweigh what is always there."""
+"""The batch is this many times the one that placement.py trains with: activations outweigh what is always there."""
 
 
 def measured(name: str, rounds: int) -> dict[str, object]:

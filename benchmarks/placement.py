@@ -42,7 +42,7 @@ LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower()
 SUFFIX = "-gpu" if DEVICE == "cuda" else f"-{LIMIT}" if LIMIT else ""
 RESULTS = Path(__file__).parent / f"results/placement{SUFFIX}.json"
 LARGE = 16
-"""The large batch is so many times the model's own input; its own input is cut to one row for batch 1."""
+"""The large batch is this many times the model's own input; its own input is cut to one row for batch 1."""
 SIDES = (
     "eager fp32", "eager native bf16", "compile fp32", "compile native bf16", "compile native fp16", "to(bf16) compile",
     "ours exact", "ours fast",
@@ -153,7 +153,7 @@ SIZES = {"simplenet": 2, "vit_small": 2, "rxnmapper": 2, "mtcnn_pnet": 4}
 
 
 def batch(value: object, times: int | None) -> object:
-    """One row of an input (None), or the input so many times over."""
+    """One row of an input (None), or the input this many times over."""
     if isinstance(value, torch.Tensor) and value.dim():
         made = value[:1].clone() if times is None else value.repeat(times, *[1] * (value.dim() - 1))
         return made.to(DEVICE)

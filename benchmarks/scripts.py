@@ -155,7 +155,7 @@ def part_casts() -> dict:
 
 
 class Chain(nn.Module):
-    """As many linear layers, each with a relu and an addition, as make about so many nodes."""
+    """As many linear layers, each with a relu and an addition, as make about this many nodes."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__()

@@ -250,7 +250,7 @@ def main() -> int:
     units = result["machine"]["units"]
     limited = "" if "avx512_bf16" in units or not units else f"-{units[-1]}"  # a file for machines without bf16 units
     file = Path(__file__).parent / f"results/short_paths{limited}.json"
-    if file.exists():  # what was not measured anew stays
+    if file.exists():  # what was not measured again stays
         result = {**json.loads(file.read_text()), **result}
     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if missed else 0

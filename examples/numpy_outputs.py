@@ -1,4 +1,4 @@
-"""Two models that native autocast breaks, mended by one rule from outside.
+"""Two models that native autocast breaks, fixed by one rule from outside.
 
     python examples/numpy_outputs.py
 

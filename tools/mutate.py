@@ -2,7 +2,7 @@
 
 python tools/mutate.py [PART ...] [--sample N --seed S] [--again] [--quick]
 
-PART is a room or a file (`programs/placement`, `core/decide.py`); all of PARTS without one. --sample draws so many
+PART is a room or a file (`programs/placement`, `core/decide.py`); all of PARTS without one. --sample draws this many
 mutants. --again keeps the last run and tries only what was not killed in it, and what has changed.
 --quick stops after the first round, in which each mutant meets the quickest of the tests that reach it; the survivors
 of that one meet all the others. Afterwards the survivors are compared with tests/mutants.toml, where those are listed

@@ -122,7 +122,7 @@ def _as_data(found: RunDifferences, a: Run, b: Run) -> dict[str, Any]:
 
 
 def _by_turns(run: Run) -> dict[CallId, list[CallRecord]]:
-    """The calls of a run by the identity of their first turn, which stands for all of them in a row."""
+    """The calls of a run by the identity of their first turn, which represents all of them in a row."""
     found: dict[tuple[object, ...], list[CallRecord]] = {}
     for call in run.calls:
         found.setdefault((call.id.module_path, call.id.op, call.id.number, call.id.direction), []).append(call)

@@ -40,7 +40,7 @@ def synchronize(device: str) -> None:
 
 
 def milliseconds(call: Callable[[], object], calls: int, device: str) -> float:
-    """Of one call, when so many follow each other: between two events on the device, with no waiting in between."""
+    """Of one call, when this many follow each other: between two events on the device, with no waiting in between."""
     if device != "cuda":
         start = time.perf_counter()
         for _ in range(calls):

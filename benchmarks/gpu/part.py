@@ -14,7 +14,7 @@ class Part:
 
     name:       its results are in NAME.json. about: a line for --list.
     target:     `module:function`; the function takes a Context, and `arguments` by name.
-    limit_s:    after so many seconds it is killed.
+    limit_s:    after this many seconds it is killed.
     exact:      bits are compared: kernels that give the same bits in every run are asked for. Not where time counts.
     attempts:   how often it is started in one run, as long as it keeps more with each: a sweep that ends early, or that
                 a device error ends, goes on after what it kept.

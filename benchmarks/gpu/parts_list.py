@@ -9,7 +9,7 @@ from pathlib import Path
 from part import Part
 
 SHARDS = 6
-"""The sweep is cut into so many parts, each of which takes every so-many-th op."""
+"""The sweep is cut into this many parts, each of which takes every so-many-th op."""
 ROWS = (
     ("decode", "infer"), ("gpt", "train"), ("resnet50", "train"), ("encoder", "infer"), ("encoder", "train"),
     ("gpt", "infer"), ("resnet50", "infer"), ("mlp", "train"), ("mlp", "infer"), ("lstm", "train"), ("lstm", "infer"),

@@ -81,7 +81,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Replace a result file at once: whoever reads it sees the old one or the new one."""
+    """Replace a result file at once: whatever reads it sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}")
     made.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")

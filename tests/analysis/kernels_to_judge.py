@@ -1,6 +1,6 @@
 """Sound kernels, each in low formats at values of many sizes: none of them is to be named.
 
-`cases` gives calls to make under a watching judge; `looked_at` judges them. Sizes, shapes and values are drawn anew.
+`cases` gives calls to make under a watching judge; `looked_at` judges them. Sizes, shapes and values are drawn again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_no_sound_kernel_is_named():
 
 @pytest.mark.parametrize("every", [1, 8, 64])
 def test_a_product_that_accumulates_in_bf16_is_named(every):
-    """Partial sums of so many terms are rounded; the fp32 kernel is sound."""
+    """Partial sums of this many terms are rounded; the fp32 kernel is sound."""
 
     def addmm(bias, a, b, *, beta=1, alpha=1):
         total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)

@@ -148,7 +148,7 @@ def matches(rule, calls):
 
 
 def shared(table, rule):
-    """The op and the glob that stand for the rule, if one does."""
+    """The op and the glob that represent the rule, if one does."""
     name = (rule.get("op"), alike_module(rule.get("module", "")))
     return name if name in table.shared else None
 

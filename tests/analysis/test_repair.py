@@ -1,4 +1,4 @@
-"""`nc.repair`: what native autocast breaks is mended by few rules, in few runs, and nothing is left behind."""
+"""`nc.repair`: what native autocast breaks is fixed by few rules, in few runs, and nothing is left behind."""
 
 import json
 import math

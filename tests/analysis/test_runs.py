@@ -444,7 +444,7 @@ class TestWatch:
         with nc.watch() as w, nc.autocast("cpu", torch.float16):
             logarithms = layer(x).abs().neg().relu().log()
         assert logarithms.isinf().all() and w.first.advice == (
-            "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)."
+            "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
         )
         with nc.watch() as w, nc.autocast("cpu", torch.float16):
             logarithms = (torch.rand(4, 8) @ torch.zeros(8, 8)).log()

@@ -1,15 +1,17 @@
 """The first screen of every command: at most 25 lines, none wider than the terminal, and `--all` has the rest."""
 
 import re
-from importlib import import_module
 
 import pytest
+import torch
 
+import narrowcast as nc
 from narrowcast.cli.app import app, policy_app, profile_app
 from narrowcast.reports.results.profile import Profile, Sample, profile_path
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import measure
 from narrowcast.runtime.devices.sweep import sweep
+from narrowcast.testing import formats
 
 LINES = 25
 MODEL = """
@@ -70,10 +72,6 @@ RULES = "\n".join(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the commands are given: a model, runs and a comparison of it, a ledger, policies, profiles, a snapshot."""
-    import torch
-
-    import narrowcast as nc
-
     folder = tmp_path_factory.mktemp("given")
     (folder / "stack.py").write_text(MODEL)
     (folder / "nan.py").write_text(SCRIPT)
@@ -131,10 +129,7 @@ COMMANDS = {
     "show repair": ("show", "repair.json"),
 }
 SHORT = {"profile": ("profile", "--seconds", "0.1"), "profile path": ("profile", "path")}
-COMPUTING = (
-    ("explain", "explain"), ("runs", "capture"), ("runs", "compare"), ("runs", "diff"), ("repair", "repair"),
-    ("check", "check_formats"),
-)  # fmt: skip
+COMPUTING = ("explain", "capture", "compare", "diff", "repair")
 ALL = ("--all",)
 MORE = re.compile(r"^(\d+) more lines? with --all", re.M)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -164,10 +159,9 @@ def shown(cli, folder, tmp_path, monkeypatch):
     own.parent.mkdir(parents=True, exist_ok=True)
     own.write_bytes((folder / "profile.json").read_bytes())
 
-    for module, name in COMPUTING:
-        monkeypatch.setattr(
-            f"narrowcast.cli.{module}.{name}", remembering(import_module(f"narrowcast.cli.{module}"), name)
-        )
+    for name in COMPUTING:
+        monkeypatch.setattr(nc, name, remembering(nc, name))
+    monkeypatch.setattr(formats, "check_formats", remembering(formats, "check_formats"))
 
     def show(command, columns, *more, colour=False):
         (tmp_path / "pairs.txt").unlink(missing_ok=True)

@@ -164,7 +164,7 @@ def test_a_saved_explanation_is_shown_again(cli, target, tmp_path):
     assert code == 0 and json.loads(text) == json.loads(saved.read_text())
     saved.write_text(saved.read_text().replace("narrowcast.explanation/1", "narrowcast.explanation/0"))
     code, out, err = cli("show", saved)
-    assert code == 2 and out == "" and "explanation/0" in err and "Write it anew" in err
+    assert code == 2 and out == "" and "explanation/0" in err and "Write it again" in err
 
 
 @pytest.mark.parametrize("command", ["capture", "compare", "headroom", "explain", "repair"])

@@ -9,7 +9,7 @@ these and of torch.jit.script (where torch has code for them), and in nc.trace; 
 exported, too. The state folder gets a file of JSON lines (one for each program and front end), and the sources of the
 programs that differ. A crash, or a program that runs for minutes, is a line like others. The summary counts by front
 end and cause. Exits with 1 if anything differs that script_runs.KNOWN does not name. Rows of another generator, told
-by a digest of its first programs, do not count: a changed generator starts anew.
+by a digest of its first programs, do not count: a changed generator starts again.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first program")
     parser.add_argument("--shard", default="1/1", help="K/N: every N-th program from the K-th on")
     parser.add_argument("--state", type=Path, default=Path("build/script_sweep"))
-    parser.add_argument("--slow", type=int, default=10, help="compile and export one program in so many")
+    parser.add_argument("--slow", type=int, default=10, help="compile and export one program in this many")
     parser.add_argument("--front-ends", nargs="*", default=list(FRONT_ENDS), choices=FRONT_ENDS)
     parser.add_argument("--summary", action="store_true")
     parser.add_argument("--reduce", nargs=2, metavar=("NUMBER", "FRONT_END"))

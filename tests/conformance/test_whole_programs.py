@@ -234,7 +234,7 @@ def test_random_programs_are_the_same_in_every_front_end(program):
 
 @pytest.mark.parametrize("known", [known for known in FAULTS if known.shown], ids=lambda known: known.name)
 def test_what_is_left_out_is_still_wrong(known):
-    """Once a fault is mended this fails, and its line in FAULTS goes."""
+    """Once a fault is fixed this fails, and its line in FAULTS goes."""
     front_end, program = known.shown
     module = load(program.text)
     (expected,) = runs("native", program, module)

@@ -3,10 +3,10 @@
 What a block is for is said by its language:
 
     python    runs. A first line `# NAME.py` also saves it under that name.
-    text      is what the block before it printed; `...` stands for anything.
+    text      is what the block before it printed; `...` represents anything.
     toml      is a policy that loads, or a part of one. A first line `# NAME.toml` saves it under that name.
     json      is JSON.
-    console   is `$ narrowcast ...` with what it prints; `...` stands for anything.
+    console   is `$ narrowcast ...` with what it prints; `...` represents anything.
     bash      is commands: those of `narrowcast` and `pytest` run, those of `make` must have a target.
     markdown  is text to copy, shown as it is.
     (none)    is a drawing.

@@ -119,7 +119,7 @@ def test_another_policy_is_another_question():
 
 
 def test_formats_that_do_not_fit_are_not_taken(monkeypatch):
-    """A choice on disk that names other choices than the graph has is made anew."""
+    """A choice on disk that names other choices than the graph has is made again."""
     (first,) = run([])
     load = placing.load_choice
     monkeypatch.setattr(placing, "load_choice", lambda key: placing.replace(load(key), formats=("bf16", "fp32")))

@@ -83,7 +83,7 @@ def answer(text, path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_misuse_of_a_region_in_a_script_has_an_answer(tmp_path):
-    """With the line and what to write: kept as it was read by a person. NARROWCAST_GOLDEN=write writes it anew."""
+    """With the line and what to write: kept as it was read by a person. NARROWCAST_GOLDEN=write writes it again."""
     found = {name: answer(text, tmp_path / f"misuse_{n}.py") for n, (name, text) in enumerate(misuses.MISUSES.items())}
     text = "\n\n".join(f"== {name}\n{said}" for name, said in found.items()) + "\n"
     if os.environ.get("NARROWCAST_GOLDEN") == "write":

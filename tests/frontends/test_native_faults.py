@@ -1,6 +1,6 @@
 """Faults of torch.autocast about state and cache, in pairs: torch 2.13 shows each, Narrowcast does not.
 
-Where torch is mended one day, its half of a test fails: then the documents change. The other faults that users report,
+Where torch is fixed one day, its half of a test fails: then the documents change. The other faults that users report,
 which are about single ops, are in test_safe.py; those of TorchScript in test_script_limits.py.
 """
 

@@ -64,7 +64,7 @@ def test_who_looks_changes_nothing(path, look):
 
 
 def test_fabric_s_wrapper_adds_nothing_to_the_path():
-    """Around the model, and around DistributedDataParallel, whose name stands for it here."""
+    """Around the model, and around DistributedDataParallel, whose name represents it here."""
 
     def wrapped(name, module):
         class Wrapper(nn.Module):

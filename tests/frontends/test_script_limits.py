@@ -1,6 +1,6 @@
 """Each limitation that torch/csrc/jit/JIT-AUTOCAST.md lists: torch 2.13 shows it, Narrowcast does not have it.
 
-Where torch is mended one day, its half of a test fails: then docs/internals/torchscript.md changes.
+Where torch is fixed one day, its half of a test fails: then docs/internals/torchscript.md changes.
 """
 
 import importlib.util

@@ -127,7 +127,7 @@ def test_scripted_modules_equal_eager(module, around):
             eager(x)  # no bf16 LSTM here: a script runs it step by step
         return
     for _ in range(3):
-        exact = module not in (scripts.Outer, scripts.Cells)  # so many gradients of x are added up in another order
+        exact = module not in (scripts.Outer, scripts.Cells)  # this many gradients of x are added up in another order
         assert_same(expected, outcome(scripted, leaves, x), True if exact else "close")
 
 

@@ -63,7 +63,7 @@ def test_a_region_is_entered_with_few_calls(form):
 
 
 def test_arguments_are_checked_once(monkeypatch):
-    """Of regions with the same ones; others, and another state of torch's, are looked at anew."""
+    """Of regions with the same ones; others, and another state of torch's, are looked at again."""
     from narrowcast.frontends.eager import opening
 
     made = []

@@ -314,7 +314,7 @@ def test_any_nesting_leaves_the_state_as_it_was(program):
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("on_thread", [False, True])
 def test_autograd_hooks_run_as_eager_autocast_runs_them(inside, on_thread):
-    """In the state of whoever calls backward(), on whichever thread; a policy holds there as native lists do."""
+    """In the state of whatever calls backward(), on whichever thread; a policy holds there as native lists do."""
 
     def formats(make, policy=None):
         found = []

@@ -559,7 +559,7 @@ WHOLE = "NARROWCAST_WAYS" in os.environ  # `make conformance`: every way in ever
 
 
 def some(ways, places):
-    """Pairs of a way and a place: all, or so many that each way and each place occurs, other pairs for each way."""
+    """Pairs of a way and a place: all, or this many that each way and each place occurs, other pairs for each way."""
     pairs = itertools.product(enumerate(ways), enumerate(places))
     return [(way, place) for (n, way), (m, place) in pairs if WHOLE or (n + m) % 4 == 0]
 
@@ -650,7 +650,7 @@ def test_what_cannot_be_carried_is_refused(way, tmp_path):
 
 
 def test_what_torch_compiles_itself_is_as_it_was(tmp_path):
-    """A function that a script of ours called is compiled anew."""
+    """A function that a script of ours called is compiled again."""
     text = WITH_PLACES["branch"].format(e=EXPRESSIONS["torch, by position"]).replace("program", "helper")
     program, _ = load(f"{text}\n\ndef program(x: Tensor, w: Tensor):\n    return helper(x, w)\n", tmp_path)
     expected = run(nc.script(program))[0]

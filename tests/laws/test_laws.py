@@ -122,7 +122,7 @@ def test_decide_is_idempotent(call, policy, region):
 
 @given(calls, policies, regions)
 def test_decide_depends_on_its_arguments_alone(call, policy, region):
-    """Twice the same question, twice the same answer, also for an equal policy built anew."""
+    """Twice the same question, twice the same answer, also for an equal policy built again."""
     rebuilt = Policy(policy.name, policy.layers, policy.extends, cache=policy.cache)
     assert decide(call, policy, region) == decide(call, policy, region) == decide(call, rebuilt, region)
 

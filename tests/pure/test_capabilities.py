@@ -96,7 +96,7 @@ def test_a_rule_with_a_place_about_the_inside_makes_the_whole_depend_on_the_plac
 
 
 def test_what_a_device_lacks_is_part_of_a_policy_s_identity():
-    """Code that was compiled for one device is compiled anew for another; the same lacks give the same policy."""
+    """Code that was compiled for one device is compiled again for another; the same lacks give the same policy."""
     assert lacking() == lacking() and lacking().digest == lacking().digest
     assert len({Policy.safe("cpu").digest, lacking().digest, lacking(None, Lack(MM, fp16, "")).digest}) == 3
 

@@ -50,7 +50,7 @@ PRODUCT = """%0: fp32[4, 4] cpu, %1: fp32[4, 4] cpu) {
 
 
 def test_a_low_call_may_run_high_and_what_moves_values_either_way():
-    """Their casts are taken out and placed anew; in the mode exact calls that compute keep their format."""
+    """Their casts are taken out and placed again; in the mode exact calls that compute keep their format."""
     free, exact = ask(PRODUCT), ask(PRODUCT, EXACT)
     assert choices(free) == {4: "low high", 5: "low high", 6: "low high"}
     assert choices(exact) == {5: "low high"}
@@ -213,7 +213,7 @@ def test_what_is_written_to_has_one_format_with_all_that_shares_its_memory():
 
 @pytest.mark.parametrize(("alias", "shares"), [(" ~0", True), ("", False)])
 def test_elements_share_memory_only_if_their_tuple_does(alias, shares):
-    """Chunks of a cast that are written to keep it; what is made anew does not."""
+    """Chunks of a cast that are written to keep it; what is made again does not."""
     question = ask(TUPLE.format(op="lib.split.default", alias=alias, second="bf16[2, 4] cpu"))
     assert (1 in question.casts) is not shares
     given = """%0: fp32[4, 4] cpu, %1: tuple) {

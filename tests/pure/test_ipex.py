@@ -119,7 +119,7 @@ def test_fp64_and_tensors_on_other_devices_pass_untouched(device):
 
 
 def test_the_low_format_is_bf16_and_so_is_the_one_to_train_in():
-    """Data, which a policy over it inherits or sets anew."""
+    """Data, which a policy over it inherits or sets again."""
     ipex = Policy.load("ipex")
     assert (ipex.effective_low, ipex.training) == ("bf16", ("bf16",))
     assert ipex.trains_in(bf16) and ipex.trains_in(fp32) and not ipex.trains_in(fp16)

@@ -110,7 +110,7 @@ def test_the_text_of_a_ledger_names_op_place_and_rule():
 
 
 def many(count, **facts):
-    """A ledger with so many casts, of three modules."""
+    """A ledger with this many casts, of three modules."""
     ledger = Ledger()
     for n in range(count):
         ledger.add(replace(CAST, module_path=f"layer.{n % 3}", **facts))

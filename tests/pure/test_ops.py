@@ -29,7 +29,7 @@ def test_every_name_is_that_of_an_op(fact):
 
 
 def test_what_an_op_calls_is_an_op():
-    """Overloads, all of them, of some supported torch; and none that is called stands for another in turn."""
+    """Overloads, all of them, of some supported torch; and none that is called represents another in turn."""
     listed = (FOLDER / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8").split()
     assert TABLE["calls"] and {*TABLE["calls"], *TABLE["calls"].values()} <= set(listed)
     assert all(called_by(op) == called and called_by(called) is None for op, called in TABLE["calls"].items())

@@ -443,7 +443,7 @@ def test_memory_is_an_objective_and_a_limit():
     assert between.bound == fastest.cost
     with pytest.raises(nc.errors.EnergyError, match="keeps"):
         kept_bytes(place_within(kept, int(least) - 1))
-    for slowdown in (1.0, 2.0, 4.0, 1e9):  # fewest bytes in so many times the least time
+    for slowdown in (1.0, 2.0, 4.0, 1e9):  # fewest bytes in this many times the least time
         chooser = Smallest(kept, slowdown)
         size, found = kept_bytes(chooser)
         assert least <= size <= most and found.cost <= slowdown * fastest.cost

@@ -357,7 +357,7 @@ def test_a_call_is_given_a_dtype_and_a_result_another_format():
 
 
 def test_an_edit_about_what_is_not_there_or_no_cast_is_refused():
-    """Only casts and regions' edges are removed, shared, moved or read anew."""
+    """Only casts and regions' edges are removed, shared, moved or read again."""
     with pytest.raises(ProgramError, match="no such step"):
         apply_edits(parse_program(TWO), [Remove(99, WHY)])
     for edit in (Remove(4, WHY), Share(4, 2, WHY), Move(4, 2, WHY), Retarget(4, 0, WHY), Hoist(4, 2, (4,), WHY)):

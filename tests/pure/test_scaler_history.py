@@ -23,7 +23,7 @@ def streaks(rows, floor=1.0, patience=6):
 
 
 def test_a_run_is_stuck_after_so_many_skipped_steps_in_a_row_and_again_when_they_have_doubled():
-    """A clean step begins anew."""
+    """A clean step begins again."""
     assert streaks([(True, 8.0)] * 30) == [5, 11, 23]
     assert streaks([(True, 8.0)] * 5 + [(False, 8.0)] + [(True, 8.0)] * 6) == [11]
 

@@ -335,7 +335,7 @@ def test_a_version_is_in_a_range_whatever_its_build():
 
 
 def test_a_contradiction_in_python_names_no_line():
-    """`rule` stands for both; the subject is what both are about."""
+    """`rule` represents both; the subject is what both are about."""
     with pytest.raises(PolicyConflictError, match=r"disagree about aten\.mm in a\b") as caught:
         Policy("p", ((Rule("aten.mm", "full", module="a"), Rule("aten.mm", "to(bf16)", module="a")),))
     assert [(o.file, o.line) for o in caught.value.where] == [("rule", 0), ("rule", 0)]

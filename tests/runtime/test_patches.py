@@ -1,4 +1,4 @@
-"""What of torch stands replaced: held by whoever needs it, and gone with the last of them."""
+"""What of torch stands replaced: held by whatever needs it, and gone with the last of them."""
 
 import functools
 import gc

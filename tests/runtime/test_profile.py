@@ -89,7 +89,7 @@ def test_a_file_that_is_no_profile_is_set_aside(folder, text):
     with pytest.raises(ProfileError) as caught:
         Profile.read(path)
     assert str(path) in str(caught.value)
-    with pytest.warns(UserWarning, match="measuring starts anew"):
+    with pytest.warns(UserWarning, match="measuring starts again"):
         assert load_profile(H200).samples == {}
     (aside,) = path.parent.glob("*.unreadable-*")
     assert aside.read_text() == text
@@ -276,7 +276,7 @@ def test_new_samples_are_seen_at_once():
 
 
 def test_signatures_know_their_work():
-    """Operations of products, convolutions and attention; bytes by format; symbolic sizes by what they stand for."""
+    """Operations of products, convolutions and attention; bytes by format; symbolic sizes by what they represent."""
     conv = Signature("aten.conv2d.default", ("fp32", "fp32"), ((1, 3, 8, 8), (4, 3, 3, 3)), (1, 4, 8, 8), fp32)
     assert conv.work.flops == 2 * (4 * 64) * 27
     attention = Signature(

@@ -443,7 +443,7 @@ def test_parameters_of_subclasses_are_checked_too():
 
 
 def test_checksums_inside_a_checked_region_raise_nothing_that_is_not_so(weight):
-    """A cast that was made without one is made anew; elements far apart that change places are found."""
+    """A cast that was made without one is made again; elements far apart that change places are found."""
     large = torch.nn.Parameter(torch.randn(128, 128))
     x = torch.randn(2, 128)
     with nc.autocast("cpu", cache_enabled="checked"):

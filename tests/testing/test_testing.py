@@ -435,12 +435,12 @@ def test_a_user_s_tests_fail_are_updated_and_hold(pytest_on, tmp_path):
     assert code == 1 and "2 failed" in out and "Write it once with pytest --narrowcast-update" in out
     assert "narrowcast/testing/formats.py" not in out, "no frames of ours in the traceback"
     code, out = pytest_on("--narrowcast-update")
-    assert code == 0 and "snapshots of formats were not held but written anew" in out
+    assert code == 0 and "snapshots of formats were not held but written again" in out
     assert "NARROWCAST_UPDATE" not in os.environ
     written = sorted((tmp_path / "formats" / "test_users").iterdir())
     assert [file.name for file in written] == ["TestModel.test_formats-cpu.txt", "TestModel.test_formats-cuda.txt"]
     code, out = pytest_on()
-    assert code == 0 and "2 passed" in out and "written anew" not in out
+    assert code == 0 and "2 passed" in out and "written again" not in out
     written[1].write_text(written[1].read_text().replace("fp32 -> fp16 -> fp16", "fp32 -> fp32 -> fp32"))
     code, out = pytest_on()
     assert code == 1 and "1 failed, 1 passed" in out

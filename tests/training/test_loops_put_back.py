@@ -1,4 +1,4 @@
-"""`nc.check_training` leaves all as it was: averages, schedules, flags, scalers, generators, whoever changes them."""
+"""`nc.check_training` leaves all as it was: averages, schedules, flags, scalers, generators, whatever changes them."""
 
 import copy
 import sys
@@ -81,7 +81,7 @@ def test_averages_of_weights_are_put_back() -> None:
     ids=["step", "sequential", "plateau"],
 )
 def test_schedules_are_put_back(make: Callable[[Any], Any]) -> None:
-    """With the learning rate alone put back, the schedule would be two steps ahead of it."""
+    """With the learning rate alone restored, the schedule would be two steps ahead of it."""
     loop = Loop()
     schedule = make(loop.optimizer)
 

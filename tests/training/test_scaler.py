@@ -52,7 +52,7 @@ def test_a_scale_that_falls_for_ever_ruins_torchs_weights_and_not_ours(overflows
 
 
 def test_patience_is_said_with_the_line_the_parameters_and_the_lowest_scale():
-    """At the 20th skipped step, then each time that the streak has doubled; a clean step begins anew."""
+    """At the 20th skipped step, then each time that the streak has doubled; a clean step begins again."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(nc.Scaler("cpu"), [INF] * 90)
@@ -405,7 +405,7 @@ def test_a_loss_without_a_name_among_named_ones_is_refused():
 
 
 def test_gradients_are_checked_device_by_device():
-    """A flag for each; the meta device stands for another one."""
+    """A flag for each; the meta device represents another one."""
     here, there = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))
     here.grad, there.grad = torch.full((2,), INF), torch.ones(2, device="meta")
     steps = torch.optim.SGD([here, there], lr=0.1)
@@ -569,7 +569,7 @@ def test_a_wrapper_and_its_optimizer_are_one(fused):
 
 
 def test_gradients_that_another_optimizer_unscaled_are_refused():
-    """By way of a wrapper that does not say what it wraps; not where they were computed anew."""
+    """By way of a wrapper that does not say what it wraps; not where they were computed again."""
     weight = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([weight], lr=0.1)
     other, scaler = Around(inner, "hidden"), nc.Scaler("cpu")

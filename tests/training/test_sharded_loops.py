@@ -1,4 +1,4 @@
-"""`nc.check_training` of models that are sharded or replicated: who casts besides the region, and what is put back."""
+"""`nc.check_training` of models that are sharded or replicated: who casts besides the region, and what is restored."""
 
 import sys
 from pathlib import Path

@@ -181,7 +181,7 @@ def test_resuming_under_another_policy_is_said_with_both_digests_and_what_differ
     assert f"ours ({POLICY.digest[:12]}), bf16; now native ({native[:12]}), bf16" in text
     assert "aten.linear in 2: full -> -" in text
     format_says, scaler_says = said(ours("fp16"), saved)
-    assert "another low format" in format_says and "the scale starts anew" in scaler_says
+    assert "another low format" in format_says and "the scale starts again" in scaler_says
     assert "does not use" in said(ours("bf16"), ours("fp16").state_dict())[1]
     assert said(ours("bf16"), saved) == []
 
@@ -217,7 +217,7 @@ def test_who_scales_by_default():
 
 
 def test_regions_are_on_the_device_of_the_model_that_is_followed():
-    """Or on the one that was given; a copy opens what it needs anew."""
+    """Or on the one that was given; a copy opens what it needs again."""
     precision = TrainingPrecision(dtype="bf16")
     precision.follow(make()[0].to("meta"))
     assert precision.low is torch.bfloat16

@@ -118,7 +118,7 @@ def _unlike(found: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def _compiled_captured(context: Context, scale: str) -> None:
     """A compiled model in a graph captured by hand. With weights="cast" replays see changed weights; kept copies are
-    outside of the graph. What is cast anew during a capture is filled by replays alone: eager calls may not get it.
+    outside of the graph. What is cast again during a capture is filled by replays alone: eager calls may not get it.
     """
     for weights in ("cast", "folded"):
         label = f"compiled, captured, {weights}"

@@ -22,7 +22,7 @@ def check_command(
     gradients: Annotated[bool | None, typer.Option(help="If not as the file says; off where it is new.")] = None,
     torch_versions: Annotated[str, typer.Option(help="For which --update writes: '>=2.11,<2.16'.")] = "",
     new_casts: Annotated[bool, typer.Option("--new-casts", help="Only casts that were not there are changes.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Write the file anew.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Write the file again.")] = False,
     every: AllOption = False,
     json_file: JsonOption = None,
 ) -> None:

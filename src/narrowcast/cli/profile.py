@@ -26,8 +26,8 @@ ProfileFile = Annotated[Path | None, typer.Argument(help="A profile's file. Defa
 def measure_command(
     context: typer.Context,
     device: DeviceType = "cpu",
-    seconds: Annotated[float, typer.Option(help="Stop measuring after so many seconds.")] = 50.0,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what the profile has.")] = False,
+    seconds: Annotated[float, typer.Option(help="Stop measuring after this many seconds.")] = 50.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the profile has.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the profile there, to be shipped.")] = None,
     html: HtmlOption = None,
 ) -> None:

@@ -131,7 +131,7 @@ def watch_command(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
     at: Annotated[str, typer.Option(help="Look as each op ends, or once a step: auto, op, step.")] = "auto",
     stop: Annotated[bool, typer.Option("--stop", help="Stop at the first finding.")] = False,
-    every: Annotated[int, typer.Option(help="Look at gradients each so many steps.")] = 1,
+    every: Annotated[int, typer.Option(help="Look at gradients every N steps.")] = 1,
     log: Annotated[Path | None, typer.Option(help="A file of JSON lines, one for each finding and look.")] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the first finding as a script of its own.")] = None,
     every_finding: AllOption = False,

@@ -132,7 +132,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
 
     Eligible are floating tensors on the region's device type that are not fp64 and that the op does not write to;
     everything else passes untouched. (Where a module's call is to have exactly one format, fp64 is cast, too.) Calls
-    that no rule names run as their inputs are. An argument whose format is unknown counts as eligible: whoever casts
+    that no rule names run as their inputs are. An argument whose format is unknown counts as eligible: whatever casts
     it looks when it is there.
     """
     arguments = call.arguments

@@ -30,7 +30,7 @@ class Goal:
              training a low copy that is made again after the weight has changed.
     profile: path of a profile to plan with; empty for this device's own.
     memory_limit_bytes: for `fast`: what is kept for the backward, and in cast copies, may take at most this.
-    slowdown_limit: for `memory`: it may be predicted to take at most so many times the fastest formats' time.
+    slowdown_limit: for `memory`: it may be predicted to take at most this many times the fastest formats' time.
     """
 
     kind: str = EXACT
@@ -80,8 +80,8 @@ class Goal:
     def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
         """The formats that hold fewest bytes at once, never less precise per op than the policy.
 
-        profile: as for `fast`. slowdown_limit: they may be predicted to take at most so many times the fastest formats'
-            time; where fewer bytes take longer, a warning says so.
+        profile: as for `fast`. slowdown_limit: they may be predicted to take at most this many times as long as the
+            fastest formats; where fewer bytes take longer, a warning says so.
 
         Raises GoalError.
         """

@@ -20,7 +20,7 @@ BARE_SCALER = {"scale", "growth_factor", "backoff_factor"}
 STATE_FILE = "narrowcast.pt"
 """In the folder of a checkpoint, where the framework writes the scaler's state into a file of its own: the rest."""
 SHOWN = 3
-"""How many rules that differ are named; and of digests, so many characters:"""
+"""How many rules that differ are named; and of digests, this many characters:"""
 DIGITS = 12
 
 
@@ -112,4 +112,4 @@ def _changes(rules: str, policy: Policy) -> list[str]:
 def _of_scaler(was_there: bool, is_there: bool) -> str:
     if was_there and not is_there:
         return "the checkpoint has a scaler's state, which this run, without a scaler, does not use"
-    return "the checkpoint has no scaler's state: the scale starts anew" if is_there and not was_there else ""
+    return "the checkpoint has no scaler's state: the scale starts again" if is_there and not was_there else ""

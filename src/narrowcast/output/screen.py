@@ -1,4 +1,4 @@
-"""The first screen: what a user needs first, in so many lines, none of them wider than the terminal.
+"""The first screen: what a user needs first, in this many lines, none of them wider than the terminal.
 
 Every command and every `print(result)` says its verdict on it; `--all`, or `to_text(every=True)`, has the rest.
 """
@@ -32,7 +32,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
-    """The line on as many of so many columns as it needs, broken between words."""
+    """The line on as many of this many columns as it needs, broken between words."""
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -40,8 +40,8 @@ def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
 class Part:
     """Lines that belong together. rank: those of the highest give up lines first, from their end; 0 does last.
 
-    heading: so many lines say nothing without one below them. step: lines that go together, of a row that has several.
-    least: so many lines stay as long as another part has some to give. is_copied: for the user to copy: they stay
+    heading: this many lines say nothing without one below them. step: lines that go together, of a row of several.
+    least: this many lines stay as long as another part has some to give. is_copied: for the user to copy: they stay
     whole, however wide.
     """
 

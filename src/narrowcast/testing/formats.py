@@ -26,7 +26,7 @@ from narrowcast.testing.updating import is_updating
 Model = Callable[..., Any] | Case
 Expected = TypeVar("Expected")
 ANEW = (
-    "If this is meant, write it anew and commit the difference: pytest --narrowcast-update, or narrowcast check "
+    "If this is meant, write it again and commit the difference: pytest --narrowcast-update, or narrowcast check "
     "--update."
 )
 
@@ -50,12 +50,12 @@ def take_snapshot(
     asked = f"the formats of {found.subject} on {found.device_type}"
     if found.failure is not None:
         where = (Origin(found.failure.file, found.failure.line),) if found.failure.file else ()
-        raise CheckError(asked, found.failure.text, where, "Mend the model, or name a policy that runs it.")
+        raise CheckError(asked, found.failure.text, where, "Fix the model, or name a policy that runs it.")
     if found.ledger.refusals:
         refusal = found.ledger.refusals[0]
         raise CheckError(
             asked, f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}",
-            (Origin(refusal.file, refusal.line, refusal.module_path),), "Mend the model, or the policy.",
+            (Origin(refusal.file, refusal.line, refusal.module_path),), "Fix the model, or the policy.",
         )  # fmt: skip
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")

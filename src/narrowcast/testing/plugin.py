@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The option."""
     parser.getgroup("narrowcast").addoption(
         "--narrowcast-update", action="store_true",
-        help="write snapshots of formats (narrowcast.testing) anew instead of holding runs against them",
+        help="write snapshots of formats (narrowcast.testing) again instead of holding runs against them",
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """A run that wrote must not pass for one that held."""
     if config.getoption("--narrowcast-update"):
         terminalreporter.write_line(
-            "narrowcast: snapshots of formats were not held but written anew where they differ; git diff shows it"
+            "narrowcast: snapshots of formats were not held but written again where they differ; git diff shows it"
         )
 
 

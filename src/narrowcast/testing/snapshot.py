@@ -134,7 +134,7 @@ def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:
     """Each call of a kind under its identity, and how often it ran.
 
     Of more than SEPARATE calls in one call of a module that differ in nothing, their line included, as a loop makes
-    them, the first stands for all. What nobody counted is numbered in the order in which it first ran.
+    them, the first represents all. What nobody counted is numbered in the order in which it first ran.
     """
     last: dict[tuple[str, str, str], int] = {}
     for kind, tally in ledger.calls.items():
@@ -222,7 +222,7 @@ class Snapshots:
     def with_section(self, made: Snapshot, torch: str, versions: str = "") -> Snapshots:
         """With what a run on this version of torch made, in place of what held for it.
 
-        versions: for which it is said to hold. Otherwise it is put with a section that is equal, or stands for this
+        versions: for which it is said to hold. Otherwise it is put with a section that is equal, or represents this
         version alone; what another version has is left as it is.
         """
         held = self.of(made.device_type, torch)

@@ -224,7 +224,7 @@ def _calls_of(snapshot: Snapshot, pattern: str) -> list[CallFormats]:
 def check_text(found: SnapshotCheck, most: int | None = SHOWN) -> str:
     """The verdict, each kind of change with its rule and its line, causes first, and what else differs.
 
-    most: so many kinds of change at most.
+    most: this many kinds of change at most.
     """
     if found.is_same:
         return _same(found)

@@ -19,7 +19,7 @@ _CALL = re.compile(
     r"(?:: (?P<casts>[^|]+?))?(?: \| (?P<times>[1-9]\d*) times)?"
 )
 _CALL_FORM = "PATH OP #NUMBER | CAME -> COMPUTES -> GIVES | RULE: ARGUMENTS | N times"
-_ANEW = "Have it from version control again, or delete it and write it anew: pytest --narrowcast-update."
+_ANEW = "Have it from version control again, or delete it and write it again: pytest --narrowcast-update."
 
 
 def snapshots_text(snapshots: Snapshots) -> str:

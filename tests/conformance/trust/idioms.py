@@ -1,4 +1,4 @@
-"""Programs composed of idioms, drawn anew from a seed: masks, norms, caches, reductions, losses, checkpoints."""
+"""Programs composed of idioms, drawn again from a seed: masks, norms, caches, reductions, losses, checkpoints."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Trial:
 
 
 def corpus(seed: int, composed: int) -> list[Program]:
-    """All programs of the tables, and so many composed anew."""
+    """All programs of the tables, and this many composed again."""
     return [*PROGRAMS.values(), *idioms.programs(seed, composed)]
 
 

@@ -1,6 +1,6 @@
 """What is asked about a sound program, and what must be answered: one function per verb.
 
-Each makes its program anew, from one seed, and gives an empty text where the answer is right, or what was said instead.
+Each makes its program again, from one seed, and gives an empty text where the answer is right, or what was said instead.
 `NotSound` says that the program itself raises, or is not finite, without anybody looking; `Harmed`, that it is not as
 it was: outputs, weights, gradients, inputs, random numbers, hooks, modes.
 """
@@ -145,7 +145,7 @@ def stepping(subject: Subject, dtype: torch.dtype) -> tuple[Step, Callable[[], d
 
 
 def course(subject: Subject, dtype: torch.dtype, number: int) -> dict[str, Any]:
-    """Where so many steps lead when nobody looks."""
+    """Where this many steps lead when nobody looks."""
     step, moved = stepping(subject, dtype)
     try:
         losses = [step() for _ in range(number)]
@@ -267,7 +267,7 @@ def compiled(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 
 def check_training(subject: Subject, dtype: torch.dtype) -> str:
-    """Of a right loop: two steps after it lead where two steps without it lead, for it puts back what it moved."""
+    """Of a right loop: two steps after it lead where two steps without it lead, for it restores what it moved."""
     expected = course(subject, dtype, 2)
     if isinstance(subject, Program):
         alone(subject, dtype, backward)

@@ -104,7 +104,7 @@ def planted(op: str, how: str) -> Any:
 
 
 def judged(op: str, how: str, dtype: torch.dtype) -> Said:
-    """The op at its line and no other, and a rule for it mends it."""
+    """The op at its line and no other, and a rule for it fixes it."""
     _, plant, name = OPS[op]
     torch.manual_seed(0)
     model, args = Between(plant), (torch.randn(64, 64),)

@@ -129,7 +129,7 @@ def followed(first: Any, watch: Any) -> Said:
     is_there = any((f.id.op, f.line) == (first.id.op, first.line) for f in watch(policy).findings)
     if rules and is_there:
         return Said(ADVICE, f"its rules do not help: {first}")
-    return Said(RIGHT) if rules or is_there else Said(ADVICE, f"a format does mend it: {first}")
+    return Said(RIGHT) if rules or is_there else Said(ADVICE, f"a format does fix it: {first}")
 
 
 def faults() -> Iterator[Fault]:

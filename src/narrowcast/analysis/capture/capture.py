@@ -108,7 +108,7 @@ def capture(
     finally:
         with quietly():
             changed = weights.put_back()
-        made.run.notes += [f"{note_of_changed(changed)}: they are put back."] if changed else []
+        made.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
         made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
     policy_asked = None if opened.policy is NOTHING else opened.policy

@@ -72,7 +72,7 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 REFERENCES = {"fp32": None, "fp64": torch.float64}
 BY = ("op", "module")
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
-"""Where two runs leave a doubt, so many more decide: of a scalar, two say little."""
+"""Where two runs leave a doubt, this many more decide: of a scalar, two say little."""
 
 
 def compare(
@@ -97,7 +97,7 @@ def compare(
             arguments, run in the same region if it has none of its own: exported code against what it was made of.
     by:     what the first screen lists: `op` or `module`.
     backward: also differentiate, as for `capture`; then gradients are compared, too.
-    isolate: the model runs so many times more, unobserved, with single ops of single modules alone in the low format,
+    isolate: the model runs this many times more, unobserved, with single ops of single modules alone in the low format,
             which shows what they do to the output (`alone`). Where there are more ops than that, modules are tried as
             groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
@@ -206,7 +206,7 @@ class _Comparing:
             )
         if self._changed:
             self._note(
-                f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are put back."
+                f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored."
             )
 
     def _note(self, note: str) -> None:

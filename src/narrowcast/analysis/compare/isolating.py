@@ -97,7 +97,7 @@ def _writes(op: str) -> bool:
 
 
 def _groups(places: list[Place], most: int) -> dict[str, list[Place]]:
-    """The places by the modules that hold them, as deep as gives at most so many groups."""
+    """The places by the modules that hold them, as deep as gives at most this many groups."""
     depth = max(path.count(".") + 1 for path, _ in places)
     for parts in range(depth, 0, -1):
         grouped: dict[str, list[Place]] = {}

@@ -43,7 +43,7 @@ from narrowcast.reports.results.verdicts import (
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
 OUTPUT_FACTOR = 4.0
-"""What inherits, and whole outputs, are beyond round-off from so many times the band on."""
+"""What inherits, and whole outputs, are beyond round-off from this many times the band on."""
 TINY = 8 * FORMATS[torch.float32].epsilon
 """What two orders of summation in fp32 make."""
 

@@ -31,7 +31,7 @@ from narrowcast.observation.trial.rerun import can_run_again
 from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
 
 _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
-"""A mean error of so many units in the last place, so many standard errors from zero, over so many different values at
+"""A mean error of as many units in the last place, as many standard errors from zero, over as many different values at
 least, is no accident: a systematic sign is what breaks attention in bf16 (arXiv 2510.04212).
 """
 _PROBED = 32

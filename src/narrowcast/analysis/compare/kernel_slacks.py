@@ -36,7 +36,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
 _MASKED_OUT = 200.0
 """What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
 _SPLITS = 32
-"""Into so many parts an inner dimension is split at most."""
+"""Into this many parts an inner dimension is split at most."""
 _BLOCK = 32
 """So many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
 _LOST = 1.0

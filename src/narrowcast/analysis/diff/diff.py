@@ -135,7 +135,7 @@ def _runs_of(given: Runs, name: str) -> list[Run]:
 
 
 class _Judging:
-    """Rows, one after the other: what earlier ones differed by stands for inputs that cannot be compared."""
+    """Rows, one after the other: what earlier ones differed by represents inputs that cannot be compared."""
 
     def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
         self.values = values

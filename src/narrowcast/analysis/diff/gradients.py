@@ -11,7 +11,7 @@ from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 _STEPS, _WIDEST = 8.0, 0.05
-"""Rounding explains of gradients so many times what it explains of one call; in low formats so much at most."""
+"""Rounding explains of gradients this many times what it explains of one call; in low formats so much at most."""
 
 
 def band_along(rows: list[RunRow]) -> float:

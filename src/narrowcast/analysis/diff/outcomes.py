@@ -21,7 +21,7 @@ UNEXPLAINED = "its inputs do not explain that"
 OF_OTHERS = "its inputs are what other calls gave"
 _OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
 _PLAIN = 8.0
-"""A difference of so many times the widest band of what programs come to would be seen there."""
+"""A difference of this many times the widest band of what programs come to would be seen there."""
 _BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bands of low formats are wider than that, and a fault may lie within; within one that is wider still, anything."""
 

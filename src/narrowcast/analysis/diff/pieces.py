@@ -99,7 +99,7 @@ def beside(pieces: Sequence[Piece]) -> Piece | None:
 
 
 def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
-    """One after the other: along all rows, or inside each of so many parts that all have, as a cache makes a model be
+    """One after the other: along all rows, or inside each of this many parts that all have, as a cache makes a model be
     called with a batch; None where widths differ or a piece has no such parts.
     """
     first = pieces[0]
@@ -156,7 +156,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _parted(piece: Piece, outer: int) -> Piece:
-    """The same rows under other names, of so many parts."""
+    """The same rows under other names, of this many parts."""
     inner = max(1, piece.count // outer)
     rows = {divmod(sequence * piece.tokens + token, inner): row for (sequence, token), row in piece.rows.items()}
     return replace(piece, sequences=outer, tokens=inner, rows=rows)

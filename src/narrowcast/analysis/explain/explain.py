@@ -271,7 +271,7 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
 
 
 def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
-    """Where the cpu's kernels stand for others that autocast treats otherwise."""
+    """Where the cpu's kernels represent others that autocast treats otherwise."""
     recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
     if stands_in and recurrent and device_type != "cpu":
         return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."

@@ -177,7 +177,7 @@ class Adviser:
             self.add(
                 "optimizer step in a region",
                 f"{type(optimizer).__name__}.step() runs with autocasting on",
-                "Close the region after the loss: weights are updated in their own format, and cast anew after that.",
+                "Close the region after the loss: weights are updated in their own format, and cast again after that.",
                 loop_line(),
             )
 

@@ -28,7 +28,7 @@ from narrowcast.runtime.torch_surface.dispatch import without_modes
 PROBES = 8
 """How many signs: each takes a backward, and of a single call the estimate of its square is off by half."""
 _NEAR = 2.0
-"""So many times the true error may be foretold, and so many times less: what rounds alike adds up, or cancels."""
+"""This many times the true error may be foretold, and as many times less: what rounds alike adds up, or cancels."""
 LARGEST = 1 << 22
 """So many elements of a call's result are taken, at even distances."""
 
@@ -43,7 +43,7 @@ class Effect:
 
 @dataclass(slots=True)
 class _ChangedResult:
-    """A result of a call, and what the call alone in its low formats changes of it; every so many elements of both."""
+    """A result of a call, and what the call alone in its low formats changes of it; every n-th element of both."""
 
     identity: CallId
     result: torch.Tensor

@@ -206,7 +206,7 @@ class Checks:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """A run; weights that it changes are put back."""
+        """A run; weights that it changes are restored."""
         self.count += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which rules may mend a run that raises, or makes NaN: tried on the call alone where that can be, before the model."""
+"""Which rules may fix a run that raises, or makes NaN: tried on the call alone where that can be, before the model."""
 
 from __future__ import annotations
 

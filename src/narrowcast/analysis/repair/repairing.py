@@ -1,4 +1,4 @@
-"""The loop of a repair: a run, what is wrong with it, rules that may mend it, until nothing is; then fewer rules."""
+"""The loop of a repair: a run, what is wrong with it, rules that may fix it, until nothing is; then fewer rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 class Repairing:
     """One repair on its way.
 
-    causes: of each rule in force what it mends, and how much it is worth. ranked: those whose worth is known. wrong:
+    causes: of each rule in force what it fixes, and how much it is worth. ranked: those whose worth is known. wrong:
     sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
     """
 
@@ -232,7 +232,7 @@ class Repairing:
         worth = self._worth or Worth({})
         left = {rule: part for rule, part in worth.parts.items() if rule not in self._tried}
         chosen = choose(left, 1 / problem.excess)
-        self._tried.update(chosen)  # also those that one about a module around them stands for
+        self._tried.update(chosen)  # also those that one about a module around them represents
         rules = []
         for rule, covered in folded(chosen, worth.parts).items():
             part = sum(worth.parts[each] for each in covered)
@@ -308,7 +308,7 @@ class Repairing:
             first = expected.findings[0]
             found.notes.append(
                 f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line}). No policy "
-                "is to blame, and none mends it."
+                "is to blame, and none fixes it."
             )
         if self._worth is not None and not self._worth.by_gradient and self._rules:
             found.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")

@@ -57,7 +57,7 @@ def _has_own_layers(policy: Policy) -> bool:
 
 def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tuple[Rule, ...]]:
     """The same with fewer rules: one about a module for those about the modules inside it, where all of them that are
-    known are chosen. By rule, those of the chosen that it stands for.
+    known are chosen. By rule, those of the chosen that it represents.
     """
     found: dict[Rule, tuple[Rule, ...]] = {}
     left = list(chosen)

@@ -19,7 +19,7 @@ MARGIN = 0.9
 
 
 def may_run(runs: int, rules: int) -> bool:
-    """Whether the model may run once more, if the repair then ends with so many rules."""
+    """Whether the model may run once more, if the repair then ends with this many rules."""
     return runs + 1 <= RUNS_PER_RULE * rules + RUNS_BESIDE
 
 

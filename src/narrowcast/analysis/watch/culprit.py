@@ -181,8 +181,8 @@ def find_culprit(
 
 
 def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]) -> str:
-    """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
-    off = "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)."
+    """What to do about what no format of the call fixes: its inputs may have been rounded onto that value."""
+    off = "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
     if rounded is None or not rounded.makers:
         return off if low is None else f"{off} Its inputs came in {low}, whose rounding may have put them there."
@@ -220,7 +220,7 @@ def is_overflow(finding: Finding) -> bool:
 
 
 def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
-    """Whether a smaller scale of the loss would mend it: an overflow of fp16 or fp32 in the backward."""
+    """Whether a smaller scale of the loss would fix it: an overflow of fp16 or fp32 in the backward."""
     formats = {str(FORMATS[t.dtype]) for t in call.results if t.dtype in FORMATS} | set(finding.formats.split(","))
     return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
 
@@ -236,7 +236,7 @@ def unscales(call: SeenCall) -> bool:
 
 
 def is_new_scale(call: SeenCall) -> bool:
-    """Whether a scaler sets its scale anew: the step has ended for it."""
+    """Whether a scaler sets its scale again: the step has ended for it."""
     return call.facts.id == UPDATE_SCALE
 
 

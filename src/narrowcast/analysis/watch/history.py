@@ -83,7 +83,7 @@ class Carrier:
 
 class ValueHistory:
     """Who made what is not finite, by the memory it lies in. due: causes that came to something, with what that is.
-    at_step: those that a smaller scale of the loss would mend, of which a scaler may say that it skips the step.
+    at_step: those that a smaller scale of the loss would fix, of which a scaler may say that it skips the step.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class ValueHistory:
             self.came_to(cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact)
 
     def has_new_scale(self, call: SeenCall) -> bool:
-        """Whether a scaler sets its scale anew. Of several optimizers one may step and another not: what waits for the
+        """Whether a scaler sets its scale again. Of several optimizers one may step and another not: what waits for the
         end of the step waits for that.
         """
         self.is_scaled |= unscales(call)

@@ -1,6 +1,6 @@
 """Whether a value is what exact arithmetic gives, or was rounded onto it by who made it: they are run again in fp32.
 
-A logarithm of zero, a quotient by zero, an arc cosine beyond one: in the call itself no format mends it. But its
+A logarithm of zero, a quotient by zero, an arc cosine beyond one: in the call itself no format fixes it. But its
 argument may be a square that left fp16's range, or a cosine rounded past one. So the last calls that gave something in
 a low format are written down, without keeping a tensor alive. When something is found, those that its arguments come
 from are run again, some of them as a rule with action `full` would have them, from what is still there.

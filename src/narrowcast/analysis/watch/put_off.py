@@ -16,7 +16,7 @@ from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 
 
 class Verdict(Enum):
-    """What became of a call that gave what is not finite: SPREAD passes it on, SKIPPED is a scaler's to mend."""
+    """What became of a call that gave what is not finite: SPREAD passes it on, SKIPPED is a scaler's to fix."""
 
     SPREAD, MEANT, SKIPPED, FINDING = range(4)
 

@@ -16,17 +16,17 @@ from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
 
 _SMALL = 256
-"""Gradients underflow whose root mean square is below so many of the smallest numbers: of larger ones few do."""
+"""Gradients underflow whose root mean square is below this many of the smallest numbers: of larger ones few do."""
 _LOOKS = 3
-"""So many looks in a row a parameter must show a trend."""
+"""How many looks in a row a parameter must show a trend."""
 
 
 class Trends:
-    """Looks at gradients each so many steps: their rms, largest magnitude and share of zeros, by parameter.
+    """Looks at gradients every N steps: their rms, largest magnitude and share of zeros, by parameter.
 
     underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look, and are so small
-    that the formats of the backward may lose some. growth: so many times the largest magnitude of the first look. Of a
-    sharded gradient this rank's part is looked at.
+    that the formats of the backward may lose some. growth: this many times the largest magnitude of the first look. Of
+    a sharded gradient this rank's part is looked at.
     """
 
     def __init__(self, every: int, underflow: float, growth: float) -> None:

@@ -44,7 +44,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
     at: `op`, looked at as each call ends, with the proof of who made it (on an accelerator each call waits for it);
         `step`, read once where an optimizer steps and where the block ends, without that proof; `auto`, op on the cpu.
     stop: raise NotFiniteError at the first finding. callback: called with each finding.
-    every: with optimizers that step in the block: look at gradients each so many steps (`w.history`), and say where a
+    every: with optimizers that step in the block: look at gradients every N steps (`w.history`), and say where a
         share of underflow above `underflow` or a growth of `growth` times since the first look shows what is to come.
     log: a file that gets a JSON line for each finding and each look.
     """

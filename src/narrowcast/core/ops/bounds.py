@@ -46,7 +46,7 @@ the same op in fp32, of pointwise ops and whatever else has one rounding at its 
 each factor; attention's weights and what is multiplied with them on the way back.
 """
 NAMED = 2.0
-"""A kernel is named from so many times its bound on."""
+"""A kernel is named from this many times its bound on."""
 WIDE_FACTOR = 4.0
 """How many times the error of the op in fp32 its low kernel may be off inside, which adds in another order."""
 _SURE_TERMS = 4096
@@ -104,7 +104,7 @@ def cancels(op: str) -> bool:
 
 
 def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
-    """What is off, whatever the result: of log_softmax, which rounds the logarithm of a sum of at most so many
+    """What is off, whatever the result: of log_softmax, which rounds the logarithm of a sum of at most this many
     exponentials, each up to 1; of logsumexp, which rounds what it subtracts, too; of a polynomial.
     """
     name = op_kind(op).name

@@ -19,7 +19,7 @@ from narrowcast.formats import Format, parse_format
 RUNS, RAISES, EMULATED = "runs", "raises", "emulated"
 STATES = (RUNS, RAISES, EMULATED)
 EMULATED_RATIO = 3.0
-"""A format that takes more than so many times fp32's time, where fp32 takes a millisecond or more, is emulated."""
+"""A format that takes more than this many times fp32's time, where fp32 takes a millisecond or more, is emulated."""
 
 WHOLE = {"aten.mkldnn_rnn_layer.default": "aten.lstm.input"}
 """Ops that a device lacks, and the ops that call them step by step: those are repaired as a whole, so that no step's

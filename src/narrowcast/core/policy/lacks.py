@@ -33,7 +33,7 @@ class Lack:
 
     @property
     def rule(self) -> Rule:
-        """The rule that stands for it in plans, ledgers and explanations."""
+        """The rule that represents it in plans, ledgers and explanations."""
         if self.format is None:
             return Rule(self.op, Action(Kind.ALIGN), reason=self.reason, source=ONE_FORMAT)
         return Rule(self.op, Action(Kind.FULL), reason=self.reason, source="capabilities of the device")

@@ -132,7 +132,7 @@ MODULE_CALL = "module.call"
 MODULE_CALL_OP = f"{MODULE_CALL}.default"
 
 RESULT = "result"
-"""The argument that stands for what a call returns; `result.1` is the second of several, `result.logits` has a name."""
+"""The argument that represents what a call returns; `result.1` is the second of several, `result.logits` has a name."""
 
 DIRECTIONS = ("backward", "dgrad", "wgrad")
 """What a rule's op may start with, if it is about what autograd runs: all of it, or gradients of inputs or weights."""
@@ -277,7 +277,7 @@ class Rule:
 
     @property
     def is_about_result(self) -> bool:
-        """Whether `argument` stands for what the call returns, or for a part of that."""
+        """Whether `argument` represents what the call returns, or a part of that."""
         return self.argument is not None and self.argument.partition(".")[0] == RESULT
 
     @property

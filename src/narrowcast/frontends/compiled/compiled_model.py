@@ -180,7 +180,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
-    """Dynamo stops at the hooks of FSDP2 around a block, and begins anew in the block's forward; but never in one of
+    """Dynamo stops at the hooks of FSDP2 around a block, and begins again in the block's forward; but never in one of
     torch's own classes: such a block would run as eager code without a word.
     """
     for name, module in model.named_modules():
@@ -253,7 +253,7 @@ def asked_before(model: Any) -> Mapping[str, Any] | None:
 
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to compile a compiled model anew: its region stays. RegionError if another is asked for."""
+    """The arguments to compile a compiled model again: its region stays. RegionError if another is asked for."""
     if now["under"] is not None and _facts(before["under"]) != _facts(now["under"]):
         raise RegionError(
             asked=f"compile(model, {_shown(now['under'])})",

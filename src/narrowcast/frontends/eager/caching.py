@@ -38,11 +38,11 @@ def cache_info() -> CacheInfo:
 
 
 def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None:
-    """Say that weights were changed behind their version counters (`weight.data.copy_(...)`): cast them anew.
+    """Say that weights were changed behind their version counters (`weight.data.copy_(...)`): cast them again.
 
     changed: tensors, modules (all their parameters), or iterables of tensors; everything, if nothing is given. torch's
     own cache can be cleared only as a whole, and is. Weights at rest, which `narrowcast.compile` keeps from call to
-    call, are cast anew, too; besides these nothing is cached outside of regions. Raises CacheError for anything else.
+    call, are cast again, too; besides these nothing is cached outside of regions. Raises CacheError for anything else.
     """
     weights = [w for item in changed for w in _weights_of(item)]
     if weights or not changed:

@@ -44,7 +44,7 @@ from narrowcast.runtime.weights.native_cache import native_cast
 
 _NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
 """`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
-_ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
+_ELSEWHERE = object()  # represents a tensor on another device type: such calls are decided again each time
 
 
 class Kernel:

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def carry(function: F) -> F:
-    """The function, running in the regions that hold where `carry` is called, whoever calls it, and on which thread.
+    """The function, running in the regions that hold where `carry` is called, whatever calls it, and on which thread.
 
     `executor.submit(nc.carry(work), x)`, `Thread(target=nc.carry(work))`. Regions of its caller do not hold in it;
     regions that are native here are native there. Generators and async functions are carried step by step. The weight

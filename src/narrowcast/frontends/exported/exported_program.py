@@ -148,7 +148,7 @@ def _inputs(program: ExportedProgram) -> list[Any]:
 
 
 def _input(program: ExportedProgram, node: Node) -> Any:
-    """The placeholder's fake tensor, requiring grad as the weight does that it stands for."""
+    """The placeholder's fake tensor, requiring grad as the weight does that it represents."""
     value = node.meta.get("val")
     target = program.graph_signature.inputs_to_parameters.get(node.name)
     weight = program.state_dict.get(target) if target is not None else None

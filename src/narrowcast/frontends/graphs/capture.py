@@ -113,7 +113,7 @@ def _fresh(value: Any) -> Any:
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory, without autograd; of a fake one that stands for a number, still the same number."""
+    """A tensor on the same memory, without autograd; of a fake one that represents a number, still the same number."""
     with torch.no_grad():
         made = value.detach()
     if isinstance(value, FakeTensor) and value.item_memo is not None:

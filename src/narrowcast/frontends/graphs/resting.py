@@ -32,7 +32,7 @@ from narrowcast.runtime.weights.at_rest import Copy, at_rest, connected, lows_of
 class Resting:
     """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype.
 
-    gradients: numbers of those through which gradients flow. removed: how many casts of the graph they stand for.
+    gradients: numbers of those through which gradients flow. removed: how many casts of the graph they represent.
     copies: what was kept of them at the last call.
     """
 

@@ -50,8 +50,8 @@ LARGE = 40
 lost 0.5 % on 19 such graphs of two machines (5.6 % at most), and compiling another takes as long again.
 """
 ALIKE = 1.035
-"""Where the policy's formats, or the highest, are predicted to take at most so many times the placed ones' time, they
-stand for it in compiled code: on 48 graphs of two machines they were the faster ones then, having fewer casts.
+"""Where the policy's formats, or the highest, are predicted to take at most this many times the placed ones' time, they
+represent it in compiled code: on 48 graphs of two machines they were the faster ones then, having fewer casts.
 """
 
 

@@ -36,7 +36,7 @@ def time_sides(
     """
     start = time.perf_counter()
     runners = [Runner(side, args, written) for side in sides]
-    # whoever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
+    # whatever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
     with random_state_kept(), own_saved_tensors(), long_work(f"timing {len(sides)} candidates", ROUNDS) as step:
         usable, dropped = _warm(runners)
         left, times = _alternate(usable, seconds, step)

@@ -32,7 +32,7 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 def enter_off(graph: Any, device_types: Iterable[str], casts: bool = True) -> list[Any]:
     """Enter regions that are off, where the graph is written to. Returns the regions.
 
-    casts: whether the regions that they stand for cast, or were off themselves; their dtype, which nobody else reads,
+    casts: whether the regions that they represent cast, or were off themselves; their dtype, which nobody else reads,
     says so.
     """
     instances = []
@@ -49,7 +49,7 @@ _WAS_OFF = 5  # torch.float16; prepare_marks has torch.bfloat16
 
 
 def has_cast(region: Any) -> bool:
-    """Whether a mark stands for a region that was on."""
+    """Whether a mark represents a region that was on."""
     return all(constant(node.inputsAt(1)) != _WAS_OFF for node in _setting(region, "fast_dtype"))
 
 

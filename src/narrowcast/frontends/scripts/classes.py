@@ -38,7 +38,7 @@ def check_class(call: Any) -> None:
         graph = class_method(f"{name}.{method}").graph.copy()
         inline(graph)
         if any(region_class(node.output()) for node in graph.findAllNodes("prim::CreateObject")):
-            found = f"an interface stands for {name.rpartition('.')[2]}, and no script knows that its {method} has one"
+            found = f"an interface represents {name.rpartition('.')[2]}, and no script knows that its {method} has one"
             advice = "Give the class itself as the argument's type, or open the region around the call."
             raise ScriptError("a region in a script", found, shown_at(call), advice)
 

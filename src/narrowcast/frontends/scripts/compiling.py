@@ -1,4 +1,4 @@
-"""Python code as scripts with explicit casts: what TorchScript compiles anew, and what becomes of its graphs."""
+"""Python code as scripts with explicit casts: what TorchScript compiles again, and what becomes of its graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault of torch 2.13's interpreter, mended where a graph has it.
+"""A fault of torch 2.13's interpreter, fixed where a graph has it.
 
 A tensor that a branch or the body of a loop makes, that a loop inside reads, and that is given out or put into a list
 after that, is dropped by the loop inside: "Expected Tensor but got None". The optimizer hides it from some runs with

@@ -110,7 +110,7 @@ class Section:
 
 
 class Scanner:
-    """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
+    """Finds the regions of a graph. Enter and exit nodes go; `as` names represent the objects then."""
 
     def __init__(self, graph: Any, around: Scopes, caller: Site, enter: Enter) -> None:
         """enter: into a module's call, whose boundary may change the regions."""
@@ -354,7 +354,7 @@ class Scanner:
 
 
 def passage(node: Node) -> dict[str, str] | None:
-    """What an alias at a boundary stands for: `argument` and its name, or `result` and its part; None for others."""
+    """What an alias at a boundary represents: `argument` and its name, or `result` and its part; None for others."""
     if node.kind() != "aten::alias" or not node.hasAttribute(PASSAGE):
         return None
     facts: dict[str, str] = json.loads(node.s(PASSAGE))

@@ -2,7 +2,7 @@
 
 A script's graph has the casts of its own regions and of the one that it was made with: that graph is saved. Called
 inside a region, eager or native, it is converted once more from the graph that it was made of, with that region around
-it, and the result runs with autocast off. So what the script switches off is off, whoever calls it, and what it leaves
+it, and the result runs with autocast off. So what the script switches off is off, whatever calls it, and what it leaves
 open follows the caller.
 
 A script that was given no region is a part of what calls it: rules about places mean it as eager code does, by paths

@@ -1,4 +1,4 @@
-"""What a script keeps between calls, in attributes that are no buffers: taken before a run, put back after it."""
+"""What a script keeps between calls, in attributes that are no buffers: taken before a run, restored after it."""
 
 from __future__ import annotations
 

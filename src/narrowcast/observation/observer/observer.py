@@ -73,7 +73,7 @@ class Observer(WatchingMode):
     casts_scripts = True
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
     weights: Weights | None = None
-    """Those that are to be put back after the run."""
+    """Those that are to be restored after the run."""
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
     sees_inside = False

@@ -74,7 +74,7 @@ class SeenCall:
         return planned_names(plan, list(zip(slots_of(self.facts, self.args, self.kwargs), tensors, strict=True)))
 
     def without_tensors(self) -> SeenCall:
-        """The call for whoever keeps it, and not its tensors."""
+        """The call for whatever keeps it, and not its tensors."""
         who = self.who.known()
         return replace(self, who=who, formats=self._formats(), args=(), kwargs={}, result=None, plan=None, notes={})
 

@@ -58,7 +58,7 @@ class _Turn:
 class Who:
     """The identity and the place of a call; those of the forward are put together when they are first asked for.
 
-    So they have to be asked for while the call runs, or whoever looks at it is told.
+    So they have to be asked for while the call runs, or whatever looks at it is told.
     """
 
     __slots__ = ("_asked", "_id", "_site")
@@ -88,7 +88,7 @@ class Who:
         return self.id.module_path
 
     def known(self) -> Who:
-        """The same, found now, for whoever keeps the call."""
+        """The same, found now, for whatever keeps the call."""
         if self._id is None:
             self._found()
         return self

@@ -1,4 +1,4 @@
-"""What a run changes, put back. Each part is a context manager, or has `put_back`; they differ in when they copy.
+"""What a run changes, restored. Each part is a context manager, or has `put_back`; they differ in when they copy.
 
 weights: values, before they are written to first. modules: attributes, buffers and what scripts keep, before a module
 is called. gradients: put aside before a backward. objects: parameters, modules, optimizers, schedules and scalers of a

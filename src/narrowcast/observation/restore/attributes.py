@@ -1,4 +1,4 @@
-"""The attributes of an object as they are, to be put back."""
+"""The attributes of an object as they are, to be restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes and buffers of modules, and what scripts keep, put back after a run."""
+"""Attributes and buffers of modules, and what scripts keep, restored after a run."""
 
 from __future__ import annotations
 

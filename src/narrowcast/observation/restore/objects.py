@@ -89,7 +89,7 @@ class LivingObjects:
                 self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
-            elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
+            elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that represents another
                 self._optimizers[id(one)] = one, Attributes(one, self._own)
                 for parameter in optimized_by(one):  # it may be a plain tensor
                     self._add_parameter(parameter)
@@ -105,7 +105,7 @@ class LivingObjects:
         return found + [t.grad for t in owned if t.grad is not None]
 
     def model(self, model: Module) -> None:
-        """A model is called: it and what is in it are to be put back."""
+        """A model is called: it and what is in it are to be restored."""
         for module in model.modules():
             self._add_module(module)
             self._touched.add(id(module))

@@ -1,4 +1,4 @@
-"""Weights that a model writes to while it runs: copied before they are written to first, and put back after the run."""
+"""Weights that a model writes to while it runs: copied before they are written to first, and restored after the run."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def others_as_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @cache
 def _parameters(op: OpOverload) -> tuple[tuple[int, str, Any, bool], ...]:
-    """Position, name, default, and whether it is a tensor, of all that say what: torch makes a schema's rows anew."""
+    """Position, name, default, and whether it is a tensor, of all that say what: torch makes a schema's rows again."""
     tensors = {slot.name for slot in op_facts(op).slots}
     rows = enumerate(schema_of(op).arguments)
     return tuple((n, a.name, a.default_value, a.name in tensors) for n, a in rows if a.name not in _PLACES)

@@ -154,7 +154,7 @@ def in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
-    """At most so many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
+    """At most this many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
     if x.dim() == 0:
         return x.reshape(1, 1)
     if x.numel() > elements:
@@ -196,7 +196,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    """Which rows are looked at, of so many."""
+    """Which rows are looked at, of this many."""
     return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
 
 

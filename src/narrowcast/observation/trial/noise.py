@@ -15,7 +15,7 @@ _LENGTH = 262_139
 class Noise:
     """Uniform numbers from -1 to 1 of a seed: one strip, which tensors read one after the other, over and over.
 
-    To draw anew for each element takes longer than most of the calls that it is for.
+    To draw again for each element takes longer than most of the calls that it is for.
     """
 
     def __init__(self, seed: int) -> None:

@@ -73,7 +73,7 @@ def call_of(program: Program, step: Step, number: int | None = None) -> Call:
     number = step.region if number is None else number
     here = program.regions[number].facts.device_type if number is not None else ""
     values = [program.values[o.value] for o in step.operands]
-    arguments = tuple(  # where the device is not known, whoever casts looks
+    arguments = tuple(  # where the device is not known, whatever casts looks
         Argument(o.name, v.format, v.device or here, o.written, v.type == TENSOR)
         for o, v in zip(step.operands, values, strict=True)
     )

@@ -62,7 +62,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Choices and the values between them. unit: what a cost of 1 stands for (nanoseconds, bytes)."""
+    """Choices and the values between them. unit: what a cost of 1 represents (nanoseconds, bytes)."""
 
     choices: tuple[Choice, ...]
     flows: tuple[Flow, ...]

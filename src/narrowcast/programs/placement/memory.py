@@ -91,7 +91,7 @@ class Smallest:
 
 
 def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum]:
-    """A chooser: least time among placements that keep at most so many bytes.
+    """A chooser: least time among placements that keep at most this many bytes.
 
     EnergyError if even the smallest keeps more.
     """

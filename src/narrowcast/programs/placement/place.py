@@ -94,7 +94,7 @@ def place_formats(
 ) -> tuple[list[Edit], Placement]:
     """The edits that place a program whose casts are explicit, and the placement.
 
-    ours: ids of the casts that may be placed anew; None for all. choose: another choice than the optimum (all high, as
+    ours: ids of the casts that may be placed again; None for all. choose: another choice than the optimum (all high, as
     the policy says), for comparison.
     """
     with collector_paused():

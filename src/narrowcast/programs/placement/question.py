@@ -38,10 +38,10 @@ class Read:
 
 @dataclass(slots=True)
 class Question:
-    """A program's energy with what its numbers stand for.
+    """A program's energy with what its numbers represent.
 
     variable: number of the choice of each step that has one. formats: the formats of each choice, the policy's first.
-    reads: by value. casts: those that are taken out and placed anew, by id. steps: of each choice. fixed: what the
+    reads: by value. casts: those that are taken out and placed again, by id. steps: of each choice. fixed: what the
     calls without a choice cost, in the prices' unit.
     """
 
@@ -66,8 +66,8 @@ def find_choices(
     """The energy of placing a program whose casts are explicit.
 
     mode: `exact`, in which calls keep their formats and casts move where every bit is kept (before autograd only where
-    no gradient flows); `free`, in which calls may also run higher. ours: ids of the casts that may be placed anew; None
-    for all of them. dense: in the mode `exact`, the values past which casts may move (None: all).
+    no gradient flows); `free`, in which calls may also run higher. ours: ids of the casts that may be placed again;
+    None for all of them. dense: in the mode `exact`, the values past which casts may move (None: all).
     """
     return _Finder(program, prices, mode, ours, after_autograd, dense).run()
 
@@ -138,7 +138,7 @@ class _Finder:
         return cast.id in self.returned or self._is_written(cast.id)
 
     def _is_free_cast(self, cast: Step) -> bool:
-        """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whoever
+        """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whatever
         reads it is in its block.
         """
         if self.program.open_region(cast) is not None or cast.id in self.pinned:

@@ -191,7 +191,7 @@ def _todos(found: Explanation) -> list[Todo]:
     todos += _break_todos(found.graph_rows())
     for row in found.rules:
         if not row.calls:
-            todos.append(Todo(f"Mend or delete the rule {row.rule}", f"it matched nothing ({_short_site(row.origin)})"))
+            todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({_short_site(row.origin)})"))
     todos += advice_todos(found.ledger)
     of_casts = cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:

@@ -76,7 +76,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
-    where none does; or none at all. shared: ops, and globs on modules that stand for all rules of alike modules.
+    where none does; or none at all. shared: ops, and globs on modules that represent all rules of alike modules.
     first: numbers of the rows to be looked at first; none where that is their own order.
     """
 
@@ -164,7 +164,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Figures over a common axis; nodes: the call that each stands for, if it is one.
+    """Figures over a common axis; nodes: the call that each represents, if it is one.
 
     x, y: what the axes say. x_unit, y_unit: `bytes`, `ns`, `relative` (an error), `multiplications`, `whole` (numbers
     of calls, steps, runs), `percent`; nothing for any number. kind: `lines`, or `stems`: a thin line up to each point,
@@ -274,7 +274,7 @@ class Document:
 
 
 def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
-    """A table in whose columns of texts, and only there, numbers stand for these."""
+    """A table in whose columns of texts, and only there, numbers represent these."""
     are_texts = [all(isinstance(row[n], str | None) for row in table.rows) for n in range(len(table.columns))]
     rows = [
         [texts.setdefault(value, len(texts)) if is_text and value is not None else _plain(value)

@@ -107,9 +107,9 @@ def _rule(rule: Rule) -> dict[str, str]:
 
 def _use(found: Repair) -> list[Todo]:
     if found.verdict == BEYOND:
-        return [Todo("Run it in fp32 under nc.watch()", "no rule mends that; the watch shows the calls")]
+        return [Todo("Run it in fp32 under nc.watch()", "no rule fixes that; the watch shows the calls")]
     if found.verdict == OUT_OF_IDEAS:
-        return [Todo("Look at the notes and at each run", "what is left no rule of an op or a module mends")]
+        return [Todo("Look at the notes and at each run", "what is left no rule of an op or a module fixes")]
     how = 'nc.autocast(..., policy=result.policy); result.policy.save("fixed.toml") keeps it'
     return [Todo("Use the policy", how)] if found.verdict == REPAIRED else []
 

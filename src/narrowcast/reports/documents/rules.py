@@ -80,7 +80,7 @@ def agreeing(rules: Iterable[Shown]) -> list[Shown]:
 
 
 def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[str, str]]:
-    """Ops and globs on modules, `encoder.layer.*.attention`, that stand for these rules and for no other call.
+    """Ops and globs on modules, `encoder.layer.*.attention`, that represent these rules and no other call.
 
     Each is for rules of one op whose modules differ by the number of their layers. Of an op that has rules of several
     actions there are none: which of two globs decides where both hold is a matter of their order.

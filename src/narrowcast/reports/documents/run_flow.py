@@ -61,7 +61,7 @@ class RunFlow:
             self.results.append((number_of, name, self.tensors[n]))
 
     def _pass_on(self, call: CallRecord) -> None:
-        """What a cast gives was made by whoever made what it reads."""
+        """What a cast gives was made by whatever made what it reads."""
         made = next((self._maker(n) for _, n in call.inputs), OUTSIDE)
         if made != OUTSIDE:
             self._made.update((n, made) for _, n in call.outputs)

@@ -133,7 +133,7 @@ def advice_table(advice: Mapping[Advice, int]) -> list[Table]:
 
 
 def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
-    """The calls that somebody should look at, each with the rule that mends it. rules: one for each node."""
+    """The calls that somebody should look at, each with the rule that fixes it. rules: one for each node."""
     found = [n for n in nodes if n.finding]
     mending = [
         rule for n, rule in zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True) if n.finding

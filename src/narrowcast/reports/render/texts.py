@@ -20,7 +20,7 @@ LEAST_OF_PATH = 12
 
 
 def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
-    """At most so many lines and columns; or, with every, all of it. width: None for 80 columns, of tables 120."""
+    """At most this many lines and columns; or, with every, all of it. width: None for 80 columns, of tables 120."""
     page = document_of(found)
     return whole_text(page, width or PIPED) if every else screen_text(page, width or COLUMNS, lines)
 

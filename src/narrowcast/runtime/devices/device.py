@@ -115,7 +115,7 @@ def is_capturing() -> bool:
 
 
 def own_saved_tensors() -> Any:
-    """While it is open, whoever saves tensors in ways of their own (a checkpoint around a call) does not see ours.
+    """While it is open, whatever saves tensors in ways of their own (a checkpoint around a call) does not see ours.
 
     Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
     """

@@ -104,7 +104,7 @@ _again: set[tuple[Device, str]] = set()
 
 def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
     prepared: list[tuple[Measurable, list[Call]]] = []
-    # whoever asks may be tracing, on fake tensors
+    # whatever asks may be tracing, on fake tensors
     with (
         without_modes(), random_state_kept(), autocast_off(),
         own_saved_tensors(),

@@ -107,7 +107,7 @@ class TimePrices:
         return math.prod(known_shape(value.shape, self.sizes))
 
     def _copy_ns(self, moved_bytes: float) -> float:
-        """The way of so many bytes through memory, read and written together."""
+        """The way of this many bytes through memory, read and written together."""
         elements = max(int(moved_bytes / 8), 1)
         found = self.model.estimate(cast_signature((elements,), fp32, fp32))
         return max(found.ns - self._overhead(), 0.0)

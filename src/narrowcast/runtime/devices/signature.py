@@ -83,7 +83,7 @@ def signature_of(
     """The signature of a step that runs in `format`.
 
     operands: as the policy has them; those in a low format are taken in `format`. weights: numbers of operands that
-    are streamed. sizes: what symbolic sizes stand for.
+    are streamed. sizes: what symbolic sizes represent.
     """
     floats = [n for n, v in enumerate(operands) if v.shape is not None]
     types, shapes = [], []

@@ -2,7 +2,7 @@
 
 Dynamo guards compiled code, and keys its caches on disk, on the autocast state of every device type that torch knows,
 and on nothing that names a policy. So a region writes a number made from its policy's digest into the state of device
-types that are not here: code compiled under one policy is compiled anew under another. While a backend traces, our
+types that are not here: code compiled under one policy is compiled again under another. While a backend traces, our
 kernels run, and what they cast is compiled.
 """
 

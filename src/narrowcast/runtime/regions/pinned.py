@@ -114,6 +114,6 @@ def watch_module_calls() -> None:
 
 
 def _compile_anew() -> None:
-    """Compiled code that calls modules is compiled anew at its next call."""
+    """Compiled code that calls modules is compiled again at its next call."""
     global class_pins
     class_pins = str(next(_changes))

@@ -51,7 +51,7 @@ def _with_region(original: Any) -> Any:
         if region is not None and region.is_innermost:
             cpu = _CarriedArguments(cpu)
             cpu.region = region
-            asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or whoever observes
+            asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or an observer
             cpu.around = Around.now() if asks else NO_AROUND
             cpu.counted = Counted.now()
         return device, cpu

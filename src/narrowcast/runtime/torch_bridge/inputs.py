@@ -15,7 +15,7 @@ Inputs = Any
 
 
 def call_arguments(verb: str, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keyword arguments that inputs stand for. RunError for what is none of these.
+    """The arguments and keyword arguments that inputs represent. RunError for what is none of these.
 
     As in torch.jit.trace, a model that takes one tuple is given `((pair,),)`; a named tuple, as torch's packed
     sequences are, is one argument.

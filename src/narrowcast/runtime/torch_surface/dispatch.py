@@ -161,7 +161,7 @@ def register(
 
 
 def _wrapped_number(tensor: torch.Tensor) -> Any:
-    """The number that a tensor without memory stands for: one that torch.func wraps, or a zero of forward mode.
+    """The number that a tensor without memory represents: one that torch.func wraps, or a zero of forward mode.
 
     In `x + 1` torch gives kernels in Python the number, not the tensor that holds it: it asks for this attribute, which
     it sets where the number is a symbol, and else reads the tensor's memory.

@@ -78,7 +78,7 @@ def is_resumption(code: CodeType) -> bool:
 
 
 def traced_local(name: str) -> Any:
-    """The object that a local variable of the frame that Dynamo is tracing stands for."""
+    """The object that a local variable of the frame that Dynamo is tracing represents."""
     from torch._dynamo.symbolic_convert import tls
 
     return tls.current_tx.output.current_tx.symbolic_locals[name].realize().value
@@ -161,7 +161,7 @@ def forget_original(compiled: Any) -> None:
 
 
 def begins_again(error: Exception) -> bool:
-    """Whether a compiler asks Dynamo with this exception to trace anew: it is nobody's failure, and Dynamo's to see."""
+    """Whether a compiler asks Dynamo with this exception to trace again: nobody's failure, and Dynamo's to see."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
@@ -239,7 +239,7 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 
 
 def forget_compiled_code() -> None:
-    """Code that Dynamo has compiled is compiled anew at its next call. Nothing if Dynamo never ran."""
+    """Code that Dynamo has compiled is compiled again at its next call. Nothing if Dynamo never ran."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -147,7 +147,7 @@ _told: list[Callable[[list[Any]], None]] = []
 @once
 def _see_clips() -> None:
     why = "clips of gradients that are still scaled are seen"
-    # clip_grad_norm_ calls this one, whoever has imported it before; torch has no such part of clip_grad_value_.
+    # clip_grad_norm_ calls this one, whatever has imported it before; torch has no such part of clip_grad_value_.
     stay(clip_grad, "_clip_grads_with_norm_", _telling, why)
     stay(clip_grad, "clip_grad_value_", _telling, why)
     stay(torch.nn.utils, "clip_grad_value_", _telling, why)

@@ -285,7 +285,7 @@ def add_script_class(python_class: type, source: type, name: str) -> None:
 
 
 def script_classes(interface: Any = None) -> dict[str, type]:
-    """The classes that TorchScript has compiled, by qualified name; only those that an interface may stand for."""
+    """The classes that TorchScript has compiled, by qualified name; only those that an interface may represent."""
     known = _state._script_classes.items()
     return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}
 

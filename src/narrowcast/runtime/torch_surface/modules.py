@@ -51,7 +51,7 @@ def mutators() -> tuple[tuple[Any, str], ...]:
     return (
         (Module, "load_state_dict"), (Module, "_apply"), (torch.optim.swa_utils.AveragedModel, "update_parameters"),
         (torch.nn.utils, "vector_to_parameters"), (vectors, "vector_to_parameters"),
-        (vectors, "_check_param_device"),  # which it calls, whoever has imported it before
+        (vectors, "_check_param_device"),  # which it calls, whatever has imported it before
     )  # fmt: skip
 
 

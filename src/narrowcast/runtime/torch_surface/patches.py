@@ -98,7 +98,7 @@ def _let_go(found: _HeldAttribute, wrap: Wrap, why: str) -> None:
             return
         _held.remove(found)
         if getattr(found.owner, found.name) is not found.function:
-            return  # somebody else stands on top, or has put back what was there before us
+            return  # somebody else stands on top, or has restored what was there before us
         if found.was_own:
             setattr(found.owner, found.name, found.original)
         else:

@@ -99,7 +99,7 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         on = tuple([key for key in keys if not is_off(key)])
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    # On its way out that guard takes the present state for the snapshot. Leaving it again in the old state mends it.
+    # On its way out that guard takes the present state for the snapshot. Leaving it again in the old state fixes it.
     restore = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
     with torch._C._ForceDispatchKeyGuard(include, exclude), restore():
         pass

@@ -145,7 +145,7 @@ class WeightCache:
         return result
 
     def _make_room(self, nbytes: int, limit: int) -> bool:
-        """Drop what was used longest ago, until so many bytes more are within the limit; False if they never are."""
+        """Drop what was used longest ago, until this many bytes more are within the limit; False if they never are."""
         if nbytes > limit:
             return False
         while self.entries and self.bytes + nbytes > limit:

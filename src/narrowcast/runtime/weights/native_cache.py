@@ -31,7 +31,7 @@ _casts = _Casts()
 
 
 def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made anew."""
+    """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made again."""
     if dtype is not low:
         return cast(weight, dtype)
     if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts

@@ -39,7 +39,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     evaluation), or inside (backward, optimizer, weights written to); what rounding keeps in place (updates of weights,
     averages, sums of losses and of gradients, statistics of batch norm), judged by what moved; losses that are not
     scaled, gradients that underflow, are clipped or added to in the wrong order, or are never cleared; steps that are
-    all skipped; whoever casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
+    all skipped; what casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
     in fp16, and of what is in a low format: an accelerator is waited for. Where a scaler skips all steps, more are run,
     until its scale fits or is one.
 

@@ -92,7 +92,7 @@ class Lost:
 class Exact:
     """Computes what is added up outside of forwards and backwards a second time, and says what rounding kept in place.
 
-    Judged by what moved, whoever moves it: what rounds at random is not followed, and what an optimizer holds of what
+    Judged by what moved, whatever moves it: what rounds at random is not followed, and what an optimizer holds of what
     was rounded away (Kahan's compensation, a copy in fp32) is no loss.
     """
 

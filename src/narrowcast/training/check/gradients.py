@@ -47,7 +47,7 @@ class Gradients:
         self._known, self._knows_scale = None, False
 
     def scale_read(self, scale: float) -> None:
-        """A scale is read: whoever knows it may clip at a limit that is scaled, too, or unscale by hand."""
+        """A scale is read: whatever knows it may clip at a limit that is scaled, too, or unscale by hand."""
         self._knows_scale = True
         self._scales.add(scale)
 

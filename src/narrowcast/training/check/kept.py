@@ -1,4 +1,4 @@
-"""What a step of training changes, put back: all memory that was there before and is written to, and objects."""
+"""What a step of training changes, restored: all memory that was there before and is written to, and objects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeptMemory:
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def model(self, model: torch.nn.Module) -> None:
-        """A model is called: what it holds is to be put back."""
+        """A model is called: what it holds is to be restored."""
         if id(model) not in self._models:
             self._models[id(model)] = model
             with quietly():

@@ -40,6 +40,6 @@ class Updates:
             "every step is skipped",
             f"{self.skipped} of {self._updates} steps, the last at a scale of {self._scale:g}, have gradients that are "
             "not finite: no weight moves",
-            "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot mend it.",
+            "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot fix it.",
             self._site or NOWHERE,
         )

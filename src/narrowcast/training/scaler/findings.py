@@ -81,7 +81,7 @@ class Findings:
 
     def clipped(self, parameters: Iterable[Any]) -> None:
         """torch.nn.utils is about to clip these parameters' gradients."""
-        if self.losses and not self.was_asked:  # whoever asks for the scale may clip at max_norm * scale
+        if self.losses and not self.was_asked:  # whatever asks for the scale may clip at max_norm * scale
             self._clips.append(({id(parameter) for parameter in parameters}, loop_line()))
 
     def to_be_unscaled(self, optimizer: Any) -> None:
@@ -119,7 +119,7 @@ class Findings:
                 )
 
     def computed_anew(self) -> None:
-        """A closure is over, which has unscaled and may have clipped: the next call of it computes gradients anew."""
+        """A closure is over, which has unscaled and may have clipped: the next call of it computes gradients again."""
         self._clips.clear()
 
     def not_stepped(self, site: Site) -> None:

@@ -150,7 +150,7 @@ class Scaler(ScalerState):
 
         A closure (LBFGS) scales the loss, runs the backward and returns the loss; its gradients are unscaled after each
         call, unless it has called `unscale_`, to clip them. If some are not finite, parameters and the optimizer's
-        state are put back; a copy of both is held.
+        state are restored; a copy of both is held.
         """
         if not self.is_enabled():
             return StepResult(optimizer.step(*args, **kwargs), False, lambda number, _: str(number), lambda: None)
@@ -163,7 +163,7 @@ class Scaler(ScalerState):
             if state["stage"] is UNSCALED:
                 raise self._error(
                     "step() with a closure", "the gradients are unscaled already",
-                    "Call unscale_() in the closure, or leave it to step(): a closure computes gradients anew.",
+                    "Call unscale_() in the closure, or leave it to step(): a closure computes gradients again.",
                     state.get("line"),
                 )  # fmt: skip
             value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, inner))
