@@ -356,6 +356,27 @@ def _copied() -> tuple[Run, Run]:
     return both(Function(lambda m, x: m.linear(x).float().clone().sin(), linear=model), (x,))
 
 
+def _in_chunks() -> tuple[Run, Run]:
+    """Attention of all queries at once, and of four at a time, with the backward: parts of calls, and sums of them."""
+    torch.manual_seed(7)
+    parts = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("q", "k", "v")})
+
+    class Whole(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.parts, self.size = parts, size
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (self.parts[name](x) for name in ("q", "k", "v"))
+            rows = [(some @ k.mT / 4).softmax(-1) @ v for some in q.split(self.size, 1)]
+            return torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+
+    x, target = torch.randn(2, 12, 16), torch.randn(2, 12, 16)
+    loss = lambda y: (y.float() - target).square().mean()
+    whole, chunks = (nc.capture(Whole(size), x, under="bf16", backward=loss) for size in (12, 4))
+    return whole, chunks
+
+
 SOUND: dict[str, Pair] = {
     "one attention, cache, batch 1": _cached(0, 1),
     "one attention, cache, batch 2": _cached(0, 2),
@@ -368,6 +389,7 @@ SOUND: dict[str, Pair] = {
     "time first, in parts": _time_first(1),
     "a module called twice, in parts": _time_first(2),
     "two attentions": _attentions,
+    "attention in chunks, bf16, backward": _in_chunks,
     "two norms, backward": _norms,
     "a norm by hand in bf16": _layer_norms,
     "two losses, backward": _losses,

@@ -234,7 +234,7 @@ def assert_same(found, expected):
             policy,
             id=f"{body.__name__.removeprefix('body_')}-{policy}",
             marks=[] if policy == "custom" or (number % 2 == 0) == (policy == "native") else [pytest.mark.slow],
-        )  # fmt: skip
+        )
         for number, body in enumerate(BODIES)
         for policy in POLICIES
     ],

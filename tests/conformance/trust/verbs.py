@@ -1,6 +1,6 @@
 """What is asked about a sound program, and what must be answered: one function per verb.
 
-Each makes its program again, from one seed, and gives an empty text where the answer is right, or what was said instead.
+Each makes its program from one seed, and gives an empty text where the answer is right, or what was said instead.
 `NotSound` says that the program itself raises, or is not finite, without anybody looking; `Harmed`, that it is not as
 it was: outputs, weights, gradients, inputs, random numbers, hooks, modes.
 """

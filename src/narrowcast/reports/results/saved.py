@@ -60,13 +60,13 @@ def parse(text: str, file: str = "<string>") -> Result:
     kind = KINDS.get(schema) if isinstance(schema, str) else None
     if kind is None:
         found = f"schema {schema!r}, where these are known: {', '.join(KINDS)}"
-        raise _unreadable(file, found, "Write it anew with this version of Narrowcast.")
+        raise _unreadable(file, found, "Write it again with this version of Narrowcast.")
     try:
         return kind.of_data(data)
     except (*BROKEN, NarrowcastError, RecursionError) as error:
         lacks = isinstance(error, KeyError)
         found = f"a record lacks {error}" if lacks else f"a record is broken: {type(error).__name__}: {error}"
-        raise _unreadable(file, found, "Write it anew.") from None
+        raise _unreadable(file, found, "Write it again.") from None
 
 
 def _unreadable(file: str, found: str, advice: str = "Give a file that save, or a command, wrote.") -> RunError:
