@@ -426,7 +426,7 @@ def test_an_explanation_shows_what_each_call_may_cost():
     assert {c["name"] for c in data["candidates"]} >= {"placed"}
     assert all(set(call["costs_ns"]) == {"bf16", "fp32"} for call in data["calls"])
     assert any(call["op"] == "aten.conv2d.default" and call["line"] for call in data["calls"])
-    assert "not timed" in str(exported)
+    assert "not timed" in exported.to_text(every=True)
     with pytest.raises(GoalError, match="compile"):
         nc.explain(model, (x,), under=BF16, goal="fast")
 

@@ -105,7 +105,7 @@ def _is_otherwise(pair: Aligned, row: RunRow) -> bool:
     ops = {tuple(bundle.id.op.split(".")[1] for bundle in bundles) for bundles in sides}
     turns = {tuple(len(bundle.turns) for bundle in bundles) for bundles in sides}
     sizes = {sum(bundle.elements for bundle in bundles) for bundles in sides}  # a part: rows are taken in chunks
-    return not is_backward and (max(map(len, (ops, turns, sizes))) > 1 or row.why == OF_OTHERS)
+    return not is_backward and (len(ops) > 1 or len(turns) > 1 or len(sizes) > 1 or row.why == OF_OTHERS)
 
 
 def _differs(row: RunRow, is_backward: bool) -> bool:

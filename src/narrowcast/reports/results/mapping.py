@@ -1,4 +1,4 @@
-"""Which modules and calls of one run are those of another: a text file that is written, mended by hand and read back.
+"""Which modules and calls of one run are those of another: a text file that is written, edited by hand and read back.
 
 A line is `blocks.*.q + blocks.*.k + blocks.*.v = layers.*.qkv`, of modules, or of calls by their identities. Whoever
 reads it finds in docs/reference/run.md how it is written.
@@ -123,7 +123,7 @@ class RunMapping:
 
 
 _HEAD = (
-    "# Modules (paths; * stands for one part of a path) and calls of run a = those of run b.",
+    "# Modules (paths; * represents one part of a path) and calls of run a = those of run b.",
     "# Several, as of a fused projection: a.q + a.k + a.v = b.qkv. Without a partner: a.rotary = -",
 )
 _ADVICE = "Name modules as the runs do: narrowcast show RUN --all lists their calls."
@@ -141,7 +141,7 @@ def _entry(content: str, file: str, number: int) -> MappingLine:
     if (not a and not b) or (len(a) > 1 and len(b) > 1):
         raise RunError(asked, "several names on both sides, or none on both", where, advice)
     if len({name.count("*") for name in (*a, *b)}) > 1:
-        raise RunError(asked, "a * on one side only", where, "Write as many * on each side: they stand for the same.")
+        raise RunError(asked, "a * on one side only", where, "Write as many * on each side: they represent the same.")
     entry = MappingLine(a, b, number)
     if entry.is_of_calls:
         for name in (*a, *b):
@@ -157,7 +157,7 @@ def _side_text(names: Iterable[str]) -> str:
 
 
 def _stars(pattern: str, path: str) -> tuple[str, ...] | None:
-    """What the * of a pattern stand for in a path; None if the path is another."""
+    """What the * of a pattern represent in a path; None if the path is another."""
     found = re.fullmatch("([^.]+)".join(map(re.escape, _SECTIONS.split(pattern))), path)
     return found.groups() if found else None
 

@@ -48,7 +48,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured call: median nanoseconds with quartiles over so many rounds, and the work that it does."""
+    """One measured call: median nanoseconds with quartiles over this many rounds, and the work that it does."""
 
     family: str
     format: str
@@ -187,7 +187,7 @@ class Profile(Result):
         try:
             there = Profile.read(path)
         except ProfileError as error:
-            warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and is written anew", stacklevel=4)
+            warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and is written again", stacklevel=4)
             return
         if there.device != self.device:
             raise ProfileError(
@@ -208,7 +208,7 @@ def load_profile(device: Device) -> Profile:
     try:
         found = Profile.read(path)
     except ProfileError as error:
-        warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts anew", stacklevel=3)
+        warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts again", stacklevel=3)
         return Profile(device, path=path)
     return found if found.device == device else Profile(device, path=path)
 

@@ -1,4 +1,4 @@
-"""What `nc.repair` found: the rules that mend a policy for a model, what each is worth, and the runs that it took."""
+"""What `nc.repair` found: the rules that fix a policy for a model, what each is worth, and the runs that it took."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RAISED, NOT_FINITE, ERROR, METRIC = "raised", "not finite", "error", "metric"
 class RepairRule:
     """A rule that a repair ends with.
 
-    cause: what it mends, RAISED, NOT_FINITE, ERROR or METRIC. share: its part of that repair, from 0 to 1: of the
-    square of the output's error, or one of so many places that raised or overflowed. calls: how many calls of a run it
+    cause: what it fixes, RAISED, NOT_FINITE, ERROR or METRIC. share: its part of that repair, from 0 to 1: of the
+    square of the output's error, or one of the places that raised or overflowed. calls: how many calls of a run it
     takes out of the low format. cost_ns: what that costs a run, without casts; NaN where no profile of the device says
     so. needed: what is wrong without it, if that was tried.
     """

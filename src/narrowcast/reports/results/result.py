@@ -68,7 +68,7 @@ class Result(ABC):
         return str(renderer("pages").notebook_of(self))
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
-        """The first screen, at most so many lines and columns (80); or, with every, all that was found."""
+        """The first screen, at most this many lines and columns (80); or, with every, all that was found."""
         return str(renderer("texts").text_of(self, every, width, lines))
 
     def __str__(self) -> str:

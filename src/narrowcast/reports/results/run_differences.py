@@ -24,7 +24,7 @@ class RunRow:
 
     place_a, place_b: the user's lines. format_a, format_b: in which they compute. aligned_by: `mapping`, `path`,
     `weights`, `order` or `values`. difference: relative (L2), of what they give; inputs: the largest of what they were
-    given, NaN where the earlier rows stand for it; band: what rounding explains of it, beside the inputs' (`GAIN` times
+    given, NaN where the earlier rows represent it; band: what rounding explains of it, beside the inputs' (`GAIN` times
     `inputs`). measured_by: `tensors`, `sketches`, `statistics` or `ranges`. is_part: one side has more elements.
     given: numbers, or weights, that the calls were given and that differ: name, in a, in b.
     """
@@ -116,7 +116,7 @@ class RunDifferences(Result):
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
     unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
-    mapping: the pairs as a file to mend; by_hand: the one that was given. notes: what could not be compared, and why.
+    mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 

@@ -45,7 +45,7 @@ class TensorFacts:
     format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
     elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
-    looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
+    looked_at: how many elements all but the range and the non-finite shares represent; less than `elements` where a
     sample was taken. checksum, file: on request. sketch: of some rows (sketch.py). lies_in: the tensor of the table
     that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
     """

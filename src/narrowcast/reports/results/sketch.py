@@ -25,7 +25,7 @@ Row = tuple[float, ...]
 
 
 def sketched_rows(rows: int) -> tuple[int, ...]:
-    """Which of so many rows are looked at."""
+    """Which of this many rows are looked at."""
     return tuple(range(rows)) if rows <= ROWS else tuple(n * (rows - 1) // (ROWS - 1) for n in range(ROWS))
 
 

@@ -27,7 +27,7 @@ FITS = {
 }  # fmt: skip
 """Of headroom: whether every call fits fp16, and bf16."""
 CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of ideas", "not the policy's fault"
-"""Of a repair: the policy was right as it is; it is with these rules; not all could be mended; fp32 itself fails."""
+"""Of a repair: the policy was right as it is; it is with these rules; not all could be fixed; fp32 itself fails."""
 SOUND, COSTS_TIME, WRONG = "sound", "costs time", "wrong"
 SKIPPED, NONE_SKIPPED = "skipped steps", "no step skipped"
 """Of a training loop, and of a scaler's history."""
