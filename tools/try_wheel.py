@@ -44,7 +44,7 @@ def main() -> None:
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         clean["NARROWCAST_CACHE_DIR"] = str(folder / "cache")
         run(python, str(script), cwd=folder, env=clean)
-        run(str(folder / "venv/bin/narrowcast"), "policy", "diff", "native", "safe", cwd=folder, env=clean)
+        run(str(folder / "venv/bin/narrowcast"), "diff", "native", "safe", cwd=folder, env=clean)
         made = "import narrowcast; print(len(narrowcast.Ledger().to_html()))"  # the built page is in the wheel
         run(python, "-c", made, cwd=folder, env=clean)
     sys.stdout.write("the wheel installs alone, and its quickstart runs\n")
