@@ -39,6 +39,12 @@ class Scaler(ScalerState):
 
     # -- what a loop calls ---------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "<Scaler, disabled>"
+        scale = self._init_scale if self._scale is None else self.get_scale()
+        return f"<Scaler on {self._device}, scale {scale:g}>"
+
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or each of an iterable of them, by the scale."""
         if self._named:
