@@ -18,8 +18,12 @@ HEAD = """\
 
 <!-- Written by tools/generate_cli_page.py from the help texts; do not edit. -->
 
-Exit codes: 0 done, 1 findings (`check`, `compare`, `watch`, `policy check`), 2 bad input. An error says what was asked,
-what was found, where, and what to do; `narrowcast --traceback ...` shows Python's traceback as well.
+Exit codes: 0 nothing was found, 1 findings, 2 wrong use or nothing to compare, 3 the model or Narrowcast raised, 130
+interrupted. An error says what was asked, what was found, where, and what to do; `narrowcast --traceback ...` shows
+Python's traceback as well. A file to write is checked before anything runs for it.
+
+`-o FILE` saves the result (`narrowcast show FILE` prints it again), `--html FILE` writes its page, `--json` prints it
+as JSON, `--all` everything; a policy is written by `--policy-out FILE`.
 
 ```bash
 narrowcast policy show native               # all rules, the one that wins first

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.analysis.compare import bands
 from narrowcast.cli import runs as commands
+from narrowcast.cli.options import with_groups
 from narrowcast.observation.trial import noise
 from narrowcast.reports.results.differences import CallError, Differences
 from narrowcast.reports.results.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
@@ -235,7 +236,7 @@ def test_the_command_says_it_with_its_exit_code(verdict, code, monkeypatch):
     monkeypatch.setattr(commands, "load_case", lambda target: nc.Case(torch.abs, (X,)))
     monkeypatch.setattr(nc, "compare", lambda *args, **kwargs: found)
     app = Typer()
-    app.command()(commands.compare_command)
+    app.command()(with_groups(commands.compare_command))
     assert CliRunner().invoke(app, ["model:make"]).exit_code == code
 
 

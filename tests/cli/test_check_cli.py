@@ -50,7 +50,7 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
     file, policy, result = tmp_path / "formats.txt", tmp_path / "mine.toml", tmp_path / "check.json"
     cli("check", target, "--snapshot", file, "--update")
     before = file.read_text()
-    code, out, err = cli("check", target, "--snapshot", file, "--under", policy, "--json", result)
+    code, out, err = cli("check", target, "--snapshot", file, "--under", policy, "-o", result)
     assert (code, err) == (1, "") and file.read_text() == before
     assert out.startswith(f"a net on cpu does not compute as {file} says: 2 changed (3 calls)\n\nchanged  aten.gelu")
     assert f"aten.gelu: full ({policy}:5)\n         because tails matter\n  at     {target}:11\n" in out
@@ -59,7 +59,7 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
     assert [(c["call"], c["follows"]) for c in data["changes"]] == [
         ("aten.gelu.default #1", False), ("head aten.linear.default #1", True)
     ]  # fmt: skip
-    code, printed, _ = cli("check", target, "--snapshot", file, "--under", policy, "--json", "-")
+    code, printed, _ = cli("check", target, "--snapshot", file, "--under", policy, "--json")
     assert code == 1 and json.loads(printed) == data
 
 

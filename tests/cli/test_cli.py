@@ -68,11 +68,11 @@ def test_a_model_of_torchs_modules_alone_has_no_place(cli, tmp_path, command):
 
 def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
     """--json to a file and to the terminal."""
-    code, out, _ = cli("explain", target, "--device", "cuda", "--under", "safe", "--json", "-")
+    code, out, _ = cli("explain", target, "--device", "cuda", "--under", "safe", "--json")
     assert code == 0
     data = json.loads(out)
     assert data["device_type"] == "cuda" and data["policy"] == "safe"
-    code, out, _ = cli("explain", target, "--json", tmp_path / "e.json", "--all")
+    code, out, _ = cli("explain", target, "-o", tmp_path / "e.json", "--all")
     assert code == 0 and json.loads((tmp_path / "e.json").read_text())["subject"] == "tiny"
     assert "Each cast: who asked for it" in out
 
@@ -139,7 +139,7 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
         (("--under", "none.toml"), "none.toml"),
         (("--device", "cuda", "--run"), "Omit run"),
         (("--nonsense",), "No such option"),
-        (("--json", "/nowhere/x.json"), "its folder does not exist"),
+        (("-o", "/nowhere/x.json"), "its folder does not exist"),
     ],
 )
 def test_bad_options_exit_with_2(cli, target, options, said):
@@ -183,3 +183,39 @@ def test_the_installed_command_runs():
         [sys.executable, "-m", "narrowcast", "explain", "nothing.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "no such file" in done.stderr
+
+
+def test_errors_name_options_and_not_python_s_arguments(cli, target):
+    """What Python writes as `run=True` is `--run` here."""
+    code, _, err = cli("explain", target, "--goal", "fast")
+    assert code == 2 and "--front-end compile" in err and "front_end=" not in err
+
+
+def test_an_interrupted_command_says_what_is_kept(cli, tmp_path):
+    """Nothing, or what the command noted; the exit code is the shell's."""
+    file = tmp_path / "stops.py"
+    file.write_text("def case():\n    raise KeyboardInterrupt\n")
+    code, out, err = cli("explain", file)
+    assert (code, out) == (130, "") and err.strip().endswith("interrupted: no result is saved")
+
+
+def test_arguments_that_do_not_fit_are_explained(cli, tmp_path):
+    """A tuple is the arguments: a model that takes one tuple is given a tuple of it."""
+    file = tmp_path / "pair.py"
+    body = "import narrowcast as nc, torch\nX = torch.ones(2, 2)\n\ndef take(pair):\n    return pair[0] @ pair[1]\n\n"
+    file.write_text(
+        body + "def case():\n    return nc.Case(take, (X, X))\n\ndef one():\n    return nc.Case(take, ((X, X),))"
+    )
+    for command in ("explain", "compare"):
+        code, _, err = cli(command, file, "--under", "bf16")
+        assert code == 3 and "((a, b),) one argument that is a tuple" in err
+        assert cli(command, f"{file}:one", "--under", "bf16")[0] == 0
+
+
+@pytest.mark.parametrize("content", ["{", "", "[1, 2]", '{"schema": "other/1"}', "\x00\x01"])
+def test_a_file_that_is_no_result_is_said_in_words(cli, tmp_path, content):
+    """Whatever is in it."""
+    file = tmp_path / "no.json"
+    file.write_text(content)
+    code, _, err = cli("show", file)
+    assert code == 2 and "no.json" in err and "JSONDecodeError" not in err and "Traceback" not in err

@@ -37,7 +37,7 @@ def test_a_device_is_measured_shown_plotted_and_compared(folder, capsys):
     capsys.readouterr()
     assert call("profile", "show", "--all", "--plot", folder / "costs.png") == 0
     out = capsys.readouterr().out
-    for words in ("A low format's time over fp32's, by family", "over fp32", "copy", "plot written"):
+    for words in ("A low format's time over fp32's, by family", "over fp32", "copy", "wrote"):
         assert words in out, words
     assert (folder / "costs.png").read_bytes().startswith(b"\x89PNG")
     assert call("profile", "show", shipped, "--all", "--html", folder / "page.html") == 0
@@ -58,6 +58,19 @@ def test_the_file_of_another_device_is_refused_before_anything_is_measured(folde
     assert call("profile", "--output", other) == 2
     assert "another machine" in capsys.readouterr().err
     assert other.read_text() == before
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(folder, capsys, monkeypatch):
+    """Ctrl-C loses no minute of measuring."""
+
+    def measure(profile, *_, **__):
+        profile.samples["a"] = Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowcast.runtime.devices.measure.measure", measure)
+    assert call("profile", "--output", folder / "mine.json") == 130
+    assert f"what was measured is in {folder / 'mine.json'}" in capsys.readouterr().err
+    assert "a" in Profile.read(folder / "mine.json").samples
 
 
 def test_what_cannot_be_done_is_said(folder, capsys):

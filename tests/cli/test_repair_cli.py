@@ -52,8 +52,8 @@ def mine(tmp_path):
 
 def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
     before = mine.read_text()
-    code, out, err = cli("repair", target, "--under", mine, "-o", tmp_path / "fixed.toml",
-                         "--json", tmp_path / "repair.json", "--html", tmp_path / "page.html")  # fmt: skip
+    code, out, err = cli("repair", target, "--under", mine, "--policy-out", tmp_path / "fixed.toml",
+                         "-o", tmp_path / "repair.json", "--html", tmp_path / "page.html")  # fmt: skip
     assert '"kind":"repair"' in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert (code, err) == (0, "") and "VERDICT: Repaired: raises RuntimeError" in out and "wrote" in out
     assert mine.read_text() == before
@@ -69,7 +69,7 @@ def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
 
 def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_path):
     before = mine.read_text()
-    command = ("repair", target, "--under", mine, "-o", tmp_path / "." / "mine.toml")
+    command = ("repair", target, "--under", mine, "--policy-out", tmp_path / "." / "mine.toml")
     code, out, err = cli(*command)
     assert (code, out) == (2, "") and "holds the policy that is to be repaired" in err and mine.read_text() == before
     code, _, _ = cli(*command, "--force")
@@ -77,7 +77,7 @@ def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_
 
 
 def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
-    code, out, _ = cli("repair", target, "--under", "bf16", "--budget", "60 dB", "--json", "-")
+    code, out, _ = cli("repair", target, "--under", "bf16", "--budget", "60 dB", "--json")
     found = json.loads(out)
     assert code == 0 and found["schema"] == "narrowcast.repair/1"
     assert found["before"]["error"] > 1e-3 >= found["after"]["error"]
@@ -86,13 +86,13 @@ def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
 
 
 def test_what_is_not_repaired_is_not_written_and_exits_with_1(cli, target, tmp_path):
-    code, out, _ = cli("repair", f"{target}:broken", "-o", tmp_path / "fixed.toml")
+    code, out, _ = cli("repair", f"{target}:broken", "--policy-out", tmp_path / "fixed.toml")
     assert code == 1 and "fp32 itself raises" in out and "is not written" in out
     assert not (tmp_path / "fixed.toml").exists()
 
 
 def test_bad_input_is_said_before_anything_runs(cli, target, tmp_path):
-    code, _, err = cli("repair", target, "-o", tmp_path / "nowhere" / "fixed.toml")
+    code, _, err = cli("repair", target, "--policy-out", tmp_path / "nowhere" / "fixed.toml")
     assert code == 2 and "its folder does not exist" in err
     assert cli("repair", target, "--under", "nowhere.toml")[0] == 2
     assert cli("repair", target, "--budget", "loud")[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any, TypeGuard
 
@@ -10,6 +11,7 @@ import typer
 from narrowcast import __version__
 from narrowcast.cli.check import check_command
 from narrowcast.cli.explain import explain_command
+from narrowcast.cli.options import with_groups
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
 from narrowcast.cli.repair import repair_command
@@ -25,19 +27,31 @@ from narrowcast.errors import NarrowcastError
 
 app = typer.Typer(
     name="narrowcast",
-    help="Mixed precision for PyTorch that you can see, steer and trust.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 nothing was found; 1 findings; 2 wrong use, or nothing to compare; 3 the model or Narrowcast "
+    "raised; 130 interrupted.",
 )
-for command in (
-    explain_command, capture_command, compare_command, diff_command, repair_command, headroom_command, show_command,
-    check_command,
-):  # fmt: skip
-    app.command(command.__name__.removesuffix("_command"))(command)
-app.command("watch", context_settings={"ignore_unknown_options": True})(watch_command)
-app.add_typer(policy_app, name="policy")
-app.add_typer(profile_app, name="profile")
+_MODELS, _RUNS, _DEVICES = "Formats of a model", "Numbers of a run", "Policies and devices"
+for panel, command, example in (
+    (_MODELS, explain_command, "explain examples/minilm.py --under bf16 --run"),
+    (_MODELS, repair_command, "repair model.py --under fp16 --budget 0.01 --policy-out fixed.toml"),
+    (_MODELS, check_command, "check examples/minilm.py --snapshot examples/formats/minilm.txt"),
+    (_RUNS, capture_command, "capture model.py --under bf16 -o run.json.gz"),
+    (_RUNS, compare_command, "compare model.py --under bf16 --backward"),
+    (_RUNS, diff_command, "diff a.json.gz b.json.gz"),
+    (_RUNS, headroom_command, "headroom model.py --policy-out fits.toml"),
+    (_RUNS, show_command, "show run.json.gz --html run.html"),
+):
+    name = command.__name__.removesuffix("_command")
+    app.command(name, rich_help_panel=panel, epilog=f"Example: narrowcast {example}")(with_groups(command))
+app.command(
+    "watch", rich_help_panel=_RUNS, epilog="Example: narrowcast watch --stop train.py --lr 0.1",
+    context_settings={"ignore_unknown_options": True},
+)(with_groups(watch_command))  # fmt: skip
+app.add_typer(policy_app, name="policy", rich_help_panel=_DEVICES)
+app.add_typer(profile_app, name="profile", rich_help_panel=_DEVICES)
 
 
 def _print_version(wanted: bool) -> None:
@@ -58,19 +72,17 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 nothing was found, 1 findings, 2 wrong use (stated in four parts, without a
-    traceback) or nothing to compare, 3 the model or Narrowcast raised.
+    traceback) or nothing to compare, 3 the model or Narrowcast raised, 130 interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments, standalone_mode=False)
     except typer.Exit as stop:
         code = stop.exit_code
-    except typer.Abort:
-        code = 130
     except NarrowcastError as error:
         if "--traceback" in arguments:
             raise
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(f"{type(error).__name__}: {_with_flags(str(error))}", err=True)
         code = 2
     except Exception as error:
         if _is_usage_error(error):
@@ -78,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         if "--traceback" in arguments:
             raise
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo("\n  ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), err=True)
         typer.echo("  narrowcast --traceback ... shows where this was raised.", err=True)
         code = 3
     sys.exit(code or 0)
@@ -87,3 +99,15 @@ def main(arguments: list[str] | None = None) -> None:
 def _is_usage_error(error: Exception) -> TypeGuard[Any]:
     """Whether the command line itself was wrong. typer brings its own copy of click in some versions, so by name."""
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
+
+
+def _with_flags(message: str) -> str:
+    """The message of an error of the Python interface, with `name=value` written as the option of that name."""
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [p.name for command in commands.values() for p in command.params if p.param_type_name == "option"]
+    return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|[\w.]+)", _as_flag, message)
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    flag, value = f"--{match[1].replace('_', '-')}", match[2].strip("'\"")
+    return flag if value == "True" else f"no {flag}" if value == "False" else f"{flag} {value}"

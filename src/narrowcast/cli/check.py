@@ -1,4 +1,4 @@
-"""`narrowcast check TARGET --snapshot FILE`: formats held against a file, for a CI without pytest."""
+"""`narrowcast check TARGET --snapshot FILE`: compare formats with a file, for a CI without pytest."""
 
 from __future__ import annotations
 
@@ -7,48 +7,53 @@ from typing import Annotated
 
 import typer
 
-from narrowcast.cli.runs import JsonOption
-from narrowcast.cli.target import AllOption, DeviceOption, Target, UnderOption, check_folder, grad, load_case
+from narrowcast.cli.options import AllOption, DeviceOption, JsonOption, ModelOptions, OutputOption, check_file
+from narrowcast.cli.target import grad, load_case
 from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, replace_text
-from narrowcast.output.screen import columns, shortened
+from narrowcast.output.screen import columns, wrapped
 
 
 def check_command(
-    target: Target,
-    snapshot: Annotated[Path, typer.Option(help="The file: a line for each call, reviewed and committed.")],
-    under: UnderOption = None,
+    model: ModelOptions,
+    snapshot: Annotated[
+        Path, typer.Option(help="The file: a line for each call, reviewed and committed.", callback=check_file)
+    ],
     device: DeviceOption = None,
-    gradients: Annotated[bool | None, typer.Option(help="If not as the file says; off where it is new.")] = None,
-    torch_versions: Annotated[str, typer.Option(help="For which --update writes: '>=2.11,<2.16'.")] = "",
-    new_casts: Annotated[bool, typer.Option("--new-casts", help="Only casts that were not there are changes.")] = False,
+    gradients: Annotated[
+        bool | None, typer.Option(help="Whether the formats of gradients belong to it. Default: as in the file.")
+    ] = None,
+    torch_versions: Annotated[str, typer.Option(help="Versions for which --update writes: '>=2.11,<2.16'.")] = "",
+    new_casts: Annotated[bool, typer.Option("--new-casts", help="Report only casts that are new.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Write the file again.")] = False,
-    every: AllOption = False,
-    json_file: JsonOption = None,
+    output: OutputOption = None,
+    json: JsonOption = False,
+    whole: AllOption = False,
 ) -> None:
-    """Hold the formats of TARGET's calls against a file; 1 if a call is not as it was, 2 if that cannot be said."""
+    """Compare the formats of TARGET's calls with a reviewed file.
+
+    Exits with 1 if a call has changed, and with 2 if that cannot be decided.
+    """
     from narrowcast.testing.formats import check_formats
     from narrowcast.testing.snapshot_changes import check_screen, check_text
     from narrowcast.testing.snapshot_text import load_snapshots
 
-    check_folder("--json", json_file)
     if gradients is None:
         gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
     with grad(gradients):
-        found = check_formats(
-            load_case(target), snapshot=snapshot, under=under, device=device, torch_versions=torch_versions,
-            update=update,
+        check = check_formats(
+            load_case(model.target), snapshot=snapshot, under=model.under, device=device,
+            torch_versions=torch_versions, update=update,
         )  # fmt: skip
     if new_casts:
-        found = found.new_casts()
-    if json_file is not None and str(json_file) == "-":
-        typer.echo(found.to_json(indent=1))
+        check = check.new_casts()
+    if output is not None:
+        replace_text(output, check.to_json(indent=1) + "\n")
+    if json:
+        typer.echo(check.to_json(indent=1))
+    elif update:
+        print_text("\n".join(wrapped(f"wrote {snapshot}: {len(check.now.calls)} calls", width=columns())))
     else:
-        if json_file is not None:
-            replace_text(json_file, found.to_json(indent=1) + "\n")
-        if update:
-            print_text(shortened(f"wrote {snapshot}: {len(found.now.calls)} calls", columns()))
-        else:
-            print_text(check_text(found, None) if every else check_screen(found, columns()))
-    if not found.is_same:
+        print_text(check_text(check, None) if whole else check_screen(check, columns()))
+    if not check.is_same:
         raise typer.Exit(1)

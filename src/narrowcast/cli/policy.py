@@ -8,20 +8,22 @@ from typing import Annotated
 
 import typer
 
-from narrowcast.cli.target import AllOption
+from narrowcast.cli.options import AllOption
 from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.errors import PolicyError
 from narrowcast.output.console import print_text
 from narrowcast.output.screen import Part, columns, first_screen, wrapped
 
 policy_app = typer.Typer(help="Show and check policies.", no_args_is_help=True)
-PolicyName = Annotated[str, typer.Argument(help="native, safe, ipex, native:DEVICE, or a policy file.")]
+PolicyName = Annotated[
+    str, typer.Argument(metavar="POLICY", help="native, safe, ipex, native:DEVICE, or a policy file.")
+]
 Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers for this device type.")]
 
 
-@policy_app.command()
-def show(policy: PolicyName, device: Device = None, every: AllOption = False) -> None:
-    """The rules of a policy, in the order in which they win."""
+@policy_app.command(epilog="Example: narrowcast policy show native --device cuda")
+def show(policy: PolicyName, device: Device = None, whole: AllOption = False) -> None:
+    """Show the rules of a policy, in order of precedence."""
     found = _resolved(policy, device)
     settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
     head = f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}"
@@ -35,46 +37,49 @@ def show(policy: PolicyName, device: Device = None, every: AllOption = False) ->
             rules[-1].append(f"{rule}" + (f"    {rule.origin}" if rule.origin else ""))
     actions = Counter(str(rule.action) for rule in found.rules)
     counts = "actions: " + ", ".join(f"{action} {number}" for action, number in actions.most_common())
-    _print_rows([head, *([counts] if actions else [])], rules, every)
+    _print_rows([head, *([counts] if actions else [])], rules, whole)
 
 
-@policy_app.command()
-def check(policy: PolicyName, every: AllOption = False) -> None:
-    """Load a policy and lint it; exit code 2 if it does not load, 1 if lint finds something."""
+@policy_app.command(epilog="Example: narrowcast policy check mine.toml")
+def check(policy: PolicyName, whole: AllOption = False) -> None:
+    """Load a policy and lint it.
+
+    Exits with 1 if lint finds something, and with 2 if the policy does not load.
+    """
     from narrowcast.runtime.torch_bridge import check_ops
 
     found = as_policy(policy)
     check_ops(found)
     findings = found.lint()
     verdict = f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}"
-    _print_rows([], [str(finding).split("\n") for finding in findings], every, [verdict])
+    _print_rows([], [str(finding).split("\n") for finding in findings], whole, [verdict])
     if findings:
         raise typer.Exit(1)
 
 
-def diff_policies(before: str, after: str, device: str | None, every: bool) -> None:
+def diff_policies(before: str, after: str, device: str | None, whole: bool) -> None:
     """Print what changes from one policy to another, rule by rule."""
     old, new = _resolved(before, device), _resolved(after, device)
     changes = old.diff(new)
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
     settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
     verdict = f"{old.name} -> {new.name}: {len(changes)} rules differ{settings}"
-    _print_rows([], [[str(change)] for change in changes], every, [verdict])
+    _print_rows([], [[str(change)] for change in changes], whole, [verdict])
 
 
-def _print_rows(head: list[str], rows: list[list[str]], every: bool, tail: Sequence[str] = ()) -> None:
+def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Sequence[str] = ()) -> None:
     """Head, rows and tail; or as many of the rows as the first screen has room for."""
 
-    def whole() -> str:
+    def everything() -> str:
         return "\n".join([*head, *(line for row in rows for line in row), *tail])
 
     width = columns()
-    if every:
-        print_text(whole())
+    if whole:
+        print_text(everything())
         return
     lines = [[line for said in part for line in wrapped(said, width=width)] for part in (head, list(tail))]
     middle = Part([line for row in rows for said in row for line in wrapped(said, "#   ", width) or [""]], rank=1)
-    print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], whole, width))
+    print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], everything, width))
 
 
 def _settings(policy: Policy) -> dict[str, str]:

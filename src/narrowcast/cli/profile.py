@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowcast.cli.runs import HtmlOption
-from narrowcast.cli.target import AllOption, check_folder, write_page
-from narrowcast.errors import Origin, ProfileError
+from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible
+from narrowcast.errors import Origin, ProfileError, TargetError
 from narrowcast.output.console import print_all, print_text, terminal
-from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
+from narrowcast.output.files import replace_text
+from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 
 if TYPE_CHECKING:
     from narrowcast.reports.results.profile import Profile
 
-profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
-DeviceType = Annotated[str, typer.Option(help="Device type to measure: cpu or cuda.")]
-ProfileFile = Annotated[Path | None, typer.Argument(help="A profile's file. Default: this device's own.")]
+profile_app = typer.Typer(
+    help="Measure what ops cost on a device; show and compare profiles.",
+    epilog="Example: narrowcast profile --seconds 50 --html profile.html",
+)
+DeviceType = Annotated[str, typer.Option(help="Device type: cpu or cuda.")]
+ProfileFile = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="A profile's file. Default: this device's own.")
+]
 
 
 @profile_app.callback(invoke_without_command=True)
@@ -27,8 +32,8 @@ def measure_command(
     context: typer.Context,
     device: DeviceType = "cpu",
     seconds: Annotated[float, typer.Option(help="Stop measuring after this many seconds.")] = 50.0,
-    again: Annotated[bool, typer.Option("--again", help="Measure again what the profile has.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the profile there, to be shipped.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard what was measured before.")] = False,
+    output: OutputOption = None,
     html: HtmlOption = None,
 ) -> None:
     """Measure this device: every family of ops in every format, over sizes, forward and backward."""
@@ -43,14 +48,10 @@ def measure_command(
     from narrowcast.runtime.devices.sweep import sweep
 
     _check_here(device)
-    check_folder("--html", html)
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        found = "it is a folder" if output.is_dir() else "its folder does not exist"
-        raise ProfileError(f"--output {output}", found, advice="Name a file in a folder that is there.")
     if not seconds > 0:
-        raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
+        raise ProfileError(f"--seconds {seconds}", "not a positive number of seconds", advice="Give 50, for example.")
     here = device_now(device)
-    profile = Profile(here) if again else load_profile(here)
+    profile = Profile(here) if fresh else load_profile(here)
     if output is not None:
         profile.write(output)  # what is wrong with the file is said before a minute is spent
     groups = sweep(device)
@@ -60,11 +61,13 @@ def measure_command(
     start = time.perf_counter()
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task(f"measuring {here.name}", total=len(groups))
-        count = measure(profile, groups, seconds, progress=lambda: bar.advance(task))
+        with interruptible(lambda: f"what was measured is in {profile.write(output or profile_path(here))}"):
+            count = measure(profile, groups, seconds, progress=lambda: bar.advance(task))
     asked = capabilities(device, backward=True)
     profile.abilities.update({ability.key: ability for ability in asked.abilities})
     path = profile.write(output or profile_path(here))
-    write_page(profile, html)
+    if html is not None:
+        replace_text(html, profile.to_html())
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
@@ -78,37 +81,38 @@ def measure_command(
 def show(
     file: ProfileFile = None,
     device: DeviceType = "cpu",
-    every: AllOption = False,
-    plot: Annotated[Path | None, typer.Option(help="Also write a plot there (.png, .svg, .pdf).")] = None,
+    whole: AllOption = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot there (.png, .svg, .pdf).", callback=check_file)
+    ] = None,
     html: HtmlOption = None,
 ) -> None:
-    """A profile as tables: which format wins, by how much, and how sure that is."""
-    check_folder("--html", html)
+    """Show a profile as tables: which format is fastest, by how much, and the confidence."""
     profile = _profile(file, device)
-    write_page(profile, html)
+    if html is not None:
+        replace_text(html, profile.to_html())
     if plot is not None:
-        if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
-            found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"
-            raise ProfileError(f"--plot {plot}", found, advice="Name a file in a folder that is there: costs.png.")
+        if not plot.suffix:
+            raise TargetError(f"--plot {plot}", "a name without an ending", advice="Name a file: costs.png.")
         from narrowcast.runtime.devices.show import plot_profile
 
         plot_profile(profile, plot)
-    print_text(profile.to_text(every, columns(), LINES - (plot is not None)))
+    print_text(profile.to_text(whole, columns(), LINES - (plot is not None)))
     if plot is not None:
-        print_text(shortened(f"plot written to {plot}", columns()))
+        print_text("\n".join(wrapped(f"wrote {plot}", width=columns())))
 
 
 @profile_app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="A profile's file.")], second: ProfileFile = None,
-    device: DeviceType = "cpu", every: AllOption = False,
+    first: Annotated[Path, typer.Argument(help="A profile's file.", metavar="FIRST")], second: ProfileFile = None,
+    device: DeviceType = "cpu", whole: AllOption = False,
 ) -> None:  # fmt: skip
-    """Two profiles side by side, on the calls that both have."""
+    """Compare two profiles on the calls that both have."""
     from narrowcast.reports.results.profile import Profile
     from narrowcast.runtime.devices.show import comparison_parts, comparison_screen
 
     a, b = Profile.read(first), _profile(second, device)
-    if every:
+    if whole:
         print_all(terminal(), comparison_parts(a, b))
     else:
         print_text(comparison_screen(a, b, columns()))
@@ -116,7 +120,7 @@ def compare(
 
 @profile_app.command()
 def path(device: DeviceType = "cpu") -> None:
-    """Where this device's profile is kept."""
+    """Print where this device's profile is kept."""
     from narrowcast.reports.results.profile import profile_path
     from narrowcast.runtime.devices.device import device_now
 

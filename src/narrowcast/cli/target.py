@@ -1,4 +1,4 @@
-"""What commands are given: a TARGET, a Python file or a dotted path with a `case()`, and files to write."""
+"""A TARGET: a Python file or a dotted path with a `case()`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import narrowcast as nc
 from narrowcast.errors import Origin, TargetError
-from narrowcast.output.files import replace_text
-
-Target = Annotated[str, typer.Argument(help="Python file or dotted path with case(), or PATH:function.")]
-UnderOption = Annotated[
-    str | None, typer.Option(help="A low format (bf16), a built-in policy (native, safe, ipex), or a policy file.")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All of it, not only the first screen.")]
-TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a trace there, for Perfetto.")]
 
 _ADVICE = (
     "TARGET is a file (examples/minilm.py) or a dotted path (package.module), with `:function` for another name than "
@@ -58,32 +47,6 @@ def grad(is_on: bool) -> AbstractContextManager[Any]:
     import torch
 
     return torch.set_grad_enabled(is_on)
-
-
-def check_folder(option: str, path: Path | None) -> None:
-    """TargetError for a file that could not be written, before anything is run for it."""
-    if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
-        raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
-
-
-def write_page(found: object, html: Path | None) -> None:
-    """The page of what was found, if one is asked for. TargetError for what has no page."""
-    if html is None:
-        return
-    if not isinstance(found, nc.Result):
-        what = type(found).__name__
-        raise TargetError(f"--html {html}", f"there is no page of a {what} yet", advice="Omit --html; --all shows all.")
-    replace_text(html, found.to_html())
-
-
-def write_trace(found: object, trace: Path | None) -> None:
-    """The trace of what was found, if one is asked for. TargetError for what has none."""
-    if trace is None:
-        return
-    if not isinstance(found, nc.Run | nc.Explanation):
-        what = type(found).__name__
-        raise TargetError(f"--trace {trace}", f"a {what} has no calls with times", advice="Give a captured run.")
-    replace_text(trace, found.to_trace() + "\n")
 
 
 def _import(path: str, target: str) -> ModuleType:

@@ -23,6 +23,7 @@ from narrowcast.frontends.graphs.folding import fold_weights
 from narrowcast.frontends.race.candidates import Candidate
 from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
+from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.fx import FakeTensor, FakeTensorMode, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
 
@@ -37,6 +38,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
         torch.fx.traceback.preserve_node_meta(),  # regions of ours leave notes there
         caches_as_in_eager_code(),
         nullcontext() if options.get("strict") else held(torch.overrides, _WHY, has_torch_function=_without_modes),
+        called_with(model, args, kwargs or {}),
     ):
         return torch.export.export(model, args, kwargs, **options)
 

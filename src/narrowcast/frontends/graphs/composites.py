@@ -25,11 +25,15 @@ from narrowcast.runtime.torch_surface.state import any_autocast
 
 def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
     """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
-    ops = dict.fromkeys((*aten_composites(), *INSIDE))
-    for node in graph.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and can_decompose(node.target):
-            ops[node.target] = None
-    return {op: _decomposed_if_undecided(op) for op in ops}
+    called = dict.fromkeys(node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
+    others = [op for op in called if op.namespace != "aten" and can_decompose(op)]
+    return _aten_decompositions() | {op: _decomposed_if_undecided(op) for op in others}
+
+
+@cache
+def _aten_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Those of torch's own composite ops, which are the same for all graphs."""
+    return {op: _decomposed_if_undecided(op) for op in (*aten_composites(), *INSIDE)}
 
 
 def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:

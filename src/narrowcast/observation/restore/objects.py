@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -77,7 +76,7 @@ class LivingObjects:
         self._optimizers: dict[int, tuple[Optimizer, Attributes]] = {}
         self._schedules: list[tuple[LRScheduler, Attributes]] = []
         self._touched: set[int] = set()
-        found = list(_instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler)))
+        found = _instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler))
         self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
         for one in found:
             if isinstance(one, torch.jit.ScriptModule):
@@ -156,13 +155,8 @@ class LivingObjects:
         self._modules[id(module)] = _Module(module, module.training, tensors)
 
 
-def _instances_of(classes: tuple[type[T], ...]) -> Iterator[T]:
+def _instances_of(classes: tuple[type[T], ...]) -> list[T]:
     """All objects of these classes. By their type: asking an object for its class may run code of others."""
-    known: dict[type, bool] = {}
-    living: Iterable[Any] = gc.get_objects()
-    for one in living:
-        kind = type(one)
-        if kind not in known:
-            known[kind] = issubclass(kind, classes)
-        if known[kind]:
-            yield one
+    living: list[Any] = gc.get_objects()
+    kinds = {kind for kind in set(map(type, living)) if issubclass(kind, classes)}
+    return [one for one in living if type(one) in kinds]

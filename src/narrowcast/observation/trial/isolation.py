@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.runtime.devices.device import is_here, random_state_kept
+from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
@@ -57,22 +58,23 @@ def isolated(
         yield Isolated(own_model, own_args, own_kwargs, through or _call)
 
 
+def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class Isolated:
-    """A copy of a model and its arguments. Called, it runs."""
+    """A model, or a copy of it, and its arguments. Called, it runs."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _call
 
     def __call__(self) -> Any:
         """The result of the run."""
-        return self.through(self.model, self.args, self.kwargs)
-
-
-def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model(*args, **kwargs)
+        with called_with(self.model, self.args, self.kwargs):
+            return self.through(self.model, self.args, self.kwargs)
 
 
 @contextmanager

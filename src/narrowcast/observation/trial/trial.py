@@ -19,10 +19,10 @@ from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
-from narrowcast.observation.trial.isolation import StandIns, isolated
+from narrowcast.observation.trial.isolation import Isolated, StandIns, isolated
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
-from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
@@ -87,7 +87,8 @@ class Trial:
 
     def call(self) -> Any:
         """The model's output on its inputs, as it is here and now."""
-        return self.model(*self.args, **self.kwargs)
+        with called_with(self.model, self.args, self.kwargs):
+            return self.model(*self.args, **self.kwargs)
 
     def measure(self) -> dict[str, float]:
         """What `evaluate` gives of the model, by name; nothing without one."""
@@ -191,22 +192,12 @@ class Trial:
         if dtype is None and self.is_made:
             with restored(self.model):
                 args, kwargs = tree_map(_own, (self.args, self.kwargs))
-                yield _Itself(self.model, args, kwargs)
+                yield Isolated(self.model, args, kwargs)
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
         with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
             yield run
-
-
-@dataclass(frozen=True, slots=True)
-class _Itself:
-    model: Any
-    args: Any
-    kwargs: Any
-
-    def __call__(self) -> Any:
-        return self.model(*self.args, **self.kwargs)
 
 
 def _converted(dtype: torch.dtype) -> StandIns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 from abc import ABC, abstractmethod
@@ -79,6 +80,11 @@ class Result(ABC):
         return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> Path:
-        """Write the JSON text, replacing the file at once; the file that was written. RunError if it cannot be."""
-        save_result(Path(path), self.WHAT, self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once; compressed if its name ends with `.gz`.
+
+        Returns the file that was written. Raises RunError if it cannot be.
+        """
+        text = (self.to_json(indent=1) + "\n").encode()
+        is_compressed = Path(path).name.endswith(".gz")
+        save_result(Path(path), self.WHAT, gzip.compress(text, 6, mtime=0) if is_compressed else text)
         return Path(path)

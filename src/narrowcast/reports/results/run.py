@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
-from narrowcast.output.files import save_result
 from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run_records import (
@@ -167,9 +165,7 @@ class Run(Result):
         target = Path(path)
         if not target.name.endswith((".gz", ".json")):
             target = target.with_name(target.name + ENDING)
-        text = self.to_json().encode()
-        save_result(target, self.WHAT, gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
-        return target
+        return Result.save(self, target)
 
 
 def _flat(values: Any) -> Iterator[Any]:

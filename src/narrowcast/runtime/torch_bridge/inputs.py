@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,24 @@ def call_arguments(verb: str, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str
     if len(inputs) == 2 and type(inputs[0]) is tuple and isinstance(inputs[1], Mapping):
         return inputs[0], _keywords(verb, inputs[1])
     return tuple(inputs), {}
+
+
+@contextmanager
+def called_with(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A TypeError of a call whose arguments do not fit the model's signature says how inputs become arguments."""
+    try:
+        yield
+    except TypeError as error:
+        try:
+            inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).bind(*args, **kwargs)
+        except TypeError:
+            error.add_note(
+                f"inputs were given as {len(args)} arguments and {len(kwargs)} keyword arguments: a tuple is the "
+                "arguments, a mapping the keyword arguments, ((a, b),) one argument that is a tuple"
+            )
+        except ValueError:
+            pass  # it has no signature to be read
+        raise
 
 
 def _keywords(verb: str, inputs: Mapping[Any, Any]) -> dict[str, Any]:

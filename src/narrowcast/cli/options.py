@@ -1,0 +1,121 @@
+"""The options that commands share: a dataclass for each group, whose fields are options of every command that takes it.
+
+A file to write is checked when the command line is read, before anything runs for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from narrowcast.errors import TargetError
+
+
+def check_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The path of a file to write. TargetError if its folder does not exist, or if it is a folder."""
+    if path is not None and path.is_dir():
+        raise TargetError(f"{_flag(option)} {path}", "it is a folder", advice="Name a file in a folder that exists.")
+    return check_folder(option, path)
+
+
+def check_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The path of a folder to write. TargetError if the folder that it is to be in does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        advice = "Make the folder, or name another."
+        raise TargetError(f"{_flag(option)} {path}", "its folder does not exist", advice=advice)
+    return path
+
+
+def _flag(option: typer.CallbackParam) -> str:
+    return max(option.opts, key=len)
+
+
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help="Python file or dotted path with case(), or PATH:function.")
+]
+UnderOption = Annotated[
+    str | None,
+    typer.Option(help="A low format (bf16), a built-in policy (native, safe, ipex), or a policy file (.toml)."),
+]
+BackwardOption = Annotated[bool, typer.Option("--backward", help="Also differentiate the output.")]
+DeviceOption = Annotated[str | None, typer.Option(help="Device type whose op lists apply; it need not be present.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Show everything, not only the first screen.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Save the result there (.json, .json.gz).", callback=check_file)
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write its HTML page there.", callback=check_file)]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write a trace for Perfetto there.", callback=check_file)
+]
+PolicyOption = Annotated[
+    Path | None, typer.Option("--policy-out", help="Write the policy there (.toml).", callback=check_file)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The model to run, and in which region."""
+
+    target: TargetArgument
+    under: UnderOption = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """What becomes of the result."""
+
+    output: OutputOption = None
+    html: HtmlOption = None
+    json: JsonOption = False
+    whole: AllOption = False
+
+
+@contextmanager
+def interruptible(keep: Callable[[], str] = lambda: "no result is saved") -> Iterator[None]:
+    """Ctrl-C ends a command with the shell's exit code, and with what was kept, which `keep` does and returns."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {keep()}", err=True)
+        raise typer.Exit(130) from None
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with a parameter for each field of the dataclasses that it takes, as typer reads commands."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        group = hints[name]
+        if not is_dataclass(group) or not isinstance(group, type):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=group))
+            continue
+        groups[name] = group
+        types = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        with interruptible():
+            command(**given)
+
+    del run.__wrapped__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
