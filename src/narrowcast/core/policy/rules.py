@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import Format, parse_format, tf32
 
@@ -197,6 +195,8 @@ class Rule:
                 advice=f"Write aten.{self.op.strip('.') or 'mm'}, for example.",
             )
         if self.torch is not None:
+            from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
             try:
                 SpecifierSet(self.torch)
             except InvalidSpecifier:

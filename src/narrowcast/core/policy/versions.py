@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib import metadata
-
-from packaging.specifiers import SpecifierSet
 
 from narrowcast.core.policy.rules import Rule
 
@@ -16,6 +13,8 @@ _ASSUMED_TORCH = "2.13.0"  # where none is installed
 
 def installed_torch() -> str:
     """The version of the installed torch, read from its metadata: this half never imports it."""
+    from importlib import metadata
+
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -41,4 +40,6 @@ def cited(source: str, torch_version: str) -> str:
 
 def in_range(versions: str, torch_version: str) -> bool:
     """Whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
+    from packaging.specifiers import SpecifierSet
+
     return SpecifierSet(versions).contains(torch_version.partition("+")[0], prereleases=True)
