@@ -20,7 +20,7 @@ SECTIONS = [
     (
         Kind.FULL_SET_DTYPE,
         "Computed in fp32 through the op's own dtype argument",
-        "If the first argument is eligible and the caller gave no `dtype`, the op gets `dtype=torch.float32`.",
+        "If the first argument is eligible and the caller passed no `dtype`, the op gets `dtype=torch.float32`.",
     ),
     (
         Kind.FULL_APPEND_DTYPE,

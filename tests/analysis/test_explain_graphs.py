@@ -75,7 +75,7 @@ def test_what_the_passes_did():
     (row,) = with_gradients.graph_rows()
     assert row.shared == 0 and row.joint_after < row.joint_before and row.backward > 0
     text = with_gradients.to_text(every=True)
-    assert "front end: compile; ran: graphs: 1;" in " ".join(text.split()) and "BUG" not in text
+    assert "mode: compile; ran: graphs: 1;" in " ".join(text.split()) and "BUG" not in text
     assert f"casts left {row.casts} in 1 graph, where eager code makes 10" in " ".join(text.split())
     assert f"casts of the backward {row.backward} forward and backward: {row.joint_after}" in " ".join(text.split())
     data = json.loads(with_gradients.to_json())
@@ -173,7 +173,7 @@ def test_scripts(kind, tmp_path):
         (c.op, c.argument, c.module_path, c.line, c.dst) for c in eager.ledger.casts if c.module_path
     }
     text = found.to_text(every=True)
-    assert "front end: script; ran: graphs: 1; nothing was run" in " ".join(text.split())
+    assert "mode: script; ran: graphs: 1; nothing was run" in " ".join(text.split())
     assert "TorchScript code" not in text
     shown = "\n".join(str(part) for part in program_parts(found))
     assert "graph 0: as captured" in shown and "cast(self=" in shown

@@ -217,7 +217,7 @@ def overflows(x):
 
 
 def test_the_first_value_that_is_not_finite_is_found():
-    """fp16 ends at 65504: the product of two large ones. Infinities of a mask are not it."""
+    """The maximum of fp16 is 65504: the product of two large ones. Infinities of a mask are not it."""
     found = nc.explain(overflows, (torch.ones(4, 4),), under="fp16", run=True)
     first = found.comparison.not_finite
     assert first is not None and (first.op, first.value, first.format) == ("aten.mul.Tensor", "infinity", "fp16")

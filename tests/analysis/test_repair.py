@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 def rules_of(found):
-    """The rules that it ends with, as text. The model ran twice for each, and five times beside, at most."""
+    """Rules of the repaired policy, as text. The model ran twice for each, and five times beside, at most."""
     assert found.runs <= 2 * len(found.rules) + 5 and found.runs == len(found.steps)
     return [str(rule.rule) for rule in found.rules]
 
@@ -140,7 +140,7 @@ class TestNotFinite:
         assert sorted(rules_of(found)) == [f"{LINEAR} in 1: full", f"{LINEAR} in 3: full"]
         assert found.steps[2].added and len(found.steps) <= 5 and found.products_after.low == 2
         assert outputs(model, x, found.policy, torch.float16).isfinite().all()
-        assert "fp16 ends at 65504" in " ".join(rule.rule.reason for rule in found.rules)
+        assert "the maximum of fp16 is 65504" in " ".join(rule.rule.reason for rule in found.rules)
 
     def test_nan_of_what_underflowed_is_mended_where_it_was_made(self, x):
         model = Layer(lambda y: y / y.abs().sum(-1, keepdim=True))
@@ -350,7 +350,7 @@ class TestRefused:
         assert raised.value.advice
 
     def test_a_budget_of_what_gives_no_tensor(self, x):
-        with pytest.raises(RunError, match="no floating tensor"):
+        with pytest.raises(RunError, match="no floating-point tensor"):
             nc.repair(Layer(lambda y: 1), (x,), under="bf16", budget=0.1)
 
     def test_compiled_code_and_scripts(self, x):

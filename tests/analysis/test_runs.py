@@ -288,7 +288,7 @@ class TestCapture:
             (lambda x: nc.capture(torch.relu, (x,), backward=True), "has a gradient"),
             (lambda x: nc.compare(nn.ReLU(), (x,), reference="fp8"), "no such reference"),
             (lambda x: nc.compare(nn.ReLU(), (x,), by="layer"), "no such grouping"),
-            (lambda x: nc.compare(lambda t: "text", (x,)), "no floating tensor"),
+            (lambda x: nc.compare(lambda t: "text", (x,)), "no floating-point tensor"),
             (lambda x: nc.compare(lambda t: t * float("nan"), (x,)), "nothing but NaN"),
             (lambda x: nc.watch(at="end"), "no such moment"),
             (lambda x: nc.watch(every=0), "from 1"),
@@ -454,7 +454,7 @@ class TestWatch:
     def test_a_fully_masked_row_is_a_finding(self):
         with nc.watch() as w:
             torch.zeros(2, 3).masked_fill(torch.ones(2, 3, dtype=torch.bool), float("-inf")).softmax(-1)
-        assert w.first.what == "nan" and "meant" in w.first.sentence
+        assert w.first.what == "nan" and "intentional" in w.first.sentence
 
     def test_a_policy_may_allow_it(self, tmp_path):
         text = 'name = "p"\n[[rule]]\nop = "aten.log"\nallow_nonfinite = true\n'

@@ -239,7 +239,7 @@ class TestCompareRuns:
         assert [row.verdict for row in found.rows] == ["equal", "equal", DIFFERS, INHERITED, INHERITED, INHERITED]
         assert found.verdict == "values differ" and str(found.first_value.a[0]) == "layers.2 aten.linear.default #1"
         shown = str(found)
-        assert "Look at both lines of layers.2 aten.linear.default #1" in " ".join(shown.split())
+        assert "Inspect both lines of layers.2 aten.linear.default #1" in " ".join(shown.split())
         assert len(shown.splitlines()) <= 25
 
     def test_other_numbers_are_named_also_where_the_ops_are_two_of_one_family(self):

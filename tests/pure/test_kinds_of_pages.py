@@ -50,7 +50,7 @@ def figures(made):
 
 
 class TestRepair:
-    """The rules that it ends with, and the runs that led there."""
+    """Rules of the repaired policy, and the runs that led there."""
 
     def test_each_rule_can_be_copied_with_what_it_is_worth(self):
         made = page(a_repair())
@@ -78,7 +78,7 @@ class TestRepair:
     def test_what_was_not_repaired_is_no_good_news(self):
         made = page(not_repaired())
         assert made.tone == "bad" and made.verdict == "Out of ideas: raises; with no rule raises"
-        assert [todo.what for todo in made.todos] == ["Look at the notes and at each run"]
+        assert [todo.what for todo in made.todos] == ["See the notes and each run"]
 
     def test_files_from_before_products_were_kept_have_no_such_plot(self):
         data = a_repair().data()

@@ -169,7 +169,7 @@ def test_the_text_of_a_ledger_says_each_thing_once_in_its_place():
     for line in (
         "note: slow here",
         "VERDICT: 4 casts moved 1.2 KiB, 37% of all bytes",
-        "casts 4 2 copied, 1 cached, 1 shared; 1 cast a tensor again",
+        "casts 4 2 copied, 1 cached, 1 shared; 1 redundant",
         "refusals 2 calls that were not run",
         "all: op aten.linear, from fp32, to bf16, times 1, rule aten.linear.default: lower, reason fast",
         "encoder.0 weight weight copied forward 600 B model.py:7",

@@ -53,7 +53,7 @@ def test_a_file_has_a_section_for_each_device_and_a_line_for_each_call():
     text = text_of(snapshot())
     assert text == (
         "narrowcast.formats/1\n"
-        "# call | as it came -> as it computes -> what it gives | what decided: the arguments that are cast\n"
+        "# call | input dtypes -> compute dtypes -> output dtypes | what decided: the arguments that are cast\n"
         "\n"
         "device cpu\n"
         "model a net (2 M)\n"

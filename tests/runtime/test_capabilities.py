@@ -262,7 +262,7 @@ def test_a_recording_says_once_that_a_format_has_no_fast_units(monkeypatch):
         layer(layer.weight)
         layer(X)
     (note,) = ledger.notes
-    assert "matrix products take about 40 times and convolutions take about 7 times fp32's time" in note
+    assert "matrix multiplications take about 40 times and convolutions take about 7 times fp32's time" in note
     assert 'goal="fast"' in note and f"note: {note}" in " ".join(str(ledger).split())
     assert parse(ledger.to_json()).notes == [note]
     assert note in nc.explain(layer, (X,), under=BF16).note

@@ -144,7 +144,7 @@ def scaler_without_need(loop: Loop) -> None:
     with region(BF16):
         loss = cross_entropy(loop.net(loop.x), loop.y)
     loop.scaler.scale(loss).backward()
-    loop.scaler.step(loop.optimizer)  # HERE: a scaler without need
+    loop.scaler.step(loop.optimizer)  # HERE: an unneeded scaler
     loop.scaler.update()
 
 
@@ -155,7 +155,7 @@ WRONG = {
     "weights cast again": cast_again, "evaluation without the region": evaluation_outside,
     "hidden policy": somebody_elses_region, "gradients underflow": underflow,
     "batch norm statistics in a low format": low_statistics, "fp16 without a scaler": without_scaler,
-    "a scaler without need": scaler_without_need,
+    "an unneeded scaler": scaler_without_need,
 }  # fmt: skip
 
 

@@ -47,9 +47,9 @@ function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
   if (call.finding) parts.push(h("p", { class: "finding" }, call.finding));
   parts.push(...doings.more(box));
   parts.push(rows([
-    ["computes", format(call.computes)],
-    ["came", format(call.came)],
-    ["gave", format(call.result)],
+    ["input dtype", format(call.came)],
+    ["compute dtype", format(call.computes)],
+    ["output dtype", format(call.result)],
     ["action", call.action],
     ["why", call.reason],
     ["rule", call.rule],

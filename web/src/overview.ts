@@ -15,7 +15,7 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
     h("dl", { class: "figures" }, ...figures),
     h("div", { class: "columns" },
       page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
-      todos(page.pair ? "Look here first" : "Most worth doing", page.todos, model.calls.length > 0 ? open : null)),
+      todos(page.pair ? "Look here first" : "Recommendations", page.todos, model.calls.length > 0 ? open : null)),
     page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
 }
 
@@ -76,7 +76,7 @@ function todos(title: string, found: Todo[], open: ((path: string) => void) | nu
       Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
       open && todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
   return h("div", { class: "todos" }, h("h3", {}, title),
-    found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "Nothing stands out."));
+    found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "No recommendations."));
 }
 
 export function ruleBlock(text: string): HTMLElement {

@@ -30,7 +30,7 @@ def check_counted(policy: Policy, op: str, site: Site, computes: bool = True) ->
         raise RefusedError(
             asked=f"a rule about call {rule.call} of {op}", found="which call this is, is not known before it runs",
             where=origins(site, rule),
-            advice="Name the module, class or function that it stands in instead; or run it as eager code, where calls"
+            advice="Name the module, class or function that contains it instead; or run it as eager code, where calls"
             " are counted as the model runs.",
         )  # fmt: skip
 

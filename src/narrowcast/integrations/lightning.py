@@ -21,7 +21,7 @@ from narrowcast.training.scaler.scaler import Scaler
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 """How Lightning calls these low formats; another one is `32-true`."""
 
-TO_OPEN = "Call the module that `fabric.setup` gave, or run the forward in `with fabric.autocast():`."
+TO_OPEN = "Call the module that `fabric.setup` returned, or run the forward in `with fabric.autocast():`."
 NATIVE = "MixedPrecision"
 """The name of Lightning's own plugin, under which it saves the scaler's state."""
 

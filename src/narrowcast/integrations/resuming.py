@@ -47,7 +47,7 @@ def take_up(
     if state.get("schema") != SCHEMA:
         raise TrainingError(
             "resuming the precision of a training run", f"schema {state.get('schema')!r} where {SCHEMA!r} is known",
-            advice="Give what state_dict() of a plugin gave, or resume without it.",
+            advice="Give the state_dict() of a plugin, or resume without it.",
         )  # fmt: skip
     low = str(FORMATS[region.fast_dtype])
     if state["digest"] != policy.digest or state["dtype"] != low:

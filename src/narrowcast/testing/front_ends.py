@@ -139,7 +139,7 @@ def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None
     if by_name or not agreement.calls:
         raise CheckError(
             f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken", missing,
-            advice="Leave it out of front_ends, or fix what stands in its way.",
+            advice="Omit it from front_ends, or fix the error.",
         )  # fmt: skip
     warnings.warn(
         f"narrowcast: front ends of {trial.name} that were not compared: {missing}", CheckWarning, stacklevel=3

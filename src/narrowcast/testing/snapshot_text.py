@@ -12,7 +12,7 @@ from narrowcast.output.files import replace_text
 from narrowcast.testing.snapshot import CallFormats, Snapshot, Snapshots, holds_for
 
 SCHEMA = "narrowcast.formats/1"
-_LEGEND = "# call | as it came -> as it computes -> what it gives | what decided: the arguments that are cast"
+_LEGEND = "# call | input dtypes -> compute dtypes -> output dtypes | what decided: the arguments that are cast"
 _KEYS = ("model", "policy", "low", "torch", "gradients", "calls")
 _CALL = re.compile(
     r"(?P<id>.+) \| (?P<came>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>[\w()]+)"
@@ -92,7 +92,7 @@ def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
         if line.startswith("device "):
             sections.append(_DeviceSection(line.removeprefix("device ").strip(), number))
         elif not sections:
-            raise _broken(f"{line[:60]!r} stands before the first line `device ...`", where)
+            raise _broken(f"{line[:60]!r} is before the first line `device ...`", where)
         elif " | " in line:
             sections[-1].add_call(line, number, where)
         else:
@@ -119,7 +119,7 @@ class _DeviceSection:
         if key not in _KEYS:
             raise _broken(f"{line[:60]!r} is neither a call ({_CALL_FORM}) nor one of: {', '.join(_KEYS)}", where)
         if key in self._facts:
-            raise _broken(f"`{key}` stands twice in the section of {self._device_type}", where)
+            raise _broken(f"`{key}` is twice in the section of {self._device_type}", where)
         if not value.strip():
             raise _broken(f"`{key}` says nothing", where)
         self._facts[key] = value.strip()
@@ -135,7 +135,7 @@ class _DeviceSection:
             raise _broken(f"{found['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
         came, computes, result = (_formats(found[name], where) for name in ("came", "computes", "result"))
         if identity in self._seen:
-            raise _broken(f"{identity} stands here and on line {self._seen[identity]}", where)
+            raise _broken(f"{identity} is here and on line {self._seen[identity]}", where)
         self._seen[identity] = number
         casts = tuple(found["casts"].split(", ")) if found["casts"] else ()
         times = int(found["times"] or 1)

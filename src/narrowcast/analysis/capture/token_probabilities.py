@@ -21,7 +21,7 @@ def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tenso
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[-1] < 2:
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise RunError(
-            asked, f"the model gave {found}, no logits of each token",
+            asked, f"the model returned {found}, no logits of each token",
             advice="Give the ids [..., T] of a model whose output, its `logits` or its first part is [..., T, V].",
         )  # fmt: skip
     with quietly():

@@ -49,7 +49,7 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 
 
 _NOT_FINITE = "NaN or infinity where the reference has none"
-_AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and nothing came of it"
+_AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
 
 
 def judge_call(
@@ -113,7 +113,7 @@ def _verdict(
     if is_lost and kept.nonfinite == LIMIT:
         return PASSED_ON, _AT_LIMIT
     if is_lost and kept.nonfinite == PASSED:
-        return PASSED_ON, "NaN or infinity came with its inputs"
+        return PASSED_ON, "its inputs hold NaN or infinity"
     if not row.total and not row.own:
         return EXACT, ""
     if judged is not None or not is_far:

@@ -214,7 +214,7 @@ class _Judging:
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
             is_by_place = is_among_others and not self._largest
-            return INHERITED, "it chooses among other rows" if is_by_place else "it chooses by values that differ"
+            return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
         return DIFFERS, UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:

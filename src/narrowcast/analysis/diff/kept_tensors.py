@@ -29,7 +29,7 @@ class KeptTensors:
     @property
     def notes(self) -> list[str]:
         """A line for each folder that could not be read."""
-        return [f"tensors kept in {what}: compared by what stands in the run" for what in self._lacks]
+        return [f"tensors kept in {what}: compared by what is in the run" for what in self._lacks]
 
     def distance(self, a: TensorFacts, b: TensorFacts) -> float | None:
         """The relative distance (L2) of two tensors; None if one was not kept, is not there, or is not finite."""

@@ -18,8 +18,8 @@ from narrowcast.reports.results.run_differences import DIFFERS, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
 UNEXPLAINED = "its inputs do not explain that"
-OF_OTHERS = "its inputs are what other calls gave"
-_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+OF_OTHERS = "its inputs are outputs of other calls"
+_OTHER_WAY = "the programs reach the same outputs by other steps here"
 _PLAIN = 8.0
 """A difference of this many times the widest band of what programs come to would be seen there."""
 _BAND_OF_LOW, WIDEST = 1e-3, 0.05

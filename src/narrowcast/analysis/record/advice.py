@@ -139,8 +139,7 @@ class Adviser:
                     "no casts",
                     f"the region on {seen.region.device} casts nothing: {seen.calls} calls ran in it, and none was to "
                     "be cast",
-                    "Is it for the device that the tensors are on? Are they in a low format already? Then leave it "
-                    "away.",
+                    "Is it for the device that the tensors are on? Are they in a low format already? Then remove it.",
                     seen.site,
                 )
 

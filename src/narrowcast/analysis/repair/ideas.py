@@ -132,7 +132,7 @@ def rules_for_not_finite(
             continue
         format = parse_format(low.format)
         if largest > format.max:
-            said = f"in fp32 its largest magnitude is {largest:.4g}, {format} ends at {format.max:.6g}"
+            said = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
             rule = _rule_about_call(identity, look, said)
             rules.setdefault(rule, rule)
     return _new(rules, tried)

@@ -126,7 +126,7 @@ class Repairing:
         wanted = self._checks.wanted
         if wanted.error is not None and math.isnan(self._checks.relative(expected, expected)):
             raise RunError(
-                "repair(budget=...)", "the model gave no floating tensor whose error could be compared",
+                "repair(budget=...)", "the model returned no floating-point tensor to compare",
                 advice="Give a model that returns one, or metric=, a function of what it returns.",
             )  # fmt: skip
         zero = next((name for name, value in expected.metric.items() if value == 0), None)
@@ -181,7 +181,7 @@ class Repairing:
             if not rules:
                 break
             if not may_run(self._checks.count, len(self._rules) + len(rules)):
-                self._found.notes.append("The model ran as often as a repair may run it, and something is left.")
+                self._found.notes.append("The limit of runs was reached, and something is left.")
                 break
             about = {rule.conditions for rule in rules}  # another idea about the same calls replaces the one before
             self._rules = (*(rule for rule in self._rules if rule.conditions not in about), *rules)

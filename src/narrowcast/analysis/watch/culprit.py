@@ -99,7 +99,7 @@ def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
     largest = _largest([tensor])
     sentence = (
         f"the cast of {name} from {FORMATS[tensor.dtype]} to {format} overflows: its largest magnitude is "
-        f"{largest:.4g}, {format} ends at {FORMATS_BY_NAME[format].max:.6g}"
+        f"{largest:.4g}, the maximum of {format} is {FORMATS_BY_NAME[format].max:.6g}"
     )
     inputs = tensors_by_name(call.facts, call.args, call.kwargs)
     return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, keep_high(call))
@@ -154,7 +154,7 @@ def find_culprit(
         dst = FORMATS[results[0].dtype]
         sentence = (
             f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
-            f"{_largest([source]):.4g}, {dst} ends at {dst.max:.6g}"
+            f"{_largest([source]):.4g}, the maximum of {dst} is {dst.max:.6g}"
         )
         return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
     if not can_run_again(call):
@@ -166,7 +166,7 @@ def find_culprit(
     if low and in_fp32 is not None and mends(in_fp32, call.results):
         largest = _largest(in_fp32)
         format = FORMATS[low[0]]
-        over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
+        over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
         if largest <= format.max:
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
@@ -174,7 +174,7 @@ def find_culprit(
     in_fp64 = run_in(call, torch.float64)
     if in_fp64 is not None and mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
-        return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
+        return finding_of(call, inputs, what, FORMAT, sentence, "Scale its inputs, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
     return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded, paths))
@@ -185,7 +185,7 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
     off = "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
     if rounded is None or not rounded.makers:
-        return off if low is None else f"{off} Its inputs came in {low}, whose rounding may have put them there."
+        return off if low is None else f"{off} Its inputs are in {low}, whose rounding may have put them there."
 
     def named_as(makers: Iterable[Maker]) -> str:
         pairs = [(op, paths(module)) for op, module in makers]

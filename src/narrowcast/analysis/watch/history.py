@@ -24,7 +24,7 @@ _CALLS = 4096
 Place = tuple[str | int, ...]
 """Where a call is made: module path, op, direction, file, line."""
 
-_EXACT = "an exact limit, masked before anything came of it"
+_EXACT = "an exact limit, masked before it was used"
 _INEXACT = "more than fp32 holds, with a reader to whom that is the same"
 FOR_SCALER = "the scale is too high, the scaler skips this step"
 
@@ -186,7 +186,7 @@ class ValueHistory:
         for carrier in self._carriers.living():
             if carrier.has_nan or not carrier.is_looked_at:
                 left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_masked)]
-                self.came_to(left, "what it gave is there at the end, and nothing masked it")
+                self.came_to(left, "its output exists at the end, and nothing masked it")
 
     def sweep(self) -> None:
         """Look for memory that was freed meanwhile."""

@@ -66,7 +66,7 @@ def judged(
             if not is_new or is_masked or (is_skipped and has_gone_back):
                 yield put_off, Verdict.SPREAD, ""
                 continue
-            why = "NaN out of infinities that were meant"
+            why = "NaN computed from intentional infinities"
         elif put_off.numbers:
             yield put_off, Verdict.MEANT, put_off.numbers
             continue

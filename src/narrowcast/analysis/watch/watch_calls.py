@@ -259,7 +259,7 @@ class WatchCalls(Observer):
             why = next(iter(causes)).why
             if why != FOR_SCALER:
                 finding = self._culprit(call, results)
-                finding = replace(finding, sentence=f"NaN out of infinities that were meant: {why}")
+                finding = replace(finding, sentence=f"NaN computed from intentional infinities: {why}")
                 self._make(call, finding, results, causes)
                 return
         self._carry(results, causes, call)
@@ -321,7 +321,7 @@ class WatchCalls(Observer):
                 self._losses.append(self._flags.number(tensor))
             carrier = self._history.carrier(tensor)
             if is_loss and carrier is not None:
-                self._history.came_to(carrier.causes, "a gradient is taken of what came of it")
+                self._history.came_to(carrier.causes, "a gradient is taken through it")
             if is_of_loss or carrier is None:
                 continue
             copies = [t for t in tensors_in(result) if is_floating(t) and not is_finite(t)]

@@ -34,8 +34,8 @@ class HidingBlock:
                 f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
                 f"{self.policy} for {calls} calls"
             )
-            kind, todo = "hidden policy", f"{TO_RULE_INSIDE}. Or leave it, if torch's own lists are meant there."
+            kind, todo = "hidden policy", f"{TO_RULE_INSIDE}. Or leave it, if torch's own lists are intended there."
         else:
             what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"
-            kind, todo = "switched off", f"Nothing, if it is meant: no policy reaches these calls. {_TO_DECIDE}"
+            kind, todo = "switched off", f"Nothing, if it is intended: no policy reaches these calls. {_TO_DECIDE}"
         return Advice(kind, what, todo, *self.site.at)

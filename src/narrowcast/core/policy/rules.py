@@ -47,7 +47,7 @@ class Action:
         if self.format is tf32:
             raise PolicyError(
                 asked="action 'to(tf32)'",
-                found="no tensor is stored as tf32: it is a way in which products of fp32 tensors are computed",
+                found="tf32 is no storage format: it is how products of fp32 tensors are computed",
                 advice="Set torch.backends.cuda.matmul.fp32_precision, or name a format that tensors have.",
             )
 

@@ -46,7 +46,7 @@ class _Checker(torch.fx.Interpreter):
         except Exception as error:
             raise _difference(n, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.dtype != found.dtype:
-            raise _difference(n, f"gives {found.dtype} where the region's own kernels gave {expected.dtype}")
+            raise _difference(n, f"gives {found.dtype} where the region's own kernels return {expected.dtype}")
         return found
 
     def _other(self, node: Node, expected: Any) -> Any:

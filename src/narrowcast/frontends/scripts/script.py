@@ -128,7 +128,7 @@ def _explained(target: Any) -> Iterator[None]:
         if "INTERNAL ASSERT FAILED" in text:
             raise ScriptError(
                 asked, f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}", places_of(place),
-                "It does so at a with statement that is no region and stands behind an early return: move it into a "
+                "It does so at a with statement that is no region and follows an early return: move it into a "
                 "function of its own.",
             ) from error  # fmt: skip
         where = "".join(f" ({origin})" for origin in places_of(place))

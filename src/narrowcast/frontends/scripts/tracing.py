@@ -204,7 +204,7 @@ def _tell_inside(graph: Any) -> None:
         elif marks and marks[-1] and casts_inside(node, ()):
             name = node.kind().replace("::", ".")
             warnings.warn(
-                f"narrowcast: {name} ({site_in(NOWHERE, node)}) stands in a region inside the traced code, "
+                f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, "
                 "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
                 "the region around nc.trace, or use nc.script",
                 ScriptWarning,

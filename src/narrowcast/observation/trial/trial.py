@@ -42,7 +42,7 @@ def check_reference(outcome: Outcome, name: str) -> None:
     tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
     if not tensors and not outcome.gradients:
         raise RunError(
-            "compare", "the model gave no floating tensor to compare",
+            "compare", "the model returned no floating-point tensor to compare",
             advice="Give a model that returns some, or backward=True to compare gradients.",
         )  # fmt: skip
     if tensors and all(bool(torch.isnan(t).all()) for t in tensors):

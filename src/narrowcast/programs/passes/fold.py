@@ -45,7 +45,7 @@ def _fold_in(program: Program, block: Block, readers: dict[int, int], after_auto
         if writes.is_written(first, middle.id, step.id) or writes.is_written(middle.id, middle.id, step.id):
             continue
         source[step.id] = first
-        edits.append(Retarget(step.id, first, Why(NAME, f"{middle.value.type} holds every value that came")))
+        edits.append(Retarget(step.id, first, Why(NAME, f"{middle.value.type} holds every input value")))
     return edits
 
 

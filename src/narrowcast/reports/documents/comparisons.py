@@ -65,7 +65,7 @@ def comparison_verdict(found: Differences) -> str:
     largest = max((o.largest_error for o in found.outputs), default=0.0)
     error = f"output error {number_text(max(errors))}" if errors else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
-    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
+    band = f"; round-off bound {number_text(found.band)}" if found.band else ""
     first = f"; first {found.not_finite.text}" if found.not_finite is not None else ""
     return f"{found.verdict.capitalize()}: {error}{band}{first}"
 
@@ -96,12 +96,12 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
     said = []
     if others:
         worst = max(others, key=lambda row: or_infinity(row.relative_error))
-        said.append(f"furthest off: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
+        said.append(f"largest error: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
         said += [f"cosine {worst.cosine:.4f}"]
         said += [f"{worst.underflow:.0%} underflow"] if worst.underflow >= 0.005 else []
     if zero:
         names = f"{zero[0].parameter}{', ...' if len(zero) > 1 else ''}"
-        said.append(f"as good as zero, round-off alone: {len(zero)} ({names})")
+        said.append(f"zero up to round-off: {len(zero)} ({names})")
     return [Figure("gradients", len(rows), "; ".join(said))] if rows else []
 
 
@@ -162,7 +162,7 @@ def output_figures(found: Differences | None) -> list[Figure]:
     worst = max(found.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)
     detail = f"{worst.name}, {sqnr:.1f} dB" if sqnr is not None else worst.name
-    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
+    band = f"; round-off bound {number_text(found.band)}" if found.band else ""
     tone = "bad" if found.verdict in AT_FAULT else ""
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]
 

@@ -125,7 +125,7 @@ def _facts(found: Explanation) -> list[tuple[str, str]]:
         ("device", found.device_type),
         ("policy", f"{found.policy} ({found.digest[:8]}{rules})"),
         ("region", f"{found.device_type} in {found.low}"),
-        ("front end", found.front_end),
+        ("mode", found.front_end),
         ("ran", ran),
     ]
 
@@ -180,7 +180,7 @@ def _time(ms: float) -> str:
 
 
 def _todos(found: Explanation) -> list[Todo]:
-    """Most worth doing first: what raises, what is wrong, rules that do nothing, what costs time, then casts."""
+    """Recommendations first: what raises, what is wrong, rules that do nothing, what costs time, then casts."""
     todos: list[Todo] = []
     failure, comparison = found.failure, found.comparison
     if failure is not None:
@@ -217,7 +217,7 @@ def _short_site(site: str) -> str:
 
 def _break_todos(graphs: list[GraphRow]) -> list[Todo]:
     """Code that is in no graph: it runs as eager code, and this page shows nothing of it."""
-    said = "what stands there runs as eager code, in the same region, and is not on this page"
+    said = "that code runs as eager code, in the same region, and is not on this page"
     ends = [f"{g.broken_by} ({g.broken_at})" for g in graphs if g.broken_by]
     left = [f"{g.fallback} ({g.site})" for g in graphs if g.fallback]
     found = [Todo(f"See where graphs end: {counted(len(ends), 'break')}", f"{ends[0]}; {said}")] if ends else []

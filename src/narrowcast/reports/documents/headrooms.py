@@ -38,7 +38,8 @@ def headroom_document(found: Headroom) -> Document:
         bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
     ]
     keep = Todo(
-        "Keep all of them in fp32", "headroom.policy('fp16'), or narrowcast headroom TARGET -o FILE.toml, does that"
+        "Keep all of them in fp32",
+        "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that",
     )
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
     page.notes = list(found.notes)
@@ -50,7 +51,7 @@ def _figure(found: Headroom, format: str, unfit: int) -> Figure:
     """How many calls would lose something in a format, and how many with scales."""
     scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
     rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
-    detail = f"calls would lose something, {scaled}; least headroom {min(rooms, default=math.inf):+.1f} bits"
+    detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
     return Figure(format, unfit, detail, "bad" if unfit else "good")
 
 

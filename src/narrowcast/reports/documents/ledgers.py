@@ -23,7 +23,7 @@ from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import counted
 
-ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
+ORDER = "The calls are in the order in which each first ran; what flows between them was not recorded."
 
 
 def ledger_document(ledger: Ledger) -> Document:
@@ -88,7 +88,7 @@ def cast_figures(totals: Totals) -> list[Figure]:
     """Casts, bytes in casts, calls."""
     ways = ("copied", "cached", "shared", "inside")
     how = ", ".join(f"{getattr(totals, way)} {way}" for way in ways if getattr(totals, way))
-    again = f"; {totals.repeated} cast a tensor again" if totals.repeated else ""
+    again = f"; {totals.repeated} redundant" if totals.repeated else ""
     share = f"{totals.share_of_casts:.0%} of all bytes moved"
     tone = "bad" if totals.share_of_casts > 0.2 else ""
     found = [

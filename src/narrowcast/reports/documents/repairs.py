@@ -83,8 +83,8 @@ def _product_figures(found: Repair) -> list[Figure]:
     before, after = found.products_before, found.products_after
     if not after.all:
         return []
-    detail = f"of {after.all} products; before"
-    detail += f": {before.low}" if before.all == after.all else " it did not run to its end"
+    detail = f"of {after.all} matrix multiplications; before"
+    detail += f": {before.low}" if before.all == after.all else " it did not finish"
     return [Figure(f"still in {found.low}", after.low, detail)]
 
 
@@ -92,7 +92,10 @@ def _bars(found: Repair) -> list[Bar]:
     """Products by format, before and after; before only where the model ran to its end."""
     before, after = found.products_before, found.products_after
     bars = []
-    for title, counts in (("Products by format, before", before), ("Products by format, with the rules", after)):
+    for title, counts in (
+        ("Matrix multiplications by format, before", before),
+        ("Matrix multiplications by format, with the rules", after),
+    ):
         if counts.all and counts.all == after.all:
             parts = ((found.low, float(counts.low)), ("fp32", float(counts.all - counts.low)))
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
@@ -109,7 +112,7 @@ def _use(found: Repair) -> list[Todo]:
     if found.verdict == BEYOND:
         return [Todo("Run it in fp32 under nc.watch()", "no rule fixes that; the watch shows the calls")]
     if found.verdict == OUT_OF_IDEAS:
-        return [Todo("Look at the notes and at each run", "what is left no rule of an op or a module fixes")]
+        return [Todo("See the notes and each run", "no rule about an op or a module fixes what is left")]
     how = 'nc.autocast(..., policy=result.policy); result.policy.save("fixed.toml") keeps it'
     return [Todo("Use the policy", how)] if found.verdict == REPAIRED else []
 
@@ -131,8 +134,8 @@ def _rule_table(rows: list[RepairRule], rules: list[dict[str, str]]) -> list[Tab
          row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
-    columns = "module, op:op, argument, action, mends, share:share, calls:number, cost:ns, reason, without it"
-    return table("rules", "The rules that it ends with", columns, cells, rules)
+    columns = "module, op:op, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    return table("rules", "Rules of the repaired policy", columns, cells, rules)
 
 
 def _step_table(steps: list[RepairStep]) -> list[Table]:
@@ -143,10 +146,10 @@ def _step_table(steps: list[RepairStep]) -> list[Table]:
         for at, step in enumerate(steps, 1)
     ]  # fmt: skip
     columns = (
-        "run:number, under what, found, output error:error, products in low:number, of:number, metric, then adds, "
+        "run:number, under what, found, output error:error, matmuls in low:number, of:number, metric, then adds, "
         "left out"
     )
-    return table("steps", "Each run: what was found, and what was done about it", columns, rows)
+    return table("steps", "Each run: findings, and what was tried", columns, rows)
 
 
 def _low(step: RepairStep) -> tuple[int | None, int | None]:
@@ -155,8 +158,8 @@ def _low(step: RepairStep) -> tuple[int | None, int | None]:
 
 def _others(found: Repair) -> list[Table]:
     rows = [[rule, "was tried, and is not needed"] for rule in found.dropped]
-    rows += [[rule, "may not be needed: the model ran as often as it may"] for rule in found.untried]
-    return table("other rules", "Rules besides", "rule, what became of it", rows)
+    rows += [[rule, "may not be needed: the limit of runs was reached"] for rule in found.untried]
+    return table("other rules", "Other rules", "rule, outcome", rows)
 
 
 def _series(found: Repair) -> list[Series]:
@@ -169,9 +172,18 @@ def _series(found: Repair) -> list[Series]:
         lines: list[tuple[str, list[float | None]]] = [("output error", [error or None for error in errors])]
         series.append(Series("Error by run", "run", "relative error", xs, lines, "whole", "relative", log=True))
     if sum(share is not None for share in shares) > 1:
-        name = f"products in {found.low}"
+        name = f"matrix multiplications in {found.low}"
         note = "Runs in fp32, and runs that raised before their end, have none or fewer."
         series.append(
-            Series("What stays low, by run", "run", "of products", xs, [(name, shares)], "whole", "percent", note=note)
+            Series(
+                "Share in low formats, by run",
+                "run",
+                "of matrix multiplications",
+                xs,
+                [(name, shares)],
+                "whole",
+                "percent",
+                note=note,
+            )
         )
     return series

@@ -72,7 +72,7 @@ def _mark(found: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGra
     """A call that makes a difference is a finding on both sides."""
     for row, pair in zip(found, rows, strict=True):
         if row.verdict == DIFFERS:
-            said = f"{row.why}: it differs by {number_text(row.difference)}, where round-off may make "
+            said = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
             for numbers, side in ((pair.a, sides[0]), (pair.b, sides[1])):
                 for n in numbers:
                     side.graph.nodes[n].finding = said + number_text(row.band)
@@ -82,7 +82,7 @@ def _mark_alone(found: Iterable[Unaligned], sides: tuple[SideGraph, SideGraph]) 
     """So is a call without a partner that does."""
     for one in found:
         side = sides["ab".index(one.run)]
-        said = f"only this run makes it: what comes of it is {number_text(one.apart)} apart"
+        said = f"only this run makes it: its effect differs by {number_text(one.apart)} apart"
         for n in side.numbers([one.id]) if one.apart else ():
             side.graph.nodes[n].finding = said
 
@@ -116,7 +116,7 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
     if found.gradients:
         far = [g for g in found.gradients if g.is_beyond or number(g.difference) is None]
-        said = f"{len(far)} beyond round-off; furthest apart: {_furthest(found.gradients)}"
+        said = f"{len(far)} beyond round-off; largest difference: {_furthest(found.gradients)}"
         figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
     tokens = found.tokens
     if tokens and tokens.count:
@@ -134,7 +134,7 @@ def _furthest(rows: Iterable[GradientRow]) -> str:
 def _of_tokens(found: TokenDifference) -> str:
     said = f"rms, in nats, of {counted(found.count, 'token')}; p99 {number_text(found.p99)}, largest "
     said += f"{number_text(found.largest)} at {found.at}, mean {found.mean:+.1e}"
-    return f"{said}; from token {found.first_other} on they are others" if found.first_other >= 0 else said
+    return f"{said}; they differ from token {found.first_other} on" if found.first_other >= 0 else said
 
 
 def _bars(found: RunDifferences) -> list[Bar]:
@@ -171,21 +171,21 @@ def _todos(found: RunDifferences) -> list[Todo]:
         calls = "; ".join(f"{one.id} of {one.run}, {number_text(one.apart)} apart" for one in found.alone[:ALONE])
         more = len(found.alone) - ALONE
         said = f"{calls}; and {more} more" if more > 0 else calls
-        todos.append(Todo("Look at what one program alone calls, between calls that agree", said))
+        todos.append(Todo("Inspect what only one program calls, between calls that agree", said))
     if value is not None:
         at = _names(value.a)
-        what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Look at both lines of {at}"
+        what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         todos.append(Todo(what, why, path=value.a[0].module_path))
     if not todos and found.tokens is not None and found.tokens.is_beyond:
-        what = "Look at what is done with the last calls' results before tokens are drawn"
+        what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
     elif not todos and any(row.is_beyond for row in found.gradients):
-        todos.append(Todo("Look at how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
+        todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:
         said = f"it computes in {format.format_a or 'no format'} in a, in {format.format_b or 'no format'} in b"
-        what = f"If the formats are not meant, name {_names(format.a)} in a rule, or pin its module"
+        what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
         todos.append(Todo(what, said, path=format.a[0].module_path))
     if not todos and len(found.unaligned) > len(found.rows):
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
@@ -199,7 +199,7 @@ def _names(calls: Iterable[CallId]) -> str:
 def _tables(found: RunDifferences) -> list[Table]:
     columns = (
         "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
-        "round-off may make:error, inputs differ by:error, measured by, paired by, given, why, "
+        "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
         "line of a:line, line of b:line"
     )
 
@@ -218,7 +218,7 @@ def _tables(found: RunDifferences) -> list[Table]:
         *_alone(found, "b", "call_b"),
         *table("environment", "What differs between the environments", "name, in a, in b", found.environment),
         *table("gradients", "Gradients of parameters", "parameter of a, parameter of b, difference:error, "
-               "round-off may make:error, measured by",
+               "round-off bound:error, measured by",
                [[" + ".join(g.a), " + ".join(g.b), number(g.difference), number(g.band), g.measured_by]
                 for g in found.gradients]),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 
 FLOW = (
-    "A view or a slice comes from the call that gave the memory it lies in; a copy that has the format, the number of "
+    "A view or a slice comes from the call that made its memory; a copy that has the format, the number of "
     "elements and the range of an earlier result is taken for that. Calls without a floating tensor are left out."
 )
 

@@ -13,7 +13,7 @@ from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 
 _Key = tuple[str, str, str, str]
 LISTED = (
-    "Calls stand in the order of the pairs; what flows between them is not in a saved comparison: compare the runs "
+    "Calls are in the order of the pairs; what flows between them is not in a saved comparison: compare the runs "
     "again for a page that shows it."
 )
 

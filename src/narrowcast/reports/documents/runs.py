@@ -15,7 +15,7 @@ from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.run import Run
 
-CASTS = "Each cast: read off the formats that came and were read"
+CASTS = "Each cast, from input and compute dtypes"
 
 
 def run_document(run: Run) -> Document:
@@ -70,10 +70,10 @@ def run_verdict(run: Run) -> tuple[str, str]:
     made, calls = run.first_not_finite(), counted(len(bad), "call")
     if made is not None:
         at = place(made.file, made.line)
-        said = f"{calls} gave a NaN or an infinity; the first made of finite inputs: {made.id}{at and f' ({at})'}"
+        said = f"{calls} returned NaN or infinity; the first from finite inputs: {made.id}{at and f' ({at})'}"
         return said, "bad"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
-        return f"{calls} gave a NaN or an infinity; their inputs were not finite, either", "bad"
+        return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
     return f"Every value is finite, but infinities that were given or filled in, as masks are, in {calls}", "good"
 
 
@@ -88,4 +88,4 @@ def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:
         "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
     )
     largest = sorted(range(len(rows)), key=lambda n: -flow.results[n][2].largest)
-    return [replace(one, first=largest) for one in table("tensors", "What each call gave", columns, rows)]
+    return [replace(one, first=largest) for one in table("tensors", "Output of each call", columns, rows)]

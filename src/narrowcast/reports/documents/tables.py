@@ -46,7 +46,8 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
     ]  # fmt: skip
     rows.sort(key=lambda row: -row[6])
     columns = (
-        "op:op, direction, calls:number, came:format, computes:format, gave:format, bytes:bytes, modules:number, why"
+        "op:op, direction, calls:number, input dtype:format, compute dtype:format, output dtype:format, bytes:bytes, "
+        "modules:number, why"
     )
     rules = [call_rule(row[0], "", changing_action(row[4], row[1])) for row in rows]
     return table("ops", "Each op: in which format it computes, and why", columns, rows, rules)

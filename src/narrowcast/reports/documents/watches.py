@@ -27,11 +27,11 @@ def watch_document(found: Watching) -> Document:
         nodes.append(node)
     made = [n for n in nodes if n.verdict != TREND]
     page = Document("watch", "A watched run", *watch_verdict(found), graph=Graph(nodes, [], note=ORDER))
-    page.facts = [("looked at", f"{found.calls} calls"), ("steps", str(found.steps))]
+    page.facts = [("inspected", f"{found.calls} calls"), ("steps", str(found.steps))]
     page.figures = [
         Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
         Figure("passed on", found.spread, "later calls"),
-        Figure("meant", sum(found.meant.values()), "infinities, as a mask has them"),
+        Figure("intentional", sum(found.meant.values()), "infinities, as a mask has them"),
     ]
     page.notes = list(found.notes)
     page.todos = [
@@ -41,7 +41,7 @@ def watch_document(found: Watching) -> Document:
     page.tables = [
         *finding_table([_with_values(node) for node in nodes], map(_format_rule, findings)),
         *table(
-            "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in found.meant.items()]
+            "intentional", "Intentional infinities", "times:number, why", [[n, why] for why, n in found.meant.items()]
         ),
     ]
     page.series = _history(found.history)

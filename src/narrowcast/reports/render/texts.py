@@ -83,6 +83,6 @@ def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
 
 
 _NAMES = ("call", "argument", "tensor", "result", "loss", "family")
-_WORDS = ("verdict", "direction", "action", "mends")
+_WORDS = ("verdict", "direction", "action", "fixes")
 _WHY = ("finding", "why", "under what", "found", "then adds", "given")
 FORWARD = "forward"

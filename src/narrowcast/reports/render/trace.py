@@ -53,7 +53,7 @@ def trace_text(name: str, calls: Sequence[TimedCall]) -> str:
         track.add(call)
     track.close(0)
     how = sorted({call.time.partition(" ")[0] for call in calls})
-    said = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls lie side by side; gaps are left out"}
+    said = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls are side by side, without gaps"}
     named = {"ph": "M", "pid": 1, "tid": 1}
     head = [
         {**named, "name": "process_name", "args": {"name": f"narrowcast: {name}"}},

@@ -132,7 +132,7 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             advice="Capture the model without a low format: nc.capture(model, inputs).",
         )  # fmt: skip
     if sampled:
-        found.notes.append("underflow was read off samples: nc.capture(statistics='whole') looks at every element")
+        found.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
     return found
 
 
@@ -191,5 +191,5 @@ def _format(wanted: Format | str) -> Format:
     format = parse_format(wanted) if isinstance(wanted, str) else wanted
     if format not in FORMATS:
         names = ", ".join(f.name for f in FORMATS)
-        raise RunError(f"headroom in {format.name}", "not one of those looked at", advice=f"Give one of {names}.")
+        raise RunError(f"headroom in {format.name}", "not one of those inspected", advice=f"Give one of {names}.")
     return format

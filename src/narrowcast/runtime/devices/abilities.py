@@ -207,7 +207,7 @@ def _probed(device_type: str, format: Format) -> dict[str, float]:
     return {GEMM: ratio}
 
 
-_WORDS = {GEMM: "matrix products", CONV: "convolutions"}
+_WORDS = {GEMM: "matrix multiplications", CONV: "convolutions"}
 
 
 def slow_note(device_type: str, format: Format) -> str:

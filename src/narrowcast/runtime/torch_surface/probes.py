@@ -144,7 +144,7 @@ def _mutators() -> str | None:
     )
 
 
-@probe("Dynamo can be told which code to leave alone", "compiled code would hold the state of a region for a constant")
+@probe("Dynamo can skip given code", "compiled code would hold the state of a region for a constant")
 def _dynamo_strategies() -> str | None:
     frames = torch._C._dynamo.eval_frame
     return _missing(frames, "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
@@ -173,7 +173,7 @@ def _scaler_methods() -> str | None:
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 
-@probe("a Python kernel can stand at an Autocast key", "policies would have no effect in eager code")
+@probe("a Python kernel can be registered at an Autocast key", "policies would have no effect in eager code")
 def _python_kernels() -> str | None:
     names = list(inspect.signature(torch.library.Library.impl).parameters)
     if "with_keyset" not in names:
@@ -190,7 +190,7 @@ def _keys() -> str | None:
     return None
 
 
-@probe("regions count their nesting", "a native region inside ours would not be told from ours")
+@probe("regions count their nesting", "a native region inside ours could not be distinguished from ours")
 def _nesting() -> str | None:
     from narrowcast.runtime.torch_surface.state import autocast_nesting
 
@@ -251,7 +251,7 @@ def _region_attributes() -> str | None:
 # -- graphs and scripts ------------------------------------------------------------------------------------------------
 
 
-@probe("regions stand in graphs that are traced before dispatch", "compiled and exported code would not be cast")
+@probe("regions are recorded in graphs that are traced before dispatch", "compiled and exported code would not be cast")
 def _regions_in_graphs() -> str | None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -89,7 +89,7 @@ class Backwards:
                     return (
                         "a loss that is scaled twice",
                         "this loss is multiplied by the loss scale, and was before, and its gradients are divided by "
-                        "it once: they are as many times too large",
+                        "it once: they are too large by the loss scale",
                         "Scale it once: scaler.scale(loss).backward().",
                         loop_line(),
                     )
@@ -117,7 +117,7 @@ class Backwards:
                 self._unscaled.append((
                     "a loss that is not scaled",
                     f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
-                    "they are as many times too small",
+                    "they are too small by the loss scale",
                     "Scale each loss, or their sum: scaler.scale(first + second).backward().",
                     site,
                 ))  # fmt: skip
@@ -200,8 +200,8 @@ class Backwards:
         elif any(self._is_scaled(parameter) for parameter in optimized_by(optimizer)):
             self.found.append((
                 "an optimizer steps with scaled gradients",
-                "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are as many "
-                "times too large",
+                "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too "
+                "large by the scale",
                 "Step by way of the scaler: scaler.step(optimizer), then scaler.update().",
                 loop_line(),
             ))  # fmt: skip

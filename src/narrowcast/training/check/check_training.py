@@ -93,7 +93,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     if not trained and not looking.updates.skipped:
         notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
-        notes.append("no call was seen: what other threads and processes run is not looked at.")
+        notes.append("no call was seen: what other threads and processes run is not inspected.")
     if looking.updates.skipped:
         notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
     return TrainingCheck(found, ran, looking.calls, notes)
@@ -106,7 +106,7 @@ def _refuse_what_has_not_run(given: Any) -> None:
         if not inspect.isasyncgen(given):
             given.close()
         raise RunError(
-            "check_training(step)", f"the step gave a {kind} and ran nothing",
+            "check_training(step)", f"the step returned a {kind} and ran nothing",
             advice="Give a function that makes the step: lambda: next(generator), or lambda: asyncio.run(step()).",
         )  # fmt: skip
 

@@ -138,8 +138,8 @@ class Gradients:
             return None
         return (
             "gradients unscaled twice",
-            "gradients are divided by the loss scale here, and by the scaler, too: they are as many times too small",
-            "Leave this line away: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
+            "gradients are divided by the loss scale here, and by the scaler, too: they are too small by the scale",
+            "Remove this line: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
             site,
         )
 
@@ -163,7 +163,7 @@ class Gradients:
         return (
             "clip before unscale",
             f"{op} changes gradients that are still multiplied by the loss scale: they are clipped to a limit that is "
-            "as many times too small",
+            "too small by the loss scale",
             "Call scaler.unscale_(optimizer) before the gradients are clipped.",
             site,
         )

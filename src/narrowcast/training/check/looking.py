@@ -342,7 +342,7 @@ class LoopObserver(Observer):
                 self.add(
                     "forward outside of the region",
                     f"{len(trained)} calls that the region would lower run outside of it, the first of them {op}",
-                    "Move this code into the region, or close the region where fp32 is meant: "
+                    "Move this code into the region, or close the region where fp32 is intended: "
                     "nc.autocast(device, enabled=False).",
                     site,
                 )
@@ -368,8 +368,8 @@ class LoopObserver(Observer):
             )  # fmt: skip
         if self._scales is not None and self._fp16 is None and self._low is not None:
             self.add(
-                "a scaler without need", "gradients are scaled, and no call computes in fp16",
-                "Leave the scaler away (enabled=False): bf16 has the range of fp32.", self._scales,
+                "an unneeded scaler", "gradients are scaled, and no call computes in fp16",
+                "Use no scaler (enabled=False): bf16 has the range of fp32.", self._scales,
             )  # fmt: skip
 
     def _unlike_training(self) -> list[tuple[str, Site]]:

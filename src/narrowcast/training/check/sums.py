@@ -68,7 +68,7 @@ class Sums:
             return (
                 "a sum in a low format",
                 f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a "
-                "unit of the sum is lost, so that the sum stands still",
+                "unit of the sum is lost, so that the sum no longer changes",
                 "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
                 call.site,
             )

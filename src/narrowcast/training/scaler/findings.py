@@ -67,7 +67,7 @@ class Findings:
                 NOT_NEEDED,
                 "the backward of this loss runs in bf16 and nowhere in fp16: bf16 has the range of fp32, and its "
                 "gradients need no scale",
-                "Give enabled=False, or leave the scaler away: it costs a look at every gradient.",
+                "Give enabled=False, or use no scaler: it reads every gradient.",
                 loop_line(),
             )
         elif not self._scales and torch.float16 in formats:

@@ -15,7 +15,7 @@ from narrowcast.training.scaler.stuck import why_skipped
 Names = Callable[[int, Any], str]
 """(number in the optimizer, parameter) -> the name to show."""
 
-TOO_LATE = "a fused optimizer decides on the device, and the gradients were gone when it told"
+TOO_LATE = "a fused optimizer decides on the device, and its gradients were freed before the result was known"
 ELSEWHERE = "on another rank"
 
 
@@ -102,5 +102,5 @@ class StepResult:
 
     def __repr__(self) -> str:
         if self._reading is not None and not self._reading.is_here:
-            return "<StepResult: the device has not told yet>"
+            return "<StepResult: not known yet, the device has not reported>"
         return f"<StepResult: {'skipped: ' + self.why if self.skipped else 'stepped'}>"

@@ -133,7 +133,7 @@ class ScalerState(NativeScaler):
             if not state_dict:
                 raise ScalerError(
                     "loading a scaler's state", "it is empty, as that of a scaler that was off",
-                    advice="Begin with the first scale: leave load_state_dict away.",
+                    advice="Begin with the first scale: do not call load_state_dict.",
                 )  # fmt: skip
             _check_scale(float(state_dict["scale"]), "loading a scaler's state")
             ours = state_dict.get(OURS, {})
