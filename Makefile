@@ -107,6 +107,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/type_check_pages.py
 	$(BIN)/lint-imports
 
 # The generated pages, then the site in docs/_build/html; a link that leads nowhere is an error.

@@ -106,3 +106,9 @@ def test_the_command_line_imports_no_torch_until_it_runs_a_model():
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
         assert json.loads(done.stdout.splitlines()[-1]) == [], arguments
+
+
+def test_a_rule_says_what_it_is():
+    """In an editor, in a list of rules, in a failed assertion."""
+    rule = nc.Rule("aten.linear", "full", module="head", call=2, reason="logits")
+    assert repr(rule) == "<Rule aten.linear call 2 in head: full>"

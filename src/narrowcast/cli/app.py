@@ -30,8 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 nothing was found; 1 findings; 2 wrong use, or nothing to compare; 3 the model or Narrowcast "
-    "raised; 130 interrupted.",
+    epilog="Exit codes: 0 nothing found; 1 findings; 2 wrong use, or nothing compared; 3 a crash; 130 interrupted.",
 )
 _MODELS, _RUNS, _DEVICES = "Formats of a model", "Numbers of a run", "Policies and devices"
 for panel, command, example in (

@@ -26,8 +26,7 @@ from narrowcast.testing.updating import is_updating
 Model = Callable[..., Any] | Case
 Expected = TypeVar("Expected")
 ANEW = (
-    "If this is intended, write it again and commit the difference: pytest --narrowcast-update, or narrowcast check "
-    "--update."
+    "If intended, write it again and commit the difference: pytest --narrowcast-update, or narrowcast check --update."
 )
 
 

@@ -126,7 +126,6 @@ NOWHERE = Site()
 
 MODULE_CALL = "module.call"
 """The op of rules about the calls of modules themselves: `argument` then names one of `forward`'s, or `result`."""
-
 MODULE_CALL_OP = f"{MODULE_CALL}.default"
 
 RESULT = "result"
@@ -136,7 +135,7 @@ DIRECTIONS = ("backward", "dgrad", "wgrad")
 """What a rule's op may start with, if it is about what autograd runs: all of it, or gradients of inputs or weights."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Rule:
     """Matches calls and gives an action, with a reason and a source.
 
@@ -350,6 +349,9 @@ class Rule:
         if self.function is not None:
             parts.append(f"in function {self.function}")
         return f"{' '.join(parts)}: {self.action}"
+
+    def __repr__(self) -> str:
+        return f"<Rule {self}>"
 
 
 def naming(module_path: str) -> str | None:
