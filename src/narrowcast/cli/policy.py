@@ -79,7 +79,7 @@ def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Seque
         return
     lines = [[line for said in part for line in wrapped(said, width=width)] for part in (head, list(tail))]
     middle = Part([line for row in rows for said in row for line in wrapped(said, "#   ", width) or [""]], rank=1)
-    print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], everything, width))
+    print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], everything))
 
 
 def _settings(policy: Policy) -> dict[str, str]:

@@ -74,7 +74,7 @@ def measure_command(
     said = [f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
     if missing:
         said.append(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
-    print_text(first_screen([Part([line for one in said for line in wrapped(one, width=columns())])], width=columns()))
+    print_text(first_screen([Part([line for one in said for line in wrapped(one, width=columns())])]))
 
 
 @profile_app.command()

@@ -22,17 +22,8 @@ def columns() -> int:
     return max(shutil.get_terminal_size((PIPED, LINES)).columns, NARROWEST)
 
 
-def shortened(text: str, width: int) -> str:
-    """The text's beginning and its end, where it is too long: of a path the end says more."""
-    if len(text) <= width:
-        return text
-    kept = max(width - 3, 0)
-    begin = kept // 4
-    return f"{text[:begin]}...{text[len(text) - (kept - begin) :]}"[: max(width, 0)]
-
-
 def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
-    """The line on as many of this many columns as it needs, broken between words."""
+    """The line on as many of this many columns as it needs, broken between words; a path that is wider stays whole."""
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -41,8 +32,7 @@ class Part:
     """Lines that belong together. rank: those of the highest give up lines first, from their end; 0 does last.
 
     heading: this many lines say nothing without one below them. step: lines that go together, of a row of several.
-    least: this many lines stay as long as another part has some to give. is_copied: for the user to copy: they stay
-    whole, however wide.
+    least: this many lines stay as long as another part has some to give.
     """
 
     lines: Sequence[str]
@@ -50,14 +40,12 @@ class Part:
     heading: int = 0
     step: int = 1
     least: int = 0
-    is_copied: bool = False
 
 
 def first_screen(
-    parts: Sequence[Part], whole: Callable[[], str] | None = None, width: int = COLUMNS, room: int = LINES,
-    rows: int = 0,
-) -> str:  # fmt: skip
-    """The parts on at most `room` lines of `width` columns; what `whole` has besides is counted on the last one.
+    parts: Sequence[Part], whole: Callable[[], str] | None = None, room: int = LINES, rows: int = 0
+) -> str:
+    """The parts on at most `room` lines; what `whole` has besides is counted on the last one. No line is cut.
 
     rows: that tables have which are not here, in place of `whole`.
     """
@@ -68,11 +56,7 @@ def first_screen(
         room -= 1  # for the line that says so
     while _count(shown) > room:
         _take(parts, shown)
-    lines = [
-        line if part.is_copied else shortened(line.rstrip(), width)
-        for part, taken in zip(parts, shown, strict=True)
-        for line in taken
-    ]
+    lines = [line.rstrip() for part, taken in zip(parts, shown, strict=True) for line in taken]
     left = more - len(lines)
     if rows:
         lines.append(f"{rows} {'row' if rows == 1 else 'rows'} of tables with --all, or to_text(every=True)")

@@ -238,12 +238,12 @@ def check_text(found: SnapshotCheck, most: int | None = SHOWN) -> str:
 def check_screen(found: SnapshotCheck, width: int, room: int = LINES) -> str:
     """The same on at most `room` lines of `width` columns: the first kinds of change."""
     if found.is_same:
-        return first_screen([Part(wrapped(_same(found), width=width))], None, width, room)
+        return first_screen([Part(wrapped(_same(found), width=width))], None, room)
     blocks = [*_moved(found), *(_change_lines(changes, found.was.file) for changes in _causes_first(found))]
     parts = [Part(wrapped(summary(found), width=width))]
     parts += [Part(["", *block], min(n, 1), step=len(block) + 1) for n, block in enumerate(blocks)]
     since = Part(["", *wrapped(since_then(found), width=width)])
-    return first_screen([*parts, since], lambda: check_text(found, None), width, room)
+    return first_screen([*parts, since], lambda: check_text(found, None), room)
 
 
 def _same(found: SnapshotCheck) -> str:

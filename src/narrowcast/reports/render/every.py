@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from narrowcast.output.console import in_bytes, short_place
-from narrowcast.output.screen import shortened, wrapped
+from narrowcast.output.screen import wrapped
 from narrowcast.reports.documents.model import Column, Document, Table
 from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.documents.words import in_time
@@ -97,7 +97,7 @@ def _cards(found: Table, cells: list[list[str]], shown: Sequence[int], width: in
         calls = [f"  {column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
         place = " ".join(text for column, text in known if _is_place(column))
         others = [f"{c.name} {text}" for c, text in known if c.kind not in ("call", "call_b") and not _is_place(c)]
-        heads = [*calls, *([f"  {shortened(place, width - 2)}"] if place else [])]
+        heads = [*calls, *(f"  {line}" for line in wrapped(place, width=width - 2))]
         lines += [*heads, *wrapped(f"    {', '.join(others)}", "    ", width)]
     return lines
 

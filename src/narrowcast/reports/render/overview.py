@@ -80,5 +80,5 @@ def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
         rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
         least = len(rule) if number == 1 else 0
-        parts += [Part(rule, min(number, 2), step=len(rule), least=least, is_copied=True)] if rule else []
+        parts += [Part(rule, min(number, 2), step=len(rule), least=least)] if rule else []
     return parts

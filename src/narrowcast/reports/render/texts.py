@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, shortened, wrapped
+from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.every import alike_rows, cell, is_text, whole_text
@@ -13,10 +13,8 @@ from narrowcast.reports.render.overview import overview_parts
 from narrowcast.reports.results.result import Result
 
 LISTED = 25
-"""So many rows of a table are put into words for a first screen; it has no room for more."""
+"""Rows of a table that are put into words for a first screen; it has no room for more."""
 FIGURES = 3
-LEAST_OF_PATH = 12
-"""So many letters of a module's path are shown, however narrow it is."""
 
 
 def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
@@ -32,9 +30,7 @@ def screen_text(page: Document, width: int, room: int) -> str:
     names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
     shown = next((named[name] for name in names if name in named), None)
     rows = [] if shown is None else [rows_part(shown, width)]
-    return first_screen(
-        overview_parts(page, head, rows, width), None, width, room, sum(len(t.rows) for t in page.tables)
-    )
+    return first_screen(overview_parts(page, head, rows, width), None, room, sum(len(t.rows) for t in page.tables))
 
 
 BY_MODULE = "modules"
@@ -74,9 +70,9 @@ def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
     places = [text for column, text in known if column.kind == "line"]
     rest = "  ".join(filter(None, [" -> ".join(formats[:2]), *figures[:FIGURES], *others, *places]))
     if names:
-        room = width - len(" ".join(names[1:])) - 1
-        calls.append(" ".join([shortened(names[0], max(room, LEAST_OF_PATH)), *names[1:]]))
+        calls.append(" ".join(names))
     fits = len(calls) == 1 and len(calls[0]) + len(rest) + 2 <= width
+    calls = [line for call in calls for line in wrapped(call, width=width)]
     lines = [f"{calls[0]}  {rest}"] if fits else [*calls, *wrapped(f"    {rest}", "    ", width)]
     why = [text for column, text in known if column.name in _WHY]
     return [*lines, *(f"    {line}" for text in why for line in wrapped(text, "", width - 4)[:2])]

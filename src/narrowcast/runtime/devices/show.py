@@ -34,7 +34,7 @@ def rows_of(profile: Profile) -> dict[str, list[Row]]:
 def comparison_screen(a: Profile, b: Profile, width: int) -> str:
     """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
     whole = as_text(comparison_parts(a, b), width).rstrip("\n")
-    return first_screen([Part(whole.split("\n"))], lambda: whole, width)
+    return first_screen([Part(whole.split("\n"))], lambda: whole)
 
 
 def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
