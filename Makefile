@@ -68,6 +68,7 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
 	$(BIN)/python -m pytest -q -n auto -m slow
+	$(BIN)/python -m pytest -q -n auto -m slow tests/pure tests/laws
 	$(BIN)/python tests/conformance/script_sweep.py --count 2000
 	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/frontends/test_ways_to_open_regions.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py

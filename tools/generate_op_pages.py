@@ -44,7 +44,7 @@ NEVER = """\
 - **Integer, boolean and complex tensors**: they have no low floating format.
 - **Tensors on another device type**: the region of `{device}` rules `{device}` tensors.
 - **Views, copies and explicit conversions** (`view`, `t`, `to`, `clone`): they compute nothing, or say to what.
-- **Every op that is not on this page**: it runs as its inputs are. `add`, `mul`, `relu`, `gelu` of bf16 tensors
+- **Every op that is not on this page**: it follows its input dtype. `add`, `mul`, `relu`, `gelu` of bf16 tensors
   compute in bf16; a bf16 and an fp32 tensor promote to fp32 by PyTorch's ordinary type promotion.
 """
 IPEX = """\

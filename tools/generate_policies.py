@@ -15,7 +15,7 @@ from pathlib import Path
 
 BUILTIN = Path(__file__).parent.parent / "src/narrowcast/core/policy/builtin"
 SECTIONS = {
-    "lower_precision_fp": ("lower", "safe in the low format, and fast on devices with units for it"),
+    "lower_precision_fp": ("lower", "safe in low precision, fast with hardware support"),
     "fp32": ("full", "loses too much in the low format"),
     "fp32_set_opt_dtype": ("full_set_dtype", "accumulates in fp32 by its dtype argument"),
     "fp32_append_dtype": ("full_append_dtype", "accumulates in fp32 by an overload with dtype"),

@@ -64,7 +64,20 @@ def test_a_changed_op_page_is_caught(tmp_path, monkeypatch):
 def test_the_pure_half_passes_its_tests_with_torch_blocked():
     """Nothing in it may import torch, directly or not. They run here alone: `testpaths` leaves them out."""
     code = "import sys; sys.modules['torch'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    done = run(sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/pure", "tests/laws")
+    done = run(
+        sys.executable,
+        "-c",
+        code,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+        "tests/pure",
+        "tests/laws",
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 200
     blocked = run(
@@ -103,10 +116,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CASES = [e for e in EXAMPLES if "def case(" in e.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(e, id=e.name, marks=[] if e.stem == "minilm" else [pytest.mark.slow]) for e in CASES],
-)
+@pytest.mark.slow  # the demo explains the first
+@pytest.mark.parametrize("example", CASES, ids=lambda example: example.name)
 def test_each_case_of_the_examples_can_be_explained(example, tmp_path):
     """With the command line, and as a page of less than a megabyte."""
     page = tmp_path / "page.html"

@@ -26,7 +26,7 @@ from sources import load
 from whole_programs import FAULTS, FRONT_ENDS, block, programs, small, source, tolerance_of
 
 SHARD = os.environ.get("NARROWCAST_SHARD", "")  # "3/8": the third eighth of 10,000 programs
-EXAMPLES = int(os.environ.get("NARROWCAST_PROGRAMS", "10"))
+EXAMPLES = int(os.environ.get("NARROWCAST_PROGRAMS", "7"))
 if SHARD:
     EXAMPLES = 10_000 // int(SHARD.partition("/")[2])
 SAME = not SHARD and "NARROWCAST_PROGRAMS" not in os.environ  # the same each time; `make conformance` tries new ones

@@ -202,7 +202,7 @@ def test_a_region_inside_traced_code_says_what_it_does_not_record():
         with nc.autocast("cpu", BF16, enabled=enabled), torch.backends.mkldnn.flags(enabled=False):
             return LSTM(x)[0]
 
-    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.lstm \(.*\d+\) stands in a region inside the traced"):
+    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.lstm \(.*\d+\) is in a region inside the traced"):
         nc.trace(program, SQUARE, check_trace=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", nc.errors.ScriptWarning)

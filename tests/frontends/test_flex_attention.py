@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("policy", ["native", "safe"])
+@pytest.mark.parametrize("policy", ["native", pytest.param("safe", marks=pytest.mark.slow)])
 def test_flex_attention_equals_eager(masked, policy):
     """Compiled and exported, block masks made inside included, which go through vmap."""
     torch.manual_seed(0)

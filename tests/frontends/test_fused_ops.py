@@ -54,7 +54,7 @@ def assert_same(found, expected):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("norm_first, activation", [(False, "relu"), (True, "gelu")])
 def test_the_fused_encoder_layer_equals_eager(norm_first, activation, masks, dtype):

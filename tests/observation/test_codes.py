@@ -77,8 +77,8 @@ def test_round_to_is_right_at_and_beside_every_midpoint(f):
     middles = middles[torch.isfinite(middles)]
     points = torch.cat([values, middles, middles.nextafter(torch.tensor(math.inf).double()),
                         middles.nextafter(torch.tensor(-math.inf).double())])  # fmt: skip
-    if f.bits == 16:
-        points = points[torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:40000]]
+    if len(points) > 20_000:
+        points = points[torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:20_000]]
     found = round_to(points, f).to(torch.float64).tolist()
     for point, got in zip(points.tolist(), found, strict=True):
         expected = oracle(point, f)

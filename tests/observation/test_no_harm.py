@@ -124,7 +124,7 @@ def test_comparing_takes_tensors_of_every_kind(program):
     try:
         found = nc.compare(lambda x: program(), (torch.ones(1),), under="bf16", isolate=0)
     except nc.errors.RunError as error:
-        assert "gave no floating tensor" in str(error)
+        assert "returned no floating-point tensor" in str(error)
     else:
         assert not [note for note in found.notes if note.startswith("not inspected")]
 

@@ -34,7 +34,7 @@ def a_ledger(layers=3):
         path = f"encoder.layer.{n}"
         _call(made, LINEAR, f"{path}.dense", "fp32", "bf16", "lower", "fast")
         _call(made, SOFTMAX, path, "bf16", "fp32", "full", "sums")
-        _call(made, ADD, path, "fp32", "fp32", "unlisted", "runs as its inputs are")
+        _call(made, ADD, path, "fp32", "fp32", "unlisted", "follows input dtype")
         made.add(_cast(LINEAR, f"{path}.dense", "weight", "fp32", "bf16", "weight", "lower", 600))
         made.add(_cast(LINEAR, f"{path}.dense", "input", "fp32", "bf16", "activation", "lower", 900, repeated=n > 0))
         made.add(_cast(SOFTMAX, path, "self", "bf16", "fp32", "activation", "full", 5000))

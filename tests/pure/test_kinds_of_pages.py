@@ -70,7 +70,7 @@ class TestRepair:
         ]  # fmt: skip
         errors, low = made.series
         assert errors.lines == [("output error", [0.5, None, 0.01])] and errors.log
-        assert low.lines == [("products in fp16", [100.0, None, 75.0])]
+        assert low.lines == [("matrix multiplications in fp16", [100.0, None, 75.0])]
         assert figures(made)["still in fp16"] == "6" and figures(made)["auc"] == "0.5"
         assert [bar.parts for bar in made.bars] == [(("fp16", 8.0),), (("fp16", 6.0), ("fp32", 2.0))]
         assert len(table(made, "other rules").rows) == 2

@@ -79,7 +79,7 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     assert bars["Pairs by verdict"] == {"equal": 2, "inherited": 2, "differs": 1}
     lower = diff(a_side("x", "tanh"), a_side("x", "tanh", eps="1"))
     changed, advice = page(lower).bars[-2], page(lower).todos
-    assert changed.parts == (("fp32 → bf16", 1),) and "the formats are not meant" in advice[0].what
+    assert changed.parts == (("fp32 → bf16", 1),) and "the formats are not intended" in advice[0].what
 
 
 def test_tables_have_pairs_differences_and_what_has_no_partner():

@@ -154,7 +154,7 @@ def count_cost(placed, prices, question):
     return total
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
 def test_no_placement_is_cheaper(block):
     """Brute force over all placements of 1,200 random programs; and energy is what the placed program costs."""
     sizes = 0
@@ -240,16 +240,16 @@ def run(program, seed):
 
 
 def test_moved_casts_keep_every_bit():
-    """Casts move through views, cat and relu on 1,500 random programs: equal numbers, and never more bytes."""
+    """Casts move through views, cat and relu on 500 random programs: equal numbers, and never more bytes."""
     moved = 0
-    for seed in range(1500):
+    for seed in range(500):
         program, _ = random_program(seed, 4 + seed % 12)
         before = finished(program, [])
         after = finished(before, move_casts(before, after_autograd=True))
         assert run(before, seed) == run(program, seed) == run(after, seed), seed
         assert cast_bytes(after) <= cast_bytes(before), seed
         moved += cast_bytes(after) < cast_bytes(before)
-    assert moved > 50
+    assert moved > 20
 
 
 def cast_bytes(program):
@@ -377,6 +377,7 @@ def chain(length):
     return assigned, frozenset(assigned.steps) - frozenset(program.steps)
 
 
+@pytest.mark.slow
 def test_twenty_thousand_calls_are_placed_with_a_certificate():
     """A graph of 20,000 calls in seconds, and proven: what is cut is what flows."""
     program, ours = chain(20_000)

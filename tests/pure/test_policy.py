@@ -203,7 +203,7 @@ def test_actions_are_parsed_and_printed():
         parse_action("to(fp12)")
     with pytest.raises(PolicyError):
         Action(Kind.TO)
-    with pytest.raises(PolicyError, match="no tensor is stored as tf32"):
+    with pytest.raises(PolicyError, match="tf32 is no storage format"):
         parse_action("to(tf32)")
 
 

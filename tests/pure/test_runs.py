@@ -66,9 +66,9 @@ class TestRun:
             (-1.0, False, 0.0, "-inf", "infinities that were given or filled in"),
             (-3.4e38, False, 0.0, "1", "infinities that were given or filled in"),
             (-1.0, True, 0.0, "1", "infinities that were given or filled in"),
-            (-1.0, False, 0.0, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
-            (-1.0, False, 0.5, "-inf", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
-            (-1.0, True, 0.5, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, False, 0.0, "1", "the first from finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, False, 0.5, "-inf", "the first from finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, True, 0.5, "1", "the first from finite inputs: aten.masked_fill.Scalar #1"),
         ],
     )
     def test_an_infinity_that_is_meant_is_told_from_one_that_is_made(self, low, came_infinite, nan, value, said):
@@ -93,7 +93,7 @@ class TestRun:
     def test_says_which_calls_are_not_finite(self):
         run = a_run()
         assert run.not_finite() == [run.calls[0]]
-        assert "the first made of finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in " ".join(
+        assert "the first from finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in " ".join(
             str(run).split()
         )
 

@@ -104,7 +104,7 @@ def test_a_file_is_written_at_once_and_read_back(tmp_path):
         ("narrowcast.formats/1", "PK\x03\x04", 1, "begins with"),
         ("model a net (2 M)", "model", 5, "`model` says nothing"),
         ("low bf16\n", "", 4, "lacks: low"),
-        ("low bf16\n", "low bf16\nlow fp16\n", 8, "`low` stands twice"),
+        ("low bf16\n", "low bf16\nlow fp16\n", 8, "`low` is twice"),
         ("low bf16\n", "height 3\n", 7, "neither a call"),
         ("device cpu\n", "", 4, "before the first line `device"),
         ("gradients off", "gradients maybe", 4, "'maybe'"),
@@ -189,7 +189,7 @@ def test_a_range_that_is_given_replaces_what_is_in_it():
 # -- from a ledger -----------------------------------------------------------------------------------------------------
 
 
-def kind(op, path, line, formats, reason="runs as its inputs are", direction="forward"):
+def kind(op, path, line, formats, reason="follows input dtype", direction="forward"):
     return CallKind(op, path, "net.py", line, *formats, reason, "native", direction)
 
 
@@ -286,7 +286,7 @@ def test_only_new_casts_are_looked_for():
 
 
 RULE = Found("/home/me/net.py", 41, "aten.linear in encoder.*: full (my.toml:7)", "long inputs overflow")
-FOLLOWS = Found("/home/me/net.py", 42, "", "runs as its inputs are")
+FOLLOWS = Found("/home/me/net.py", 42, "", "follows input dtype")
 
 
 def changed_run():
@@ -316,7 +316,7 @@ def test_a_failure_says_what_changed_why_and_where_causes_first():
         "\n"
         "new      head aten.mm.default #1\n"
         "  now    fp32 -> bf16 -> bf16 | lower: mat2 | 2 times\n"
-        "  rule   none names this op: it runs as its inputs are\n"
+        "  rule   none names this op: it follows its input dtype\n"
         "  at     no line of yours\n"
         "\n"
         "gone     aten.mm.default #1\n"
@@ -325,7 +325,7 @@ def test_a_failure_says_what_changed_why_and_where_causes_first():
         "follows  encoder.0 aten.gelu.default #1\n"
         "  was    bf16 -> bf16 -> bf16 | unlisted    formats.txt:13\n"
         "  now    fp32 -> fp32 -> fp32 | unlisted\n"
-        "  rule   none names this op: it runs as its inputs are\n"
+        "  rule   none names this op: it follows its input dtype\n"
         "  at     /home/me/net.py:42\n"
         "  and 1 more like it, the last in encoder.1\n"
         "\n"

@@ -305,7 +305,7 @@ def test_a_front_end_that_computes_otherwise_is_named_with_the_call(fresh_dynamo
         "aten.sigmoid.default #1\n"
         "  eager    bf16 -> bf16\n"
         "  compile  fp32 -> fp32\n"
-        "  rule     no rule names this op: it runs as its inputs are\n"
+        "  rule     no rule names this op: it follows its input dtype\n"
         f"  at       {__file__}:{line}"
     ) in str(caught.value)
 

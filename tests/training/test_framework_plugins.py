@@ -193,7 +193,7 @@ def test_a_fabric_module_that_was_not_set_up_is_no_silent_fp32(lightning):
     plugin, model = FabricPrecision(dtype="bf16"), Net()
     optimizer = sgd(model)
     plugin.backward(loss_of(model(X)), model)
-    with pytest.raises(TrainingError, match=r"Call the module that `fabric\.setup` gave"):
+    with pytest.raises(TrainingError, match=r"Call the module that `fabric\.setup` returned"):
         plugin.optimizer_step(optimizer)
 
     def closure():

@@ -208,7 +208,7 @@ def test_nothing_waits_for_the_device_until_somebody_asks(late):
     _, results = train(scaler, [1.0, INF, INF, INF, INF], fused=True)
     assert late.waits == 0 and repr(results[1]) == "<StepResult: not known yet, the device has not reported>"
     assert results[1].skipped and late.waits == 1
-    assert "the gradients were gone" in results[1].why  # new ones have been computed meanwhile
+    assert "its gradients were freed" in results[1].why  # new ones have been computed meanwhile
     assert len(scaler.history) == 5 and scaler.history.skipped == 4
     late.has_come = True
     with pytest.raises(ScalerError, match="3 steps in a row"):  # when the next step ends

@@ -117,7 +117,7 @@ def disagreement_lines(disagreements: Sequence[Disagreement]) -> list[str]:
             f"{first.id}{others}",
             f"  {'eager':<8} {first.formats}",
             f"  {each.front_end:<8} {other.formats}{op}",
-            f"  rule     {first.rule or 'no rule names this op: it runs as its inputs are'}",
+            f"  rule     {first.rule or 'no rule names this op: it follows its input dtype'}",
             f"  at       {first.file}:{first.line}" if first.file else "  at       no line of yours",
         ]
     if len(disagreements) > LISTED:

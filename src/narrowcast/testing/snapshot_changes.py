@@ -307,7 +307,7 @@ def _found_lines(call: CallFormats) -> list[str]:
     seen = call.found
     if seen is None:
         return []
-    lines = [f"  rule   {seen.rule or 'none names this op: it runs as its inputs are'}"]
+    lines = [f"  rule   {seen.rule or 'none names this op: it follows its input dtype'}"]
     if seen.rule and seen.reason and seen.reason not in seen.rule:
         lines.append(f"         because {seen.reason}")
     return [*lines, f"  at     {seen.file}:{seen.line}" if seen.file else "  at     no line of yours"]

@@ -104,7 +104,7 @@ class _Walker:
         action, reason = self._why(step, rule)
         kind = CallKind(
             known.op, *step.site.at, floating_formats(came), computes, floating_formats(gave[:1]), action or "unlisted",
-            reason or "runs as its inputs are", policy,
+            reason or "follows input dtype", policy,
         )  # fmt: skip
         done = step_multiplications(step, read, gave)
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)

@@ -37,7 +37,7 @@ from narrowcast.runtime.torch_surface.autograd import current_autograd_node, nex
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, version_of
 
 _DETACH = torch.ops.aten.detach.default
-_UNLISTED = "runs as its inputs are"
+_UNLISTED = "follows input dtype"
 
 
 @contextmanager

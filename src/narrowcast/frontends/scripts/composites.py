@@ -92,7 +92,7 @@ def tell_closed(section: Section) -> None:
             site = site_in(item.caller, item.node)
             warnings.warn(
                 f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
-                "in a script it runs as its inputs are. Write what it does, or give it a rule of its own",
+                "in a script it follows its input dtype. Write what it does, or give it a rule of its own",
                 ScriptWarning,
                 stacklevel=2,
             )

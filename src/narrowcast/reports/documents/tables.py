@@ -33,6 +33,11 @@ def table(
     return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes))] if found else []
 
 
+def _why(action: str, reason: str) -> str:
+    """What decided a call, in words; of a call without one the reason alone."""
+    return f"{'no rule' if action == 'unlisted' else action}: {reason}" if action else reason
+
+
 def op_table(nodes: Iterable[Node]) -> list[Table]:
     """Every op with its formats and why, most bytes first."""
     groups: dict[tuple[str, ...], list[Node]] = {}
@@ -41,7 +46,7 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
         groups.setdefault(key, []).append(node)
     rows: list[list[Any]] = [
         [op, direction, sum(n.times for n in alike), came, computes, result, sum(n.bytes or 0 for n in alike),
-         len({n.path for n in alike}), f"{action}: {reason}" if action else reason]
+         len({n.path for n in alike}), _why(action, reason)]
         for (op, direction, came, computes, result, action, reason), alike in groups.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: -row[6])

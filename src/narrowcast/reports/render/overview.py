@@ -12,7 +12,7 @@ from narrowcast.reports.documents.words import in_count
 
 TODOS = 3
 _NAME = 15
-_WORDS = {"multiplications": "multiplied"}
+_WORDS = {"multiplications": "MACs"}
 
 
 def overview_parts(page: Document, head: str, rows: list[Part], width: int) -> list[Part]:
