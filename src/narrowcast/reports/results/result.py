@@ -36,11 +36,15 @@ def by_kind(known: Mapping[type[Any], T], found: Result) -> T | None:
 
 
 class Result(ABC):
-    """What a look at a model has found. WHAT: what it is, for errors. SCHEMA: of its file, with its version."""
+    """What a look at a model has found.
+
+    WHAT: what it is, for errors. SCHEMA: of its file, with its version. INDENT: of the JSON that it is saved as.
+    """
 
     __slots__ = ()
     WHAT: ClassVar[str]
     SCHEMA: ClassVar[str]
+    INDENT: ClassVar[int | None] = 1
 
     @property
     @abstractmethod
@@ -84,7 +88,7 @@ class Result(ABC):
 
         Returns the file that was written. Raises RunError if it cannot be.
         """
-        text = (self.to_json(indent=1) + "\n").encode()
+        text = (self.to_json(indent=self.INDENT) + "\n").encode()
         is_compressed = Path(path).name.endswith(".gz")
         save_result(Path(path), self.WHAT, gzip.compress(text, 6, mtime=0) if is_compressed else text)
         return Path(path)

@@ -41,6 +41,7 @@ class Run(Result):
 
     WHAT: ClassVar[str] = "a run"
     SCHEMA: ClassVar[str] = "narrowcast.run/1"
+    INDENT: ClassVar[int | None] = None  # it has a record for each call
 
     environment: dict[str, Any] = field(default_factory=dict)
     calls: list[CallRecord] = field(default_factory=list)
