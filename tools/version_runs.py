@@ -201,7 +201,7 @@ def _details(case: Mapping[str, Any]) -> list[str]:
     if first := case["first_value"]:
         given = "; ".join(f"{name} {a} / {b}" for name, a, b in first["given"])
         said.append(
-            f"first in value `{first['call']}`, {number_text(first['difference'])} where round-off bound "
+            f"first in value `{first['call']}`, {number_text(first['difference'])} where round-off may make "
             f"{number_text(first['band'])}: {first['why']}{f' ({given})' if given else ''}; {case['values']} in all"
         )
     if case["gradients_beyond"]:

@@ -64,20 +64,8 @@ def test_a_changed_op_page_is_caught(tmp_path, monkeypatch):
 def test_the_pure_half_passes_its_tests_with_torch_blocked():
     """Nothing in it may import torch, directly or not. They run here alone: `testpaths` leaves them out."""
     code = "import sys; sys.modules['torch'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    done = run(
-        sys.executable,
-        "-c",
-        code,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not slow",
-        "tests/pure",
-        "tests/laws",
-    )
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+    done = run(sys.executable, "-c", code, *options, "tests/pure", "tests/laws")
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 200
     blocked = run(

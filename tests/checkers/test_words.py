@@ -27,7 +27,6 @@ WORDS = {
     r"worse than not worse": "at most ... worse",
 }
 REFUSED = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
-GENERATED = {"cli.md"}
 
 
 def messages(file):

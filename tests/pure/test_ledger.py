@@ -292,3 +292,4 @@ def test_modules_and_ops_have_the_room_in_a_table():
     for text in (made.to_text(every=True, width=80), str(made)):
         assert "encoder." * 9 + "query" in text and "600 B" in text
         assert max(map(len, text.splitlines())) <= 80
+    assert "query aten.linear weight" in " ".join(str(made).split())

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible
+from narrowcast.cli.shown import write_page
 from narrowcast.errors import Origin, ProfileError, TargetError
 from narrowcast.output.console import print_all, print_text, terminal
-from narrowcast.output.files import replace_text
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def measure_command(
     asked = capabilities(device, backward=True)
     profile.abilities.update({ability.key: ability for ability in asked.abilities})
     path = profile.write(output or profile_path(here))
-    if html is not None:
-        replace_text(html, profile.to_html())
+    write_page(profile, html)
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
@@ -89,8 +88,7 @@ def show(
 ) -> None:
     """Show a profile as tables: which format is fastest, by how much, and the confidence."""
     profile = _profile(file, device)
-    if html is not None:
-        replace_text(html, profile.to_html())
+    write_page(profile, html)
     if plot is not None:
         if not plot.suffix:
             raise TargetError(f"--plot {plot}", "a name without an ending", advice="Name a file: costs.png.")

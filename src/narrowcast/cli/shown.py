@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 import narrowcast as nc
 from narrowcast.cli.options import ResultOptions
 from narrowcast.errors import TargetError
@@ -19,15 +21,7 @@ def show(result: nc.Result, options: ResultOptions, notices: Sequence[str] = (),
         saved = result.save(options.output)
         size = in_bytes(saved.stat().st_size)
         notices = [*notices, f"saved in {saved} ({size}): narrowcast show prints it again"]
-    if options.html is not None:
-        replace_text(options.html, result.to_html())
-    show_text(result, options, notices, room)
-
-
-def show_text(result: nc.Result, options: ResultOptions, notices: Sequence[str] = (), room: int = LINES) -> None:
-    """Print it; nothing is written."""
-    import typer
-
+    write_page(result, options.html)
     width = columns()
     below = [line for notice in notices for line in wrapped(notice, width=width)]
     if options.json:
@@ -36,6 +30,12 @@ def show_text(result: nc.Result, options: ResultOptions, notices: Sequence[str] 
         return
     text = result.to_text(True, width) if options.whole else result.to_text(width=width, lines=room - len(below))
     print_text("\n".join([text.rstrip("\n"), *below]))
+
+
+def write_page(result: nc.Result, html: Path | None) -> None:
+    """Write the page of a result, if one is asked for."""
+    if html is not None:
+        replace_text(html, result.to_html())
 
 
 def write_trace(result: nc.Result, trace: Path | None) -> None:

@@ -56,7 +56,7 @@ def first_screen(
         room -= 1  # for the line that says so
     while _count(shown) > room:
         _take(parts, shown)
-    lines = [line.rstrip() for part, taken in zip(parts, shown, strict=True) for line in taken]
+    lines = [line.rstrip() for taken in shown for line in taken]
     left = more - len(lines)
     if rows:
         lines.append(f"{rows} {'row' if rows == 1 else 'rows'} of tables with --all, or to_text(every=True)")

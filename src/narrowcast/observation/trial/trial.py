@@ -22,7 +22,7 @@ from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_o
 from narrowcast.observation.trial.isolation import Isolated, StandIns, isolated
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
-from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
+from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
@@ -87,8 +87,7 @@ class Trial:
 
     def call(self) -> Any:
         """The model's output on its inputs, as it is here and now."""
-        with called_with(self.model, self.args, self.kwargs):
-            return self.model(*self.args, **self.kwargs)
+        return Isolated(self.model, self.args, self.kwargs)()
 
     def measure(self) -> dict[str, float]:
         """What `evaluate` gives of the model, by name; nothing without one."""
