@@ -158,11 +158,11 @@ def stepped(model: nn.Module, batch: int = 1, dtype: str = "", tokens: bool = Fa
 class Function(nn.Module):
     """A function of tensors as a module, with parameters of its own."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            self.add_module(name, part)
+            setattr(self, name, part)
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         return self.function(self, *args)
@@ -332,6 +332,64 @@ def _recurrent() -> tuple[Run, Run]:
         return nc.capture(a, (x,)), nc.capture(b, (x,))
 
 
+def _low(a: nn.Module, b: nn.Module, x: torch.Tensor) -> tuple[Run, Run]:
+    """Forward and backward of both in bf16."""
+    runs = []
+    for model in (a, b):
+        with nc.capture() as run, nc.autocast("cpu", "bf16"):
+            model(x).float().square().mean().backward()
+        runs.append(run)
+    return runs[0], runs[1]
+
+
+def _cells() -> tuple[Run, Run]:
+    """A GRU, and its cell step by step."""
+    gru, x = _seeded(lambda: (nn.GRU(WIDTH, WIDTH, batch_first=True), torch.randn(2, 8, WIDTH)))
+    cell = nn.GRUCell(WIDTH, WIDTH)
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in gru.state_dict().items()})
+
+    def steps(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h, found = torch.zeros(x.shape[0], WIDTH), []
+        for t in range(x.shape[1]):
+            h = m.g(x[:, t], h)
+            found.append(h)
+        return torch.stack(found, 1)
+
+    return _low(Function(lambda m, x: m.g(x)[0], g=gru), Function(steps, g=cell), x)
+
+
+def _heads() -> tuple[Run, Run]:
+    """A sum over an index for all heads, and a product for each: what autograd adds up is no call of the other."""
+    weight, x = _seeded(lambda: (nn.Parameter(torch.randn(HEADS, WIDTH, 8) / 6), torch.randn(2, 10, WIDTH)))
+    head = nn.Linear(HEADS * 8, 8)
+    a = Function(lambda m, x: m.head(torch.einsum("btd,hdk->bthk", x, m.w).flatten(2)), w=weight, head=head)
+    b = Function(lambda m, x: m.head(torch.stack([x @ m.w[i] for i in range(HEADS)], 2).flatten(2)), w=weight, head=head)
+    return _low(a, b, x)
+
+
+def _transposed() -> tuple[Run, Run]:
+    """A product with its bias, and one with a transposed weight to which a bias is added."""
+    linear, x = _seeded(lambda: (nn.Linear(WIDTH, 2 * WIDTH), torch.randn(8, WIDTH)))
+    w, bias = nn.Parameter(linear.weight.detach().t().contiguous()), nn.Parameter(linear.bias.detach().clone())
+    a = Function(lambda m, x: F.gelu(m.layer(x)), layer=linear)
+    return _low(a, Function(lambda m, x: F.gelu(x @ m.w + m.bias.bfloat16()), w=w, bias=bias), x)
+
+
+def _folded() -> tuple[Run, Run]:
+    """Convolutions with their norms, and with these in their weights."""
+    norm = nn.BatchNorm2d(16)
+    conv, x = _seeded(lambda: (nn.Conv2d(3, 16, 3), torch.randn(4, 3, 12, 12)))
+    with torch.no_grad():
+        for tensor in (norm.running_var, norm.weight):
+            tensor.uniform_(0.5, 2)
+        norm.running_mean.normal_()
+    folded = nn.utils.fusion.fuse_conv_bn_eval(conv.eval(), norm.eval())
+    a = Function(lambda m, x: m.norm(m.conv(x)).relu().mean((2, 3)), conv=conv, norm=norm)
+    b = Function(lambda m, x: m.conv(x).relu().mean((2, 3)), conv=folded)
+    with torch.no_grad():
+        return nc.capture(a, (x,), under="bf16"), nc.capture(b, (x,), under="bf16")
+
+
 def _time_first(often: int) -> Pair:
     """Time before batch, and a module that is called more than once in each step."""
 
@@ -401,6 +459,10 @@ SOUND: dict[str, Pair] = {
     "compiled": _compiled(None),
     "compiled in bf16": _compiled("bf16"),
     "a cell by hand": _recurrent,
+    "a cell in bf16, backward": _cells,
+    "heads one by one in bf16, backward": _heads,
+    "a transposed weight in bf16, backward": _transposed,
+    "folded norms in bf16": _folded,
     "copies": _copied,
 }
 

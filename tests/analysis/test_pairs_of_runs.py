@@ -30,7 +30,8 @@ def silence():
 QUICK_SOUND = (
     "one attention, cache, batch 2", "time first, in parts", "a module called twice, in parts", "two attentions",
     "a norm by hand in bf16", "post-norm encoder in bf16", "graph in bf16", "experts in bf16",
-    "images in bf16, backward", "a cell by hand", "copies",
+    "images in bf16, backward", "a cell by hand", "copies", "a cell in bf16, backward",
+    "heads one by one in bf16, backward", "a transposed weight in bf16, backward", "folded norms in bf16",
 )  # fmt: skip
 QUICK_FAULTS = (
     "scale of attention", "a missing mask", "a softcap", "a temperature", "dropout left on", "tied weights broken",

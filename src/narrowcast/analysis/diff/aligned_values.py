@@ -19,7 +19,7 @@ from narrowcast.analysis.diff.pieces import (
     in_best_turns,
     stacked,
 )
-from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, read_by
+from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
 from narrowcast.core.ops.facts import CONV, GEMM
@@ -38,7 +38,7 @@ what exceeds that, beside the call's own rounding, it made itself. The second of
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
-Pick = Callable[[RankCall], int | None]
+Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
 
 
@@ -68,7 +68,7 @@ class Values:
         """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
         they read the same bits in the same formats.
         """
-        if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
+        if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
             return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
@@ -76,8 +76,9 @@ class Values:
         found = []
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
+                pick = _with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
                 for turn in turns_of(pair):
-                    apart = self._between(turn, _output(n), beside)
+                    apart = self._between(turn, pick, beside)
                     found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(turn, n, is_equal)))
         known = [one for one in found if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
@@ -256,7 +257,7 @@ class Values:
         for turn in zip(*(bundle.turns for bundle in bundles), strict=False):
             ranks = []
             for placed in zip(*turn, strict=False):
-                numbers = [pick(one) for one in placed]
+                numbers = [pick(side, one) for one in placed]
                 known = [side.piece(one.rank, n) for one, n in zip(placed, numbers, strict=True) if n is not None]
                 piece = join(known) if len(known) == len(numbers) else None
                 if piece is None:
@@ -264,11 +265,6 @@ class Values:
                 ranks.append(piece)
             found.append(ranks)
         return found
-
-
-def is_sum_of_gradients(pair: Aligned) -> bool:
-    """Whether autograd adds up a tensor's gradients: in which order, that depends on the casts."""
-    return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
 
 
 def turns_of(pair: Aligned) -> list[Aligned]:
@@ -283,15 +279,19 @@ def turns_of(pair: Aligned) -> list[Aligned]:
 
 
 def _output(position: int) -> Pick:
-    return lambda placed: placed.call.outputs[position][1] if position < len(placed.call.outputs) else None
+    return lambda _, placed: placed.call.outputs[position][1] if position < len(placed.call.outputs) else None
 
 
 def _input(name: str) -> Pick:
-    return lambda placed: dict(placed.call.inputs).get(name)
+    return lambda _, placed: dict(placed.call.inputs).get(name)
 
 
-def _read(placed: RankCall) -> int | None:
+def _read(_: Side, placed: RankCall) -> int | None:
     return read_by(placed.call)
+
+
+def _with_bias(side: Side, placed: RankCall) -> int | None:
+    return side.with_bias(placed)
 
 
 def _first(pieces: Sequence[Piece]) -> Piece | None:

@@ -267,6 +267,13 @@ def ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
     return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
 
 
+def is_by_values(pair: Aligned) -> bool:
+    """Whether calls of two ops are a pair for nothing but their values: no module but the root has both."""
+    a, b = pair.a[0], pair.b[0]
+    is_said = pair.by == BY_HAND or a.path == b.path != "" or {a.family, b.family} <= TOLD_APART  # attention in steps
+    return a.id.op != b.id.op and not is_said
+
+
 def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
     """Entries from which the same pairs come: modules, and the calls whose modules do not say it."""
     votes: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}

@@ -13,10 +13,9 @@ from narrowcast.analysis.diff.aligned_values import (
     GAIN_OF_PASSING,
     Compared,
     Values,
-    is_sum_of_gradients,
     turns_of,
 )
-from narrowcast.analysis.diff.alignment import Aligned, align, mapping_of
+from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.environments import environments
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike
@@ -88,9 +87,16 @@ def diff(
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
-    judging = _Judging(Values(sides[0], sides[1], kept), pairs)
     found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
-    found.rows = [judging.row(pair) for pair in pairs]
+    while True:
+        judging = _Judging(Values(sides[0], sides[1], kept), pairs)
+        found.rows = [judging.row(pair) for pair in pairs]
+        differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, found.rows, strict=True)]
+        if not any(differ):
+            break
+        pairs = [
+            pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none
+        ]  # ranges alone said it is one
     _let_agree(found, judging, pairs, left_out)
     found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
     found.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
@@ -115,7 +121,10 @@ def _let_agree(found: RunDifferences, judging: _Judging, pairs: list[Aligned], l
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     if outcomes.are_alike and gradients_are_alike(found.gradients, parameters):
         found.rows, judging.apart = outcomes.backward(
-            found.rows, judging.apart, judging.of_inputs(pairs), judging.widest
+            found.rows,
+            judging.apart,
+            judging.of_inputs(pairs),
+            judging.widest * any(g.difference for g in found.gradients),
         )
     else:
         found.gradients = gradients(judging.values, pairs, band_along(found.rows))
@@ -152,7 +161,7 @@ class _Judging:
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
         given, band = self.values.given(pair, self._largest), self.values.band(pair)
-        inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
+        inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
         (format_a, format_b), (place_a, place_b) = (
             [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
         )

@@ -45,7 +45,8 @@ class Outcomes:
     """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise."""
 
     def __init__(self, outputs: Sequence[EndDifference], are_others: bool) -> None:
-        self._band = max((one.band for one in outputs), default=0.0)
+        are_equal = all(one.difference == 0 for one in outputs)
+        self._band = 0.0 if are_equal else max((one.band for one in outputs), default=0.0)
         self._are_others = are_others
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
         self.are_exact = bool(outputs) and all(
@@ -80,7 +81,7 @@ class Outcomes:
         rows: Sequence[RunRow], apart: dict[Bundle, float], of_inputs: Collection[object], band: float
     ) -> tuple[list[RunRow], dict[Bundle, float]]:
         """The same of a backward whose gradients are alike. of_inputs: rows, and calls, that give the gradient of an
-        input: nothing is known of what that comes to. band: the widest of all calls.
+        input: nothing is known of what that comes to. band: the widest of all calls; 0 if gradients are equal.
         """
         least = _PLAIN * band
         kept = {b: d for b, d in apart.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}

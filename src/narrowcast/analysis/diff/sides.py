@@ -19,6 +19,7 @@ from narrowcast.reports.results.run_records import CallRecord
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
 """Arguments that may be a weight, if they are as flat as one and no call made them."""
 _NAMED = ("weight", "bias", "running_mean", "running_var")
+_SUMS = frozenset(["aten.add.Tensor", "aten.add_.Tensor"])
 _READ = ("input", "mat1", "batch1", "query", "self")
 """What a product or a norm computes on, by the names of different ops; `self` of addmm is the bias."""
 
@@ -69,6 +70,12 @@ def read_name(call: CallRecord) -> str:
     """The name of the argument that a call computes on; empty for one that reads no tensor."""
     names = [name for name, _ in call.inputs]
     return next((name for name in _READ if name in names), names[0] if names else "")
+
+
+def has_bias(call: CallRecord) -> bool:
+    """Whether a call of a product adds a bias, which addmm and baddbmm name `self`."""
+    names = {name for name, _ in call.inputs}
+    return "bias" in names or len(names & {"self", "mat1", "batch1"}) == 2
 
 
 def read_by(call: CallRecord) -> int | None:
@@ -152,6 +159,19 @@ class Side:
         if id(cast) not in self._casts:
             self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [RankCall(0, cast)]}))
         return self._casts[id(cast)]
+
+    def with_bias(self, placed: RankCall) -> int:
+        """The number of what a product gives; where it adds no bias, and a call that reads it adds one, of the sum."""
+        made = placed.call.outputs[0][1]
+        if not has_bias(placed.call):
+            for call in self.runs[placed.rank].calls:
+                read = [number for _, number in call.inputs]
+                if call.id.op in _SUMS and made in read and all(map(self._is_bias, {*read} - {made})):
+                    return call.outputs[0][1]
+        return made
+
+    def _is_bias(self, number: int) -> bool:
+        return self.maker(0, number) is None and len(self.runs[0].tensors[number].shape) == 1
 
     def is_given(self, placed: RankCall, name: str) -> bool:
         """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads

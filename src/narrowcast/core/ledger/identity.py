@@ -32,6 +32,11 @@ class CallId:
         direction = "" if self.direction == FORWARD else f" {self.direction}"
         return f"{self.module_path} {self.op} #{self.number}{turn}{direction}".strip()
 
+    @property
+    def is_sum_of_gradients(self) -> bool:
+        """Whether autograd adds up a tensor's gradients: in which order, and formats, depends on the casts."""
+        return self.direction == BACKWARD and self.op == "aten.add.Tensor"
+
     @staticmethod
     def parse(text: str) -> CallId:
         """The identity of that text. RunError for other text."""

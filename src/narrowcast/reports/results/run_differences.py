@@ -47,8 +47,8 @@ class RunRow:
 
     @property
     def differs_in_format(self) -> bool:
-        """Whether the two compute in other formats."""
-        return self.format_a != self.format_b
+        """Whether the two compute in other formats; a sum of gradients has those of what it adds."""
+        return self.format_a != self.format_b and not self.a[0].is_sum_of_gradients
 
 
 @dataclass(frozen=True, slots=True)
