@@ -363,7 +363,9 @@ def _heads() -> tuple[Run, Run]:
     weight, x = _seeded(lambda: (nn.Parameter(torch.randn(HEADS, WIDTH, 8) / 6), torch.randn(2, 10, WIDTH)))
     head = nn.Linear(HEADS * 8, 8)
     a = Function(lambda m, x: m.head(torch.einsum("btd,hdk->bthk", x, m.w).flatten(2)), w=weight, head=head)
-    b = Function(lambda m, x: m.head(torch.stack([x @ m.w[i] for i in range(HEADS)], 2).flatten(2)), w=weight, head=head)
+    b = Function(
+        lambda m, x: m.head(torch.stack([x @ m.w[i] for i in range(HEADS)], 2).flatten(2)), w=weight, head=head
+    )
     return _low(a, b, x)
 
 
