@@ -85,6 +85,17 @@ def values_clipped_before_unscale(loop: Loop) -> None:
     loop.scaler.update()
 
 
+def decayed_before_unscale(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    with region(FP16):
+        loss = cross_entropy(loop.net(loop.x), loop.y)
+    loop.scaler.scale(loss).backward()
+    for weight in loop.net.parameters():
+        weight.grad += 0.01 * weight.detach()  # HERE: weight decay before unscale
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+
+
 def cast_again(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     for x, y in zip(loop.x.split(2), loop.y.split(2), strict=True):
@@ -152,6 +163,7 @@ WRONG = {
     "forward outside of the region": forward_outside, "no region": no_region,
     "left the region in a low format": loss_outside, "backward in a region": backward_inside,
     "optimizer step in a region": optimizer_inside, "clip before unscale": clip_before_unscale,
+    "weight decay before unscale": decayed_before_unscale,
     "weights cast again": cast_again, "evaluation without the region": evaluation_outside,
     "hidden policy": somebody_elses_region, "gradients underflow": underflow,
     "batch norm statistics in a low format": low_statistics, "fp16 without a scaler": without_scaler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -23,8 +24,21 @@ _MEASURES = frozenset(
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _SCALES = 64.0
 """From here on a number that a loss is multiplied by scales it; below, it is a weight."""
+_TERMS = ("add", "sub", "_foreach_add", "_foreach_sub")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
 Found = tuple[str, str, str, Site]
+_CLIP = (
+    "clip before unscale",
+    "changes gradients that are still multiplied by the loss scale: they are clipped to a limit that is too small by "
+    "the loss scale",
+    "Call scaler.unscale_(optimizer) before the gradients are clipped.",
+)
+_DECAY = (
+    "weight decay before unscale",
+    "adds a multiple of the weights to gradients that are still multiplied by the loss scale: it is too small by the "
+    "loss scale",
+    "Call scaler.unscale_(optimizer) before this line, or leave it to the optimizer's weight_decay.",
+)
 
 
 class Gradients:
@@ -36,6 +50,7 @@ class Gradients:
         self._kept = kept
         self.is_scaled_by_hand = False
         self._known: set[int] | None = None
+        self._weights: Set[int] | None = None
         self._are_measured = False
         self._knows_scale = False
         self._scales: set[float] = set()
@@ -52,20 +67,21 @@ class Gradients:
         self._scales.add(scale)
 
     def forget(self) -> None:
-        """Gradients may lie elsewhere."""
-        self._known = None
+        """Gradients and weights may lie elsewhere."""
+        self._known = self._weights = None
 
     def used(self) -> None:
         """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
-        self._clipped: ByStorage[tuple[str, Site]] = ByStorage()
+        self._changed_scaled: ByStorage[tuple[str, Site, tuple[str, str, str]]] = ByStorage()
+        self._of_weights: ByStorage[bool] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
         self._divided: ByStorage[tuple[int, Site | None]] = ByStorage()  # how often by a scale, and where by hand
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
         name = op_name(call.facts.op)
-        if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS):
+        if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS, *_TERMS):
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, name[:-1], targets, targets)
 
@@ -77,13 +93,15 @@ class Gradients:
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
         name = op_name(call.facts.op)
-        if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS):
+        if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS, *_TERMS):
             return
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
+        if name in ("mul", "sub") and any(map(self._is_of_weights, given)) and not call.result.requires_grad:
+            self._of_weights.put(call.result, True)
         if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
             by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
             self._is_loss_scaled |= any(float(number) >= _SCALES for number in by)
-        if name in (*_FACTORS, *_LIMITS) and self._changed(call, name, given[:1], call.results):
+        if name in (*_FACTORS, *_LIMITS, *_TERMS) and self._changed(call, name, given[:1], call.results):
             return
         if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
             self._are_measured = True
@@ -95,8 +113,10 @@ class Gradients:
         read = [t for t in read if has_storage(t)]
         if not any(storage_key(t) in self.lie_in() or self._copies.get(t) for t in read):
             return False
+        others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
+        if name in _TERMS and not any(map(self._is_of_weights, others)):
+            return False
         if name in _FACTORS:
-            others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
             if any(t.numel() != 1 for t in others):
                 return False  # a mask, or a product of gradients
             if (times := self._divides(name, call.args[1] if len(call.args) > 1 else None)) != 0:
@@ -109,7 +129,7 @@ class Gradients:
                 return True
         if not self._knows_scale:
             for tensor in gives:
-                self._clipped.put(tensor, (call.id.op, call.site))
+                self._changed_scaled.put(tensor, (call.id.op, call.site, _DECAY if name in _TERMS else _CLIP))
         return True
 
     def _divides(self, name: str, factor: Any) -> int:
@@ -133,7 +153,7 @@ class Gradients:
         times, site = max(divided, key=lambda row: row[0], default=(0, None))
         for gradient in gradients:
             self._divided.drop(gradient)
-            self._clipped.drop(gradient)
+            self._changed_scaled.drop(gradient)
         if site is None or times + by_kernel < 2:
             return None
         return (
@@ -149,21 +169,21 @@ class Gradients:
             self._known = self._kept.gradients()
         return self._known
 
+    def _is_of_weights(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight, or a multiple of one."""
+        if self._weights is None:
+            self._weights = self._kept.names().keys()
+        return has_storage(tensor) and (storage_key(tensor) in self._weights or bool(self._of_weights.get(tensor)))
+
     def unscaled(self, call: SeenCall) -> Found | None:
-        """Gradients are unscaled: whether these were clipped before."""
+        """Gradients are unscaled: whether these were clipped, or weights were added to them, before."""
         gradients = written(call.facts, call.args, call.kwargs)
-        found = list(map(self._clipped.get, gradients))
+        found = next(filter(None, map(self._changed_scaled.get, gradients)), None)
         for gradient in gradients:
             times, by_hand = self._divided.get(gradient) or (0, None)
             self._divided.put(gradient, (times + 1, by_hand))
-            self._clipped.drop(gradient)
-        op, site = next(filter(None, found), (None, None))
-        if op is None or site is None:
+            self._changed_scaled.drop(gradient)
+        if found is None:
             return None
-        return (
-            "clip before unscale",
-            f"{op} changes gradients that are still multiplied by the loss scale: they are clipped to a limit that is "
-            "too small by the loss scale",
-            "Call scaler.unscale_(optimizer) before the gradients are clipped.",
-            site,
-        )
+        op, site, (kind, what, todo) = found
+        return kind, f"{op} {what}", todo, site
