@@ -41,7 +41,7 @@ from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
 from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
 from narrowcast.frontends.graphs.other_paths import tell_other_paths
 from narrowcast.frontends.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
-from narrowcast.frontends.race.placing import PlacedGraph, compile_placed, place_graph, with_weights
+from narrowcast.frontends.race.placing import compile_placed, place_graph, with_weights
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import MARKS
@@ -101,19 +101,17 @@ class GraphBackend:
         """The compiled graph as Dynamo calls it: outside of regions, its backward watched."""
         elsewhere = find_elsewhere(graph, explicit)
         device_type = next((r.facts.device_type for r in explicit.reading.program.regions), "cpu")
+        watched = _watched(compiled, expected, self.backward)
 
         def run(*args: Any) -> Any:
             if elsewhere is not None and elsewhere.is_elsewhere():
                 return elsewhere.run(*args)
             try:
                 with autocast_off():
-                    results = compiled(*args)
+                    return watched(*args)
             except RuntimeError as error:
                 note_failure(error, device_type)
                 raise
-            if torch.is_grad_enabled():
-                watch_backward(results, expected, self.backward)
-            return results
 
         return run
 
@@ -138,21 +136,7 @@ class GraphBackend:
             )
         note_reading(report, placed.explicit.reading)
         report.capture_seconds = placed.explicit.capture_seconds
-        return placed.explicit, partial(self._compile_placed, placed, inputs, report)
-
-    def _compile_placed(
-        self, placed: PlacedGraph, inputs: Sequence[Any], report: CompiledGraph
-    ) -> tuple[Compiled, State]:
-        states: list[State] = []
-
-        @contextmanager
-        def around(explicit: Explicit, own: CompiledGraph) -> Any:
-            with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, own):
-                states.append(expected)
-                yield
-
-        compiled = compile_placed(placed, inputs, self._inner, around, report)
-        return compiled, states[0] if states else ()
+        return placed.explicit, partial(compile_placed, placed, inputs, self._inner, self._compiling, report)
 
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
         """The graph with explicit casts, and what compiles it."""
@@ -175,7 +159,7 @@ class GraphBackend:
     def _compile(
         self, explicit: Explicit, resting: Resting, inputs: Sequence[Any], report: CompiledGraph
     ) -> tuple[Compiled, State]:
-        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+        with self._compiling(explicit, report) as expected:
             compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
         return with_weights(compiled, resting), expected
 
@@ -200,8 +184,10 @@ class GraphBackend:
         return _watched(compiled, autocast_state() if same else (), self.backward)
 
     @contextmanager
-    def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
-        """While the inner compiler runs: its joint graph goes through the passes for after autograd."""
+    def _compiling(self, explicit: Explicit, report: CompiledGraph) -> Any:
+        """While the inner compiler runs: its joint graph goes through the passes for after autograd. Gives the state
+        that the backward is compiled for.
+        """
         earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
         weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
@@ -224,8 +210,8 @@ class GraphBackend:
         settings: dict[str, Any] = {"joint_custom_pass": run_joint}
         if rules is not None:  # AOTAutograd's cache does not know of them
             settings["enable_autograd_cache"] = False
-        with functorch_config.patch(settings):
-            yield
+        with tracing_backward(self.backward, explicit.graph) as expected, functorch_config.patch(settings):
+            yield expected
 
 
 class _Registered:

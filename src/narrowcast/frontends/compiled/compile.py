@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -34,34 +34,22 @@ from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _Arguments(TypedDict, total=False):
+    under: Under
+    backend: str | Callable[..., Any]
+    mode: str | None
+    options: dict[str, Any] | None
+    dynamic: bool | None
+    fullgraph: bool
+    backward: str | Sequence[Mapping[str, Any]]
+    goal: GoalName | Goal
+    weights: WeightsName | None
+
+
 @overload
-def compile(
-    model: F,
-    *,
-    under: Under = ...,
-    backend: str | Callable[..., Any] = ...,
-    mode: str | None = ...,
-    options: dict[str, Any] | None = ...,
-    dynamic: bool | None = ...,
-    fullgraph: bool = ...,
-    backward: str | Sequence[Mapping[str, Any]] = ...,
-    goal: GoalName | Goal = ...,
-    weights: WeightsName | None = ...,
-) -> F: ...
+def compile(model: F, **arguments: Unpack[_Arguments]) -> F: ...
 @overload
-def compile(
-    model: None = None,
-    *,
-    under: Under = ...,
-    backend: str | Callable[..., Any] = ...,
-    mode: str | None = ...,
-    options: dict[str, Any] | None = ...,
-    dynamic: bool | None = ...,
-    fullgraph: bool = ...,
-    backward: str | Sequence[Mapping[str, Any]] = ...,
-    goal: GoalName | Goal = ...,
-    weights: WeightsName | None = ...,
-) -> Callable[[F], F]: ...
+def compile(model: None = None, **arguments: Unpack[_Arguments]) -> Callable[[F], F]: ...
 def compile(
     model: F | None = None,
     *,
@@ -104,8 +92,9 @@ def compile(
         "under": under, "backend": backend, "mode": mode, "options": options, "dynamic": dynamic,
         "fullgraph": fullgraph, "backward": backward, "goal": goal, "weights": weights,
     }  # fmt: skip
+    again = functools.partial(compile, **arguments)
     if model is None:
-        return functools.partial(compile, **arguments)
+        return again
     if not callable(model):
         raise RegionError(
             asked=f"compile({type(model).__name__})", found="not callable", advice="Give a Module or a function."
@@ -137,13 +126,8 @@ def compile(
         known = asked.device_type or device_type_of(model)
         around = InRegion(lambda device: asked.on(device, chosen.forward()), known, wanted)
     if isinstance(compiled, torch.nn.Module):
-        return CompiledModule.of(compiled, around, arguments, _compiled_anew)
+        return CompiledModule.of(compiled, around, again)
     return compiled_function(model, compiled, around, arguments)
-
-
-def _compiled_anew(module: torch.nn.Module, asked: dict[str, Any]) -> Any:
-    """What a copy, or a pickle, of a compiled module is made by."""
-    return compile(module, **asked)
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:

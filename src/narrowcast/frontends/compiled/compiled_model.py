@@ -38,8 +38,6 @@ from narrowcast.runtime.torch_surface.dynamo import (
 )
 from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, compiled_of, has_global_hooks, is_sharded
 
-"""Those of `compile` that are about the region."""
-
 
 class Compiled:
     """What runs a compiled call."""
@@ -128,18 +126,14 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
 
     _around: Compiled
     _compiled: Callable[..., Any]
-    _asked: Mapping[str, Any]
-    _again: Callable[[Any, dict[str, Any]], Any]
+    _again: functools.partial[Any]
     _is_new = True
 
     @staticmethod
-    def of(
-        compiled: Any, around: Compiled, asked: Mapping[str, Any], again: Callable[[Any, dict[str, Any]], Any]
-    ) -> CompiledModule:
-        """What torch.compile returned, in place. asked: the arguments of `compile`. again: compiles a copy."""
+    def of(compiled: Any, around: Compiled, again: functools.partial[Any]) -> CompiledModule:
+        """What torch.compile returned, in place. again: compiles a copy, with the same arguments."""
         compiled.__class__ = CompiledModule
         object.__setattr__(compiled, "_around", around)
-        object.__setattr__(compiled, "_asked", asked)
         object.__setattr__(compiled, "_again", again)
         object.__setattr__(compiled, "_compiled", compiled.__dict__.pop("forward"))
         forget_original(compiled)  # torch.compile would compile that again, without the region
@@ -176,7 +170,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         return bool(self._orig_mod)
 
     def __reduce__(self) -> Any:
-        return self._again, (self._orig_mod, dict(self._asked))
+        return self._again, (self._orig_mod,)
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
@@ -249,7 +243,7 @@ def original(model: Any) -> Any:
 def asked_before(model: Any) -> Mapping[str, Any] | None:
     """What `compile` was asked when it made this; None if it did not."""
     found: Mapping[str, Any] | None = getattr(model, "__narrowcast_compiled__", None)
-    return model._asked if isinstance(model, CompiledModule) else found
+    return model._again.keywords if isinstance(model, CompiledModule) else found
 
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

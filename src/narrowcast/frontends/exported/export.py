@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,20 +61,19 @@ def export(
     chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
-    around: Callable[[], Any] = nullcontext
+    around: AbstractContextManager[Any] = nullcontext()
     is_on = device_type_of(model)
     made_on = for_target(chosen, is_on or "cpu")[1]
     if asked.is_there:
         device = asked.device_type or is_on or device_type_of(args, kwargs) or "cpu"
         chosen, made_on = for_target(chosen, device, made_for)
-        opened = asked.on(device, chosen)
-        around = lambda: opened  # noqa: E731
+        around = asked.on(device, chosen)
     elif made_for:
         raise RegionError(
             asked=f"export with made_for={made_for!r}", found="there is no region to make for it",
             advice="Give under=, too.",
         )  # fmt: skip
-    with around():
+    with around:
         exported = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             if wanted.places:

@@ -24,7 +24,7 @@ from narrowcast.frontends.race.candidates import Candidate
 from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
 from narrowcast.runtime.torch_bridge.inputs import called_with
-from narrowcast.runtime.torch_surface.fx import FakeTensor, FakeTensorMode, rename, updated_program
+from narrowcast.runtime.torch_surface.fx import FakeTensor, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
 
 _WHY = "exported modules take eager code's paths"
@@ -93,13 +93,17 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
     """An exported program around a graph that was made of this one's."""
     graph = program.graph_module
     signature = _name_alike(program, made)
-    _refuse_regions(made)
     state, constants = dict(program.state_dict), dict(program.constants)
-    _take_attributes(graph, made)
+    for node in made.graph.find_nodes(op="get_attr"):  # besides bodies; constants that export lifted are inputs already
+        name = str(node.target)
+        if not hasattr(made, name) and hasattr(graph, name):
+            setattr(made, name, getattr(graph, name))
     if fold:
         fold_weights(made, signature, state)
     made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
     for node in all_nodes(made):
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
         if node.op == "call_function":
             node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
     made.recompile()
@@ -118,10 +122,13 @@ def placed_program(
     open in which it was exported.
     """
     graph = program.graph_module
-    inputs, positions, mode = graph_inputs(program)
+    signature = program.graph_signature
+    weights = signature.inputs_to_parameters.keys() | signature.inputs_to_buffers.keys()
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    positions = frozenset(n for n, node in enumerate(placeholders) if node.name in weights)
     pricing = replace(goal, weights=FOLDED if fold else CAST)
-    with mode, torch.no_grad():
-        placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
+    with fake_mode_of(graph, allow_non_fake_inputs=True), torch.no_grad():
+        placed = place_graph(graph, _inputs(program), pricing, fused, f"export, fused {fused}", positions, rests=False)
     report = report_graph(graph)
     note_reading(report, placed.explicit.reading)
     made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
@@ -134,15 +141,6 @@ def placed_program(
     with torch.no_grad():
         choice = choose_now(placed, compiled)
     return made[tell(report, placed, choice)]
-
-
-def graph_inputs(program: ExportedProgram) -> tuple[list[Any], frozenset[int], FakeTensorMode]:
-    """The fake inputs of a program's graph, which of them are weights, and the mode that made them."""
-    signature = program.graph_signature
-    weights = signature.inputs_to_parameters.keys() | signature.inputs_to_buffers.keys()
-    placeholders = program.graph_module.graph.find_nodes(op="placeholder")
-    positions = frozenset(n for n, node in enumerate(placeholders) if node.name in weights)
-    return _inputs(program), positions, fake_mode_of(program.graph_module, allow_non_fake_inputs=True)
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:
@@ -177,17 +175,3 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
         if hasattr(spec.arg, "name") and isinstance(name, str):
             spec.arg = replace(spec.arg, name=name)
     return signature
-
-
-def _take_attributes(old: GraphModule, new: GraphModule) -> None:
-    """What the graph reads as attributes besides bodies (constants that export lifted are inputs already)."""
-    for node in new.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        if not hasattr(new, name) and hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-
-
-def _refuse_regions(graph: GraphModule) -> None:
-    for node in all_nodes(graph):
-        if node.target is torch.ops.higher_order.wrap_with_autocast:
-            raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")

@@ -37,7 +37,7 @@ class Choosing:
     def __call__(self, *args: Any) -> Any:
         """The graph's results."""
         if self.chosen is None:
-            if count_dispatch_modes() or _timing.on or is_capturing():
+            if count_dispatch_modes() or getattr(_timing, "on", False) or is_capturing():
                 return self.sides[0].run(*args)  # recorded, on fake tensors, recomputed, captured: no time says much
             with self.lock:
                 if self.chosen is None:
@@ -58,8 +58,4 @@ class Choosing:
         self.sides = []
 
 
-class _Timing(threading.local):
-    on = False
-
-
-_timing = _Timing()
+_timing = threading.local()

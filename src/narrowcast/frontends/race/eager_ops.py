@@ -22,7 +22,7 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import DecidedCall, Watcher, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
-from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.remembered import choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
 from narrowcast.frontends.race.sides import CandidateSide
 from narrowcast.runtime.devices.device import device_now, random_state_kept
@@ -169,7 +169,10 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
         ]
         choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
         save_choice(key, choice)
-    return [replace(full, reason=_reason(choice)), back] if choice.chosen == HIGH else []
+    if choice.chosen != HIGH:
+        return []
+    high, policy = (choice.times_ns[name] / 1e6 for name in (HIGH, POLICY))
+    return [replace(full, reason=f"{_MEASURED} {high:.3g} ms in fp32, {policy:.3g} ms as the policy says"), back]
 
 
 def _run(op: OpOverload, around: autocast, calls: list[Any]) -> list[Any]:
@@ -191,22 +194,13 @@ def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Form
     floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, MeasuredOperand)]
     found = formats(kinds)
     for changed in (floats, *([n] for n in floats)):
-        tried = [_other(leaf, low) if n in changed else leaf for n, leaf in enumerate(leaves)]
+        tried = list(leaves)
+        for n in changed:  # in fp32 if it is low, and low if not
+            tried[n] = replace(leaves[n], type=fp32.name if leaves[n].type == low.name else low.name)
         with suppress(RuntimeError):  # mixed formats may be an error
             found |= formats([tree_unflatten(tried, spec)])
     return found.pop() if len(found) == 1 else None
 
 
-def _other(operand: MeasuredOperand, low: Format) -> MeasuredOperand:
-    """The operand in fp32 if it is low, and low if not."""
-    return replace(operand, type=fp32.name if operand.type == low.name else low.name)
-
-
 def _filled(leaf: Any) -> Any:
     return make_tensor(leaf) if isinstance(leaf, MeasuredOperand) else leaf
-
-
-def _reason(choice: RememberedTimes) -> str:
-    """`measured: 3.1 ms in fp32, 8.2 ms as the policy says`."""
-    high, policy = (choice.times_ns[name] / 1e6 for name in (HIGH, POLICY))
-    return f"{_MEASURED} {high:.3g} ms in fp32, {policy:.3g} ms as the policy says"

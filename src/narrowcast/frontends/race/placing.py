@@ -25,7 +25,7 @@ from narrowcast.frontends.race.candidates import PLACED, Candidate, make_candida
 from narrowcast.frontends.race.choosing import Choosing
 from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import CandidateSide
+from narrowcast.frontends.race.sides import CandidateSide, Compiled
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.programs.passes.assign import assign_casts
@@ -37,7 +37,6 @@ from narrowcast.runtime.devices.known import foreign_profile, keep, known_profil
 from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_surface.dynamo import begins_again, without_wrappers
 
-Compiled = Callable[..., Any]
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
 RULED_OUT, SURE, HOPELESS = 1.25, 0.9, 2.5
 """A candidate that is predicted to take more than RULED_OUT times the best one's time is neither compiled nor timed, if
@@ -180,15 +179,17 @@ def compile_placed(
     compiler: Compiler,
     around: Callable[[Explicit, CompiledGraph], AbstractContextManager[Any]],
     report: CompiledGraph,
-) -> Compiled:
+) -> tuple[Compiled, Any]:
     """Compile the candidates; what is given times them when it is first called, and keeps the best.
 
-    around: what must be open while one of them is compiled. report: told what was chosen.
+    around: what must be open while one of them is compiled; it gives what is the same for them all, and comes back.
+    report: told what was chosen.
     """
     start = time.perf_counter()
     left = placed.left
     reports: dict[str, CompiledGraph] = {}
     sides: list[CandidateSide] = []
+    expected: Any = ()
     with long_work("compiling", len(left)) as step:
         for candidate in left:
             step(f"compiling {candidate.name}", done=False)
@@ -197,7 +198,7 @@ def compile_placed(
             compiled: Compiled = candidate.graph.forward
             try:
                 if candidate.is_compiled:
-                    with around(explicit, own):
+                    with around(explicit, own) as expected:
                         compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
             except Exception as error:
                 if begins_again(error) or (candidate is left[-1] and not sides):
@@ -219,7 +220,8 @@ def compile_placed(
 
     if len(sides) == 1:
         found(placed.choice or RememberedTimes(sides[0].name, {}, {}, 0, 0.0))
-    return Choosing(sides, _written(placed.explicit.reading.program), found, seconds=_RACE * report.candidates_seconds)
+    written, seconds = _written(placed.explicit.reading.program), _RACE * report.candidates_seconds
+    return Choosing(sides, written, found, seconds=seconds), expected
 
 
 def choose_now(placed: PlacedGraph, compiled: Callable[[Candidate], Compiled]) -> RememberedTimes:

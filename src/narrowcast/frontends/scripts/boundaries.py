@@ -72,7 +72,12 @@ class Modules:
         name = call.inputsAt(0).type().qualified_name()
         if name not in self.arguments:
             return {}, call, call
-        firsts = _pass_in(graph, call, self.arguments[name])
+        firsts = []
+        for position, argument in enumerate(self.arguments[name], 1):
+            value = call.inputsAt(position)
+            if is_tensor(value):
+                firsts.append(_create(graph, value, {"argument": argument}).insertBefore(call))
+                call.replaceInput(position, firsts[-1].output())
         nodes, kind = _passages_out(graph, call.output())
         last = call
         for node in nodes:
@@ -121,18 +126,6 @@ def _noted(kind: str, inputs: list[Value], names: list[str], pin: Pin | None) ->
 
 
 _in_use: dict[int, Pin] = {}  # graphs name pins by number
-
-
-def _pass_in(graph: Any, call: Node, names: list[str]) -> list[Node]:
-    made = []
-    for position, name in enumerate(names, 1):
-        value = call.inputsAt(position)
-        if is_tensor(value):
-            passage = _create(graph, value, {"argument": name})
-            passage.insertBefore(call)
-            call.replaceInput(position, passage.output())
-            made.append(passage)
-    return made
 
 
 def _passages_out(graph: Any, result: Value) -> tuple[list[Node], str]:
@@ -222,11 +215,7 @@ def _with_pin(around: Scopes, pin: Pin) -> Scopes:
     """The regions that decide about a pinned call: rules of theirs hold as well, and the pin's are stronger."""
     if not around:
         return {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
-    found = {}
-    for device, scope in around.items():
-        both = policy_of(scope).with_rules(pin.policy.rules)
-        found[device] = replace(scope, policy=hold_policy(both))
-    return found
+    return {d: replace(s, policy=hold_policy(policy_of(s).with_rules(pin.policy.rules))) for d, s in around.items()}
 
 
 def _has_rules(scope: Scope, site: Site) -> bool:

@@ -61,14 +61,6 @@ def mark_whole(graph: Any, facts: dict[str, Any], first: Any) -> None:
     graph.appendNode(_mark(graph, _EXIT))
 
 
-def mark_function(graph: Any, function: Callable[..., Any]) -> None:
-    """Mark a whole graph as that of a function, in place, if it is the user's."""
-    name = function_name(function)
-    first = next(iter(graph.nodes()), None)
-    if name and first is not None:
-        mark_whole(graph, {"function": name}, first)
-
-
 def function_name(function: Callable[..., Any]) -> str:
     """The qualified name of a user's function; empty for any other."""
     code = getattr(function, "__code__", None)
@@ -144,9 +136,9 @@ def path_of(node: Any) -> tuple[str, ...] | None:
     return tuple(reversed(names)) if node.kind() == "prim::Param" else None
 
 
-def class_name(kind: Any) -> str:
+def class_name(qualified: str) -> str:
     """The Python name of a script type's class: `models.Block`; of the main program's `__main__.Block`."""
-    name = re.sub(r"___torch_mangle_\d+\.", "", str(kind.qualified_name())).removeprefix("__torch__.")
+    name = re.sub(r"___torch_mangle_\d+\.", "", qualified).removeprefix("__torch__.")
     return name if "." in name else f"__main__.{name}"
 
 
@@ -159,7 +151,7 @@ def _facts_of_method(call: Any) -> dict[str, Any]:
     if call.inputsAt(0).type().kind() != "ClassType":  # an interface: nobody knows yet
         return {}
     path = path_of(call.inputsAt(0).node())
-    kind = class_name(call.inputsAt(0).type())
+    kind = class_name(str(call.inputsAt(0).type().qualified_name()))
     facts: dict[str, Any] = {}
     if path:
         facts = {"path": ".".join(path), "class": kind}

@@ -16,17 +16,8 @@ import torch
 
 from narrowcast.frontends.scripts.places import site_of
 from narrowcast.frontends.scripts.region_facts import constant, region_class, remove_unused_objects
-from narrowcast.runtime.torch_surface.jit import (
-    NONE,
-    compiled_method,
-    deprecations_unsaid,
-    inline,
-    inserted,
-    method_names,
-    own_pass_off,
-    simplify,
-)
-from narrowcast.runtime.torch_surface.state import autocast_off
+from narrowcast.frontends.scripts.runtime import graph_of
+from narrowcast.runtime.torch_surface.jit import NONE, compiled_method, inserted, method_names, simplify
 
 
 def enter_off(graph: Any, device_types: Iterable[str], casts: bool = True) -> list[Any]:
@@ -152,9 +143,7 @@ def prepare_marks() -> Any:
 
     TorchScript compiles the class of native regions for it, as that class is when this is first called.
     """
-    with deprecations_unsaid(), own_pass_off(), autocast_off():
-        graph = torch.jit.script(_region_that_is_off).graph.copy()
-    inline(graph)
+    graph = graph_of(_region_that_is_off).copy()
     simplify(graph)
     graph.findNode("prim::Exit").destroy()
     return graph

@@ -6,7 +6,7 @@ In a region eager autocast casts inside them. The formulas are those of aten/src
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, List, Optional, Tuple  # noqa: UP035  # what TorchScript reads
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from narrowcast.runtime.torch_surface.jit import TENSOR, ListType, inserted
 
 
 def lstm_cell(
-    input: Tensor, hx: List[Tensor], w_ih: Tensor, w_hh: Tensor,  # noqa: UP006
-    b_ih: Optional[Tensor], b_hh: Optional[Tensor],  # noqa: UP045
-) -> Tuple[Tensor, Tensor]:  # noqa: UP006  # fmt: skip
+    input: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """One step of an LSTM: the hidden and the cell state."""
     gates = linear(hx[0], w_hh, b_hh).add_(linear(input, w_ih, b_ih))
     chunks = gates.unsafe_chunk(4, 1)
@@ -30,14 +29,13 @@ def lstm_cell(
 
 
 def gru_cell(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
-    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:  # fmt: skip
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
     """One step of a GRU."""
     return _gru_step(linear(input, w_ih, b_ih), hx, w_hh, b_hh)
 
 
-def _gru_step(inputs: Tensor, hx: Tensor, w_hh: Tensor, b_hh: Optional[Tensor]) -> Tensor:  # noqa: UP045
+def _gru_step(inputs: Tensor, hx: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
     from_input = inputs.unsafe_chunk(3, 1)
     from_hidden = linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
     reset = from_hidden[0].add_(from_input[0]).sigmoid_()
@@ -47,28 +45,25 @@ def _gru_step(inputs: Tensor, hx: Tensor, w_hh: Tensor, b_hh: Optional[Tensor]) 
 
 
 def rnn_tanh_cell(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
-    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:  # fmt: skip
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
     """One step of a plain recurrent net."""
     return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).tanh()
 
 
 def rnn_relu_cell(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
-    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:  # fmt: skip
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
     """The same with another activation."""
     return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).relu()
 
 
 def _gru_steps(
-    inputs: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
-    b_ih: Optional[Tensor], b_hh: Optional[Tensor], backwards: bool,  # noqa: UP045
-) -> Tuple[Tensor, Tensor]:  # noqa: UP006  # fmt: skip
+    inputs: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, backwards: bool
+) -> tuple[Tensor, Tensor]:
     """One direction of one layer: all steps' states, and the last one."""
     from_inputs = linear(inputs, w_ih, b_ih).unbind(0)
-    states: List[Tensor] = []  # noqa: UP006
+    states: list[Tensor] = []
     count = len(from_inputs)
     for step in range(count):
         hx = _gru_step(from_inputs[count - 1 - step if backwards else step], hx, w_hh, b_hh)
@@ -87,18 +82,6 @@ def _between(x: Tensor, dropout: float, train: bool) -> Tensor:
     return torch.dropout(x, dropout, True) if dropout != 0.0 and train else x
 
 
-def _states(hx: Tensor) -> List[Tensor]:  # noqa: UP006
-    return list(hx.unbind(0))
-
-
-def _stacked(states: List[Tensor]) -> Tensor:  # noqa: UP006
-    return torch.stack(states, 0)
-
-
-def _side_by_side(outputs: List[Tensor]) -> Tensor:  # noqa: UP006
-    return torch.cat(outputs, outputs[0].dim() - 1)
-
-
 def insert_gru(graph: Any, node: Any) -> list[Any] | None:
     """All layers of a GRU as on the cpu, before its node: products are cast, the state is kept as it came.
 
@@ -112,8 +95,9 @@ def insert_gru(graph: Any, node: Any) -> list[Any] | None:
     def call(function: Callable[..., Any], *inputs: Any) -> list[Any]:
         return list(graph.insertGraph(graph_of(function), list(inputs)))
 
-    def listed(values: list[Any]) -> Any:
-        return inserted(graph, "prim::ListConstruct", values, ListType(TENSOR))
+    def joined(op: str, values: list[Any], dimension: int) -> Any:
+        listed = inserted(graph, "prim::ListConstruct", values, ListType(TENSOR))
+        return inserted(graph, op, [listed, graph.insertConstant(dimension)], TENSOR)
 
     def element(values: Any, number: int) -> Any:
         if values.node().kind() == "prim::ListConstruct":
@@ -121,7 +105,8 @@ def insert_gru(graph: Any, node: Any) -> list[Any] | None:
         return inserted(graph, "aten::__getitem__", [values, graph.insertConstant(number)], TENSOR)
 
     directions, each = 2 if known[2] else 1, 4 if known[0] else 2
-    (x,), (before,) = call(_rows_first, x, batch_first), call(_states, hx)
+    (x,) = call(_rows_first, x, batch_first)
+    before = inserted(graph, "aten::unbind", [hx, graph.insertConstant(0)], ListType(TENSOR))
     last = []
     for layer in range(known[1]):
         outputs = []
@@ -135,7 +120,7 @@ def insert_gru(graph: Any, node: Any) -> list[Any] | None:
             output, state = unpack.outputs()
             outputs.append(output)
             last.append(state)
-        (x,) = call(_side_by_side, listed(outputs)) if directions == 2 else outputs
+        x = joined("aten::cat", outputs, -1) if directions == 2 else outputs[0]
         if layer < known[1] - 1:
             (x,) = call(_between, x, dropout, train)
-    return [*call(_rows_first, x, batch_first), *call(_stacked, listed(last))]
+    return [*call(_rows_first, x, batch_first), joined("aten::stack", last, 0)]

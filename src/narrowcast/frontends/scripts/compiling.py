@@ -13,7 +13,7 @@ import torch
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.scripts.boundaries import bound_whole, close_passages
-from narrowcast.frontends.scripts.callers import function_name, mark_calls, mark_function, unmark
+from narrowcast.frontends.scripts.callers import function_name, mark_calls, mark_whole, unmark
 from narrowcast.frontends.scripts.cast_already import prepare_marks
 from narrowcast.frontends.scripts.classes import note_classes
 from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, undecorated
@@ -58,7 +58,9 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
         made = compile(bared[function], *args, **options)
         if isinstance(made, torch.jit.ScriptFunction) and made not in marked:
             mark_calls(made.graph)
-            mark_function(made.graph, undecorated(function))
+            name, first = function_name(undecorated(function)), next(iter(made.graph.nodes()), None)
+            if name and first is not None:
+                mark_whole(made.graph, {"function": name}, first)
             if hasattr(function, "__narrowcast_pinned__"):
                 names = [argument.name for argument in cast(Any, made).schema.arguments]
                 bound_whole(made.graph, names, function.__narrowcast_pinned__, is_method=False)

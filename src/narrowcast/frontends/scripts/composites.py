@@ -42,9 +42,14 @@ def open_composites(graph: Any, section: Section) -> bool:
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
         graph.setInsertPoint(node)
-        made = _inserted(graph, node)
-        if made is None:
-            continue
+        if node.kind() == _GRU:
+            made = cells.insert_gru(graph, node)
+            if made is None:
+                continue
+        else:
+            made = list(graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs())))
+            if node.outputsSize() > 1:
+                made = list(graph.insertNode(graph.create("prim::TupleUnpack", made, node.outputsSize())).outputs())
         for old, new in zip(node.outputs(), made, strict=True):
             new.setType(old.type())
             old.replaceAllUsesWith(new)
@@ -96,18 +101,6 @@ def tell_closed(section: Section) -> None:
                 ScriptWarning,
                 stacklevel=2,
             )
-
-
-def _inserted(graph: Any, node: Any) -> list[Any] | None:
-    """The results of what the kernel does, written where the graph is written to; None if it cannot be."""
-    if node.kind() == _GRU:
-        return cells.insert_gru(graph, node)
-    made: list[Any] = graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs()))
-    if node.outputsSize() > 1:
-        unpack = graph.create("prim::TupleUnpack", made, node.outputsSize())
-        graph.insertNode(unpack)
-        made = list(unpack.outputs())
-    return made
 
 
 def _is_named(policy: Policy, node: Any) -> bool:

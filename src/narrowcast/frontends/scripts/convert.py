@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from narrowcast.frontends.scripts.composites import open_composites, tell_closed
 from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
 from narrowcast.frontends.scripts.numbering import number_calls
 from narrowcast.frontends.scripts.places import shown_at
-from narrowcast.frontends.scripts.read import ReadScript, ScriptReader
+from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
@@ -102,10 +103,7 @@ def make_graph_explicit(
     Raises ScriptError for what cannot be cast.
     """
     changed = set_names(graph)
-
-    def attribute(value: Any) -> Any:
-        return attribute_of(value, module, changed)
-
+    attribute = partial(attribute_of, module=module, changed=changed)
     _know_tensors(graph, attribute)
     _simplify(graph)
     scanner = Scanner(graph, around, caller, enter_call)
@@ -118,14 +116,18 @@ def make_graph_explicit(
     _refuse_unseen(section)
     tell_closed(section)
     _answer(graph, section)
-    number_calls(section, begins)
-    reading = ScriptReader(attribute).read(section, name)
+    number_calls(section, {}, begins)
+    reading = ReadScript(attribute).read(section, name)
     see_all(reading.program, reading.policies)
     writer = Writer(graph, section, reading, kept)
     first, *later = BEFORE_AUTOGRAD
     outcome = run_passes(reading.program, (first, writer.hoist, *later), reading.policies, id_with_dtype)
-    if observed:  # the casts of a call come behind its mark
-        _tell_sites(graph, reading)
+    if observed:  # before each call the graph says where it stands; its casts come behind that
+        for number, item in reading.items.items():
+            graph.setInsertPoint(item.node)
+            site = number_of(reading.program.steps[number].site)
+            graph.insertNode(graph.create(MARK, [graph.insertConstant(site)], 0))
+        graph.setInsertPoint(graph.block())
     forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
     writer.write(outcome.program)
     _convert_forks(forks, module, writer.cast_before)
@@ -140,15 +142,6 @@ def make_graph_explicit(
     keep_norms(graph)
     keep_until_last_use(graph)
     return reading, outcome
-
-
-def _tell_sites(graph: Any, reading: ReadScript) -> None:
-    """Before each call the graph says where it stands."""
-    for number, item in reading.items.items():
-        graph.setInsertPoint(item.node)
-        site = number_of(reading.program.steps[number].site)
-        graph.insertNode(graph.create(MARK, [graph.insertConstant(site)], 0))
-    graph.setInsertPoint(graph.block())
 
 
 def _simplify(graph: Any) -> None:

@@ -42,7 +42,8 @@ def regions_around(function: Any) -> tuple[Any, ...]:
     *around, inner = _layers(function)
     for layer in around:
         found += getattr(layer, _BARE, ())
-        region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
+        held = [getattr(value, "__self__", value) for value in _captured(layer).values()]
+        region = None if _is_pin(layer) else next(filter(is_region, held), None)
         if _is_decorator(layer) and region is not None:
             found += (region,)
         elif not _is_pin(layer):
@@ -187,10 +188,6 @@ def _captured(function: Any) -> dict[str, Any]:
             with suppress(ValueError):  # not filled yet
                 found[name] = cell.cell_contents
     return found
-
-
-def _closed_over(layer: Any) -> list[Any]:
-    return [getattr(value, "__self__", value) for value in _captured(layer).values()]
 
 
 def _is_pin(layer: Any) -> bool:

@@ -34,18 +34,13 @@ _WITHOUT_OPS = ("range", "enumerate", "zip", "len", "isinstance", "hasattr", "ge
 _numbers = itertools.count()
 
 
-def exits_early(body: list[ast.stmt], top: bool = True) -> bool:
+def exits_early(body: list[ast.stmt]) -> bool:
     """Whether anything but the last statement of a function leaves it, or a loop."""
-    for n, statement in enumerate(body):
-        if isinstance(statement, ast.Break | ast.Continue):
-            return True
-        if isinstance(statement, ast.Return) and not (top and n == len(body) - 1):
-            return True
-        if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
-            inside = top and isinstance(statement, ast.With) and n == len(body) - 1
-            if exits_early(statement.body, inside) or exits_early(getattr(statement, "orelse", []), False):
-                return True
-    return False
+    leaving = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Return | ast.Break | ast.Continue)]
+    last = body[-1]
+    while isinstance(last, ast.With):
+        last = last.body[-1]
+    return any(node is not last for node in leaving)
 
 
 class Flattener:
@@ -73,7 +68,11 @@ class Flattener:
         for n, item in enumerate(statement.items):
             if self._is_other(item.context_expr):
                 if _leaves(statement.body):
-                    self._refuse(item.context_expr)
+                    raise self.meanings.error(
+                        f"a with statement in a script, {ast.unparse(item.context_expr)}",
+                        "a return, break or continue leaves it, and TorchScript knows that of regions alone",
+                        item.context_expr, "Return behind the with statement.",
+                    )  # fmt: skip
                 outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
                 inner.body = statement.body
                 statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
@@ -151,14 +150,6 @@ class Flattener:
         value = self.meanings.value(expression.func) if isinstance(expression, ast.Call) else None
         is_class = isinstance(value, type) and value is not torch.no_grad
         return is_class and signature_of(value) is None
-
-    def _refuse(self, expression: ast.expr) -> None:
-        """What TorchScript's compiler ends at with an internal assertion."""
-        raise self.meanings.error(
-            f"a with statement in a script, {ast.unparse(expression)}",
-            "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
-            "Return behind the with statement.",
-        )  # fmt: skip
 
 
 def _exits(items: list[str], mark: str, place: ast.stmt) -> list[ast.stmt]:
@@ -241,11 +232,7 @@ def without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.st
 
 def at(node: Any, place: Any) -> Any:
     """A new node with the position of another in the source."""
-    ast.copy_location(node, place)
-    for child in ast.walk(node):
-        if not hasattr(child, "lineno"):
-            ast.copy_location(child, place)
-    return node
+    return ast.fix_missing_locations(ast.copy_location(node, place))
 
 
 # -- what becomes of the marks in a graph ------------------------------------------------------------------------------

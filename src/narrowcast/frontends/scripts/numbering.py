@@ -9,27 +9,23 @@ Counts = dict[tuple[int, str], int]  # by the call of a module, and op
 _LOST = -1
 
 
-def number_calls(section: Section, begins: bool) -> None:
+def number_calls(section: Section, counts: Counts, begins: bool) -> None:
     """Number the calls that regions rule. begins: whether the graph begins where the call of its module does."""
-    _count(section, {}, begins)
-
-
-def _count(section: Section, counts: Counts, begins: bool) -> None:
     for item in section.items:
         if item.node.kind() == "prim::If":
             ends = [dict(counts) for _ in item.blocks]
             for inner, end in zip(item.blocks, ends, strict=True):
-                _count(inner, end, begins)
+                number_calls(inner, end, begins)
             _lose_what_differs(counts, ends, item.call)
         elif item.node.kind() == "prim::Loop":
             (body,) = item.blocks
             once = dict(counts)
-            _count(body, once, begins)
+            number_calls(body, once, begins)
             _lose_what_differs(counts, [dict(counts), once], item.call)
-            _count(body, dict(counts), begins)
+            number_calls(body, dict(counts), begins)
         else:
             for inner in item.blocks:
-                _count(inner, counts, begins)
+                number_calls(inner, counts, begins)
             _number(item, counts, begins)
 
 

@@ -13,15 +13,10 @@ def hold_policy(policy: Policy) -> str:
     return policy.digest
 
 
-def named_policy(name: str) -> Policy:
-    """The policy that a script names: by digest, name or path."""
+def told_policy(name: str) -> Policy | None:
+    """The policy that a script names, by digest, name or path; None for torch's own, which has no name in a script."""
     found = _in_scripts.get(name)
-    if found is None:
+    if found is None and name:
         found = known_policy(name) or as_policy(name)
         _in_scripts[found.digest] = found
     return found
-
-
-def told_policy(name: str) -> Policy | None:
-    """The same; None for torch's own, which has no name in a script."""
-    return named_policy(name) if name else None

@@ -6,13 +6,11 @@ LinearAlgebra.cpp, Correlation.cpp) and in native/sparse (SparseTensorMath.cpp).
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional  # noqa: UP035  # what TorchScript reads
-
 import torch
 from torch import Tensor
 
 
-def tensordot(self: Tensor, other: Tensor, dims_self: List[int], dims_other: List[int]) -> Tensor:  # noqa: UP006
+def tensordot(self: Tensor, other: Tensor, dims_self: list[int], dims_other: list[int]) -> Tensor:
     """A product over several dimensions of each. Those that one of the two lacks are summed away first."""
     a, b = self, other
     contracted = 1
@@ -23,9 +21,9 @@ def tensordot(self: Tensor, other: Tensor, dims_self: List[int], dims_other: Lis
             b = b.sum([dims_other[i]], True)
         else:
             contracted *= self.size(dims_self[i])
-    order_a: List[int] = []  # noqa: UP006
-    order_b: List[int] = list(dims_other)  # noqa: UP006
-    sizes: List[int] = []  # noqa: UP006
+    order_a: list[int] = []
+    order_b: list[int] = list(dims_other)
+    sizes: list[int] = []
     rows, columns = 1, 1
     for i in range(self.dim()):
         if i not in dims_self and i - self.dim() not in dims_self:
@@ -53,11 +51,11 @@ def inner(self: Tensor, other: Tensor) -> Tensor:
     return tensordot(self, other, [-1], [-1])
 
 
-def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
+def linalg_multi_dot(tensors: list[Tensor]) -> Tensor:
     """A product of several matrices, in the order that takes the fewest multiplications."""
     n = len(tensors)
     factors = list(tensors)
-    sizes: List[int] = []  # noqa: UP006
+    sizes: list[int] = []
     if factors[0].dim() == 1:
         factors[0] = factors[0].unsqueeze(0)
     else:
@@ -75,8 +73,8 @@ def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
         return torch.mm(torch.mm(factors[0], factors[1]), factors[2]).view(sizes)
     p = [factor.size(0) for factor in factors]
     p.append(factors[n - 1].size(1))
-    costs: List[int] = [0] * (n * n)  # noqa: UP006
-    splits: List[int] = [0] * (n * n)  # noqa: UP006
+    costs: list[int] = [0] * (n * n)
+    splits: list[int] = [0] * (n * n)
     for length in range(1, n):
         for i in range(n - length):
             j = i + length
@@ -85,7 +83,7 @@ def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
                 if k == i or cost < costs[i * n + j]:
                     costs[i * n + j] = cost
                     splits[i * n + j] = k
-    needed: List[int] = [n - 1]  # noqa: UP006  # i * n + j of products of i to j, the whole first
+    needed: list[int] = [n - 1]  # i * n + j of products of i to j, the whole first
     for at in range(2 * n):
         if at < len(needed):
             i, j = needed[at] // n, needed[at] % n
@@ -93,7 +91,7 @@ def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
                 k = splits[i * n + j]
                 needed.append(i * n + k)
                 needed.append((k + 1) * n + j)
-    products: Dict[int, Tensor] = {}  # noqa: UP006
+    products: dict[int, Tensor] = {}
     for at in range(len(needed)):
         found = needed[len(needed) - 1 - at]
         i, j = found // n, found % n
@@ -105,7 +103,7 @@ def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
     return products[n - 1].view(sizes)
 
 
-def chain_matmul(matrices: List[Tensor]) -> Tensor:  # noqa: UP006
+def chain_matmul(matrices: list[Tensor]) -> Tensor:
     """What multi_dot computes, under its old name."""
     if len(matrices) == 1:
         return matrices[0].clone()
@@ -126,29 +124,22 @@ def linalg_matrix_power(self: Tensor, n: int) -> Tensor:
         return torch.matmul(base, base)
     if power == 3:
         return torch.matmul(torch.matmul(base, base), base)
-    square, result = base, base
-    started, has_result = False, False
+    square, result, has_result = base, base, False
     while power > 0:
-        bit = power % 2
-        power = power // 2
-        square = torch.matmul(square, square) if started else base
-        started = True
-        if bit == 1:
+        if power % 2 == 1:
             result = torch.matmul(result, square) if has_result else square
             has_result = True
+        power = power // 2
+        if power > 0:
+            square = torch.matmul(square, square)
     return result
 
 
-def cov(
-    self: Tensor,
-    correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:
+def cov(self: Tensor, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
     """The covariance of rows."""
     x = self.view([1, -1]) if self.dim() < 2 else self
     count = x.size(1)
-    w: Optional[Tensor] = None  # noqa: UP045
+    w: Tensor | None = None
     if fweights is not None:
         w = fweights if aweights is None else fweights * aweights
     elif aweights is not None:

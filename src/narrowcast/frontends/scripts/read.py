@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,9 +28,8 @@ from narrowcast.frontends.scripts.calls import (
     is_tensor_list,
     sources,
 )
-from narrowcast.frontends.scripts.formats import OTHER, join, promoted
 from narrowcast.frontends.scripts.memory import Memory
-from narrowcast.frontends.scripts.region_facts import dtype_of
+from narrowcast.frontends.scripts.region_facts import DTYPES
 from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section, passage, policy_of
 from narrowcast.programs.passes import COMPOSITE, call_of
 from narrowcast.programs.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
@@ -37,36 +37,27 @@ from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, is_weig
 from narrowcast.runtime.torch_surface.dispatch import op_name, schema_of
 
 _ANY_SHAPE = ("?",)
+OTHER = "other"
+"""The type of a tensor without a floating format, and of what is no tensor.
+
+`bf16` says: bf16, unless the value is one that no cast of the region would touch (fp64, integers, another device):
+casts look for that when they run. Where nothing is known the type is `tensor`.
+"""
 
 
 @dataclass(slots=True)
 class ReadScript:
-    """A program, and what it was read from.
+    """Reads one graph: its program, and what that was read from.
 
+    attributes: from a value that is read off the module to the tensor that it is now.
     ids: of the script's values. items: the call of each step. operands: for each step the script's values that its
     operands are, with the position among the call's inputs and, for an element of a list, in the list. scopes: of each
     region. policies: by digest. sessions: of each the first step of the block in which it begins. hidden: calls in
     blocks in which the policy around does not rule.
     """
 
-    program: Program
-    ids: dict[int, int]
-    items: dict[int, Item]
-    operands: dict[int, list[Source]]
-    scopes: list[Scope]
-    policies: dict[str, Policy]
-    sessions: dict[int, int]
-    hidden: dict[HidingBlock, int]
-
-
-@dataclass(slots=True)
-class ScriptReader:
-    """Reads one graph.
-
-    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest.
-    """
-
     attributes: Callable[[Any], Any]
+    program: Program = field(init=False)
     types: dict[int, str] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
@@ -83,14 +74,11 @@ class ScriptReader:
     parts: dict[str, str] = field(default_factory=dict)  # of the call looked at: types of results that rules are about
 
     def read(self, section: Section, name: str) -> ReadScript:
-        """The program of a graph."""
+        """Read a graph."""
         self._propagate(section)
         self.memory = Memory(self.ids, self.known)
-        body = self._block(section, "main")
-        program = Program(name, body, tuple(self.opened))
-        return ReadScript(
-            program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions, self.hidden
-        )
+        self.program = Program(name, self._block(section, "main"), tuple(self.opened))
+        return self
 
     # -- regions
 
@@ -106,16 +94,13 @@ class ScriptReader:
             self.policies[digest] = policy
             low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
             facts = Region(scope.device_type, FORMATS[low], scope.enabled is not False, scope.cached)
-            number = len(self.scopes)
-            self.numbers[scope, several] = number
             opened = OpenedRegion(facts, digest, scope.session, scope.open + several)
-            if opened in self.opened and not scope.open:
-                self.numbers[scope, several] = self.opened.index(opened)
-                return self.numbers[scope, several]
-            if opened in self.opened:  # each instance has facts of its own
-                opened = replace(opened, open=(*opened.open, f"instance{number}"))
-            self.opened.append(opened)
-            self.scopes.append(scope)
+            if opened in self.opened and scope.open:  # each instance has facts of its own
+                opened = replace(opened, open=(*opened.open, f"instance{len(self.scopes)}"))
+            if opened not in self.opened:
+                self.opened.append(opened)
+                self.scopes.append(scope)
+            self.numbers[scope, several] = self.opened.index(opened)
         return self.numbers[scope, several]
 
     # -- formats
@@ -130,17 +115,16 @@ class ScriptReader:
     def _propagate_through(self, item: Item) -> None:
         node = item.node
         kind = node.kind()
+        if kind == "prim::Loop":
+            self._propagate_loop(item)
+            return
+        for inner in item.blocks:
+            self._propagate(inner)
         if kind == "prim::If":
-            for inner in item.blocks:
-                self._propagate(inner)
             ends = [list(inner.block.outputs()) for inner in item.blocks]
             for n, output in enumerate(node.outputs()):
                 self.types[output.unique()] = join(self._type(end[n]) for end in ends)
-        elif kind == "prim::Loop":
-            self._propagate_loop(item)
         else:
-            for inner in item.blocks:
-                self._propagate(inner)
             self._propagate_call(item)
 
     def _propagate_loop(self, item: Item) -> None:
@@ -203,7 +187,7 @@ class ScriptReader:
             return OTHER
         dtype = dtype_argument(node, facts)
         if isinstance(dtype, int):
-            return FORMATS[dtype_of(dtype)].name if dtype in (5, 6, 7, 15) else OTHER
+            return FORMATS[DTYPES[dtype]].name if dtype in DTYPES else OTHER
         if dtype is not None:
             return TENSOR
         for number in self._regions(item.scopes):
@@ -222,8 +206,9 @@ class ScriptReader:
         """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""
         step = self._step_of(item, facts, found, range(len(found)), (number,))
         opened = self.opened[number]
-        program = _ScriptValues(self.opened, [self._looked(s.value, n) for n, s in enumerate(found)])
-        return decide(call_of(program, step), self.policies[opened.policy], opened.facts)  # type: ignore[arg-type]
+        values = [self._looked(s.value, n) for n, s in enumerate(found)]
+        program: Any = SimpleNamespace(regions=self.opened, values=values)  # all that is read of it
+        return decide(call_of(program, step), self.policies[opened.policy], opened.facts)
 
     def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
         """The format that a decided call gives; None if the decision does not say."""
@@ -377,9 +362,15 @@ def _sources(item: Item, facts: OpFacts) -> list[Source]:
     return [Source(0, None, value) for _, value in item.came] + sources(item.node, facts)
 
 
-@dataclass(frozen=True, slots=True)
-class _ScriptValues:
-    """What `call_of` reads of a program, while there is none."""
+def join(types: Iterable[str]) -> str:
+    """What is known of a value that may be any of these."""
+    found = set(types)
+    return found.pop() if len(found) == 1 else TENSOR
 
-    regions: list[OpenedRegion]
-    values: list[Value]
+
+def promoted(types: Iterable[str]) -> str:
+    """What an op gives that keeps the format of its floating operands.
+
+    Formats that differ may be promoted or not: a tensor without dimensions does not count.
+    """
+    return join(t for t in types if t != OTHER)

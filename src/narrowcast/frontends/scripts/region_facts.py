@@ -13,8 +13,7 @@ from narrowcast.frontends.scripts.places import shown_at, shown_from
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node
 
-AUTOCAST = "torch.amp.autocast_mode.autocast"
-_CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
+_CLASSES = tuple(f"torch.{home}amp.autocast_mode.autocast" for home in ("", "cpu.", "cuda."))
 MADE = "made"
 """Among the attributes of a region object: the object itself, as what makes it gives it."""
 POLICY = "narrowcast_policy"
@@ -33,11 +32,6 @@ def region_class(value: Value) -> str | None:
 REGION = "narrowcast.frontends.eager.region.autocast"
 
 
-def dtype_of(number: int) -> torch.dtype:
-    """The dtype that TorchScript writes as this number."""
-    return _DTYPES[number]
-
-
 def number_of(dtype: torch.dtype) -> int:
     """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
     if dtype not in _NUMBERS:
@@ -50,7 +44,7 @@ def number_of(dtype: torch.dtype) -> int:
 
 DEFAULT_LOW = "aten::get_autocast_dtype"
 _NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
-_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
+DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 _A_REGION = "a region in a script"
 _WRITTEN = 'Write it where it is used, with torch.autocast("cpu", torch.bfloat16): ...'
 _UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
@@ -134,12 +128,12 @@ def low_format(low: Any, instance: Value) -> Any:
     """The low format, where it is known as the number of a dtype; else what the script will know."""
     if not isinstance(low, int):
         return low
-    if low not in _DTYPES:
+    if low not in DTYPES:
         raise ScriptError(
             asked=f"a region in a script with dtype number {low}", found="it is no floating format",
             where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
         )  # fmt: skip
-    return dtype_of(low)
+    return DTYPES[low]
 
 
 def remove_unused_objects(graph: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, List, Optional  # noqa: UP035  # what TorchScript reads
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +24,22 @@ def is_eligible(x: Tensor, on: bool, device: str) -> bool:
 
 def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
     """To a dtype, if it is eligible."""
-    if is_eligible(x, on, device) and x.dtype != dtype:
-        return x.to(dtype)
-    return x
+    return x.to(dtype) if is_eligible(x, on, device) and x.dtype != dtype else x
 
 
 def cast_everywhere(x: Tensor, dtype: int) -> Tensor:
     """To a dtype, on any device, if it floats and is not fp64."""
-    if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype:
-        return x.to(dtype)
-    return x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype else x
 
 
 def cast_everywhere_exactly(x: Tensor, dtype: int) -> Tensor:
     """The same, fp64 as well."""
-    if x.is_floating_point() and x.dtype != dtype:
-        return x.to(dtype)
-    return x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
 
 
 def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
     """To exactly this dtype, fp64 as well."""
-    if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
-        return x.to(dtype)
-    return x
+    return x.to(dtype) if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype else x
 
 
 def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
@@ -69,14 +61,7 @@ def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
     return x.to(low) if is_weight(x, on, device) else x
 
 
-def cast_weight_once(
-    x: Tensor,
-    on: bool,
-    device: str,
-    low: int,
-    weights: list[Tensor],
-    casts: List[Tensor],  # noqa: UP006
-) -> Tensor:
+def cast_weight_once(x: Tensor, on: bool, device: str, low: int, weights: list[Tensor], casts: list[Tensor]) -> Tensor:
     """The same, with the cast that was made of this very weight before."""
     if not torch.is_grad_enabled() or not is_weight(x, on, device):
         return x
@@ -91,20 +76,17 @@ def cast_weight_once(
     return casts[found]
 
 
-def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
+def cast_optional(x: Tensor | None, on: bool, device: str, dtype: int) -> Tensor | None:
     """`cast` of a tensor that may be None."""
-    if x is not None:
-        if is_eligible(x, on, device) and x.dtype != dtype:
-            return x.to(dtype)
-    return x
+    return cast(x, on, device, dtype) if x is not None else x
 
 
-def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
+def cast_list(xs: list[Tensor], on: bool, device: str, dtype: int) -> list[Tensor]:
     """`cast` of each tensor of a list."""
     return [cast(x, on, device, dtype) for x in xs]
 
 
-def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+def promote(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
     """To the widest of fp32 and the low format; eager code, too, knows no third."""
     dst = low
     for x in xs:
@@ -116,27 +98,25 @@ def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]: 
     return [cast(x, on, device, dst) for x in xs]
 
 
-def align(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
     """To the narrowest format that holds those of all."""
     dst = -1
     for x in xs:
         if x.is_floating_point():
             dtype: int = x.dtype
-            if dst == -1 or dtype == 7:
+            if dst == -1 or dtype == 7 or (dtype == 6 and dst != 7):
                 dst = dtype
-            elif dtype != dst and dst != 7 and dtype == 6:
-                dst = 6
             elif dtype != dst and dst != 7 and dst != 6:
                 raise RuntimeError("no format holds all of fp16, bf16")
     return [cast(x, on, device, dst) for x in xs]
 
 
-def inside(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+def inside(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
     """To fp32, for the time of one call."""
     return [cast(x, on, device, 6) for x in xs]
 
 
-def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # noqa: UP006
+def back(x: Tensor, firsts: list[Tensor], on: bool, device: str) -> Tensor:
     """A result in the format in which the first eligible operand came."""
     for first in firsts:
         if is_eligible(first, on, device):
@@ -144,7 +124,7 @@ def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # n
     return x
 
 
-def back_exactly(x: Tensor, firsts: List[Tensor]) -> Tensor:  # noqa: UP006
+def back_exactly(x: Tensor, firsts: list[Tensor]) -> Tensor:
     """A result in the format in which the first floating argument came, fp64 as well."""
     for first in firsts:
         if first.is_floating_point() and x.is_floating_point():
@@ -152,11 +132,9 @@ def back_exactly(x: Tensor, firsts: List[Tensor]) -> Tensor:  # noqa: UP006
     return x
 
 
-def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Optional[int]:  # noqa: UP045
+def chosen_dtype(x: Tensor, dtype: int | None, on: bool, device: str) -> int | None:
     """fp32, where the script leaves a dtype open."""
-    if dtype is None and is_eligible(x, on, device):
-        return 6
-    return dtype
+    return 6 if dtype is None and is_eligible(x, on, device) else dtype
 
 
 def keep(x: Tensor) -> None:

@@ -174,7 +174,11 @@ class Scanner:
             if passed is not None:
                 if frames and frames[-1] is not None and frames[-1].around:
                     self.passages.append(node)
-                    section.items.append(self._passed(node, passed, frames[-1], callers[-1]))
+                    section.items.append(Item(node, frames[-1].around, callers[-1]))  # the regions around it decide
+                    if "argument" in passed:
+                        frames[-1].came.append((passed["argument"], node.inputsAt(0)))
+                    else:
+                        section.items[-1].came = tuple(frames[-1].came)
                 else:
                     close_passage(node)
                 continue
@@ -256,15 +260,6 @@ class Scanner:
         if found is not None:
             stack.append(found[1])
             entered.append(mark)
-
-    def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Site) -> Item:
-        """What goes into a call, or comes out: the regions around it decide."""
-        item = Item(node, frame.around, caller)
-        if "argument" in passed:
-            frame.came.append((passed["argument"], node.inputsAt(0)))
-        else:
-            item.came = tuple(frame.came)
-        return item
 
     def new_session(self) -> int:
         """The session of a region that is entered where there is none, in the block that is being read."""

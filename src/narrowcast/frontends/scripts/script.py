@@ -24,7 +24,7 @@ from narrowcast.frontends.scripts.compiling import around, compile_anew, compili
 from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes
-from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
+from narrowcast.frontends.scripts.scripted import explicit_function, explicit_module
 from narrowcast.frontends.scripts.tracing import traced_function, traced_module, tracing
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
@@ -70,7 +70,7 @@ def script(
     with compiling(_device_types(target)), _explained(target):
         made = compile_anew(target)
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(made, scopes, target), made_on)
+            return add_text(explicit_module(made, scopes, target), TARGET, made_on)
         return explicit_function(made, scopes, written, getattr(target, "__narrowcast_pinned__", None))
 
 
@@ -100,7 +100,7 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
             copied = function_from_graph(str(script.name), script.graph.copy())
             return explicit_function(copied, scopes)
         check_methods(script)
-        return _noting(explicit_module(_copied(script), scopes), made_on)
+        return add_text(explicit_module(_copied(script), scopes), TARGET, made_on)
 
 
 _MISTYPED = re.compile(r"autocast self, .*\nExpected a value of type '(.+)' for argument '(\w+)' .* type '(.+)'")
@@ -189,13 +189,8 @@ def _scopes(target: Any, asked: AskedRegion, made_for: str) -> tuple[Scopes, str
     return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy), made_on
 
 
-def _noting(module: ExplicitModule, made_on: str) -> ExplicitModule:
-    """The module, which says from here on for which device it was made, saved ones too."""
-    add_text(module, TARGET, made_on)
-    return module
-
-
 TARGET = "narrowcast_target"
+"""The attribute of modules that says for which device they were made, saved ones too."""
 
 
 _one_trace_at_a_time = threading.RLock()
@@ -242,10 +237,10 @@ def trace(
             finally:
                 torch.clear_autocast_cache()
             is_module = isinstance(target, torch.nn.Module)
-            made = _noting(traced_module(traced, ruled), made_on) if is_module else traced_function(traced, ruled)
+            made = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
         if checked:
             _check_trace(target, made, args, kwargs)
-    return made
+    return add_text(made, TARGET, made_on) if is_module else made
 
 
 def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from the outermost module that is called. One that was given a region is a progr
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import time
@@ -34,9 +33,7 @@ from narrowcast.frontends.scripts.callers import (
     unmark,
 )
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.scopes import Scope, Scopes
-from narrowcast.programs.passes import PassResult
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
@@ -52,9 +49,7 @@ from narrowcast.runtime.torch_surface.jit import (
     function_from_graph,
     hooks_of,
     method_names,
-    module_type,
     optimizes,
-    wrap_module,
 )
 from narrowcast.runtime.torch_surface.state import any_autocast, autocast_off
 
@@ -79,22 +74,9 @@ class Method:
     variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
-    def make_explicit(
-        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False,
-        begins: bool = True,
-    ) -> tuple[ReadScript, PassResult]:  # fmt: skip
-        """Convert a graph of the method, in place, with its own regions and those around its call.
-
-        marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.
-        observed: the graph says where it is as it runs. begins: as in `_begins`.
-        """
-        around = {**scopes, **self.around}
-        caller = caller or self.caller
-        return make_graph_explicit(graph, around, self.module, self.name, caller, marked, observed, begins)
-
     def convert_own(self, graph: Any) -> None:
         """Convert the graph that others get, in place, with the method's own regions."""
-        reading, _ = self.make_explicit(graph, {}, marked=True)
+        reading, _ = make_graph_explicit(graph, self.around, self.module, self.name, self.caller)
         self.asked = frozenset().union(*(_asked_of_sites(policy) for policy in reading.policies.values()))
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,19 +90,19 @@ class Method:
             raise
 
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ambient = any_autocast()
-        key, scopes, asked = _ambient(self.around) if ambient and not self.fixed else ((), {}, frozenset())
+        is_on = any_autocast()
+        key, scopes, asked = ambient(self.around) if is_on and not self.fixed else ((), {}, frozenset())
         observed = are_wanted()  # then in a form that says where it is, paths and lines as eager code has them
         caller = self._called_from(_NAMES if observed else asked | self.asked)
         if not (scopes or observed or self.called) and caller == self.caller:
-            with autocast_off() if ambient else nullcontext(), _as_written():
+            with autocast_off() if is_on else nullcontext(), _as_written():
                 return plain(*args, **kwargs)
         with self.lock:
             begins = ("call" not in asked and not observed) or self._begins()
             name = (observed, *key, caller, begins)
             if name not in self.variants:
-                graph = self.raw.copy()
-                self.make_explicit(graph, scopes, caller=caller, observed=observed, begins=begins)
+                graph, around = self.raw.copy(), {**scopes, **self.around}
+                make_graph_explicit(graph, around, self.module, self.name, caller, False, observed, begins)
                 self.variants[name] = function_from_graph(self.name, graph)
             variant = self.variants[name]
         with autocast_off(), _as_written(), inside_script() if observed else nullcontext():
@@ -173,9 +155,9 @@ class Method:
 
     def explained(self, number: int, scopes: Scopes) -> CompiledGraph:
         """What becomes of it in these regions, for explanations."""
-        graph = self.raw.copy()
+        graph, around = self.raw.copy(), self.around if self.fixed else {**scopes, **self.around}
         start = time.perf_counter()
-        reading, outcome = self.make_explicit(graph, {} if self.fixed else scopes)
+        reading, outcome = make_graph_explicit(graph, around, self.module, self.name, self.caller, marked=False)
         seconds = time.perf_counter() - start
         first = next((step.site for step in reading.program.steps.values() if step.site.file), NOWHERE)
         return CompiledGraph(
@@ -193,7 +175,7 @@ def _as_written() -> Any:
     return nullcontext()
 
 
-def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
+def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
     """The regions that we are in, without those that a script's own replace; what tells them apart; what rules ask."""
     found: Scopes = {}
     key: list[Any] = []
@@ -208,21 +190,14 @@ def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
     return tuple(key), found, asked
 
 
-def scopes_here() -> Scopes:
-    """The regions that we are in."""
-    return _ambient({})[1]
-
-
 _NAMES = frozenset(("module", "module_class", "function"))
-_asked: dict[str, frozenset[str]] = {}  # by the digests of policies
 
 
+@functools.cache
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
     """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
-    if policy.digest not in _asked:
-        names = (*_NAMES, "call")
-        _asked[policy.digest] = frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
-    return _asked[policy.digest]
+    names = (*_NAMES, "call")
+    return frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
 
 
 class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
@@ -232,8 +207,7 @@ class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it; regions around the call hold in what the script leaves open."""
-        method = methods_of(self)["forward"]
-        return method.run(super().__call__, args, kwargs)
+        return methods_of(self)["forward"].run(super().__call__, args, kwargs)
 
 
 class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defined, misc]
@@ -247,10 +221,10 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
         return super().__getattr__(attr)
 
     def __copy__(self) -> ExplicitModule:
-        return _as_explicit(wrap_module(copy.copy(self._c)), methods_of(self))
+        return _as_explicit(super().__copy__(), methods_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExplicitModule:
-        return _as_explicit(wrap_module(copy.deepcopy(self._c, memo)), methods_of(self))
+        return _as_explicit(super().__deepcopy__(memo), methods_of(self))
 
 
 class BoundMethod:
@@ -355,7 +329,7 @@ def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 def caller_of(module: Any, method: str) -> Site:
     """What is around everything in a method: the module's class, and the method itself."""
-    kind = class_name(module_type(module))
+    kind = class_name(find_type(module))
     name = method_name(kind, method)
     return Site(classes=(kind,), functions=(name,) if name else ())
 

@@ -22,16 +22,16 @@ from narrowcast.frontends.scripts.scripted import (
     ExplicitFunction,
     ExplicitModule,
     Method,
+    ambient,
     caller_of,
     methods_of,
-    scopes_here,
     with_method,
     with_methods,
 )
 from narrowcast.runtime.regions.watchers import told_of_regions
 from narrowcast.runtime.torch_surface.jit import (
+    compiled,
     compiled_method,
-    compiled_module,
     compiler_lock,
     forks_replaced,
     inserting_after,
@@ -40,6 +40,7 @@ from narrowcast.runtime.torch_surface.jit import (
     script_calls_replaced,
     traced_graph,
     tracing_state,
+    wrap_module,
 )
 from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
 
@@ -91,28 +92,15 @@ class _Forked:
 def _following(kept: list[Method]) -> AbstractContextManager[None]:
     """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
 
-    def call_function(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any_autocast() or methods_of(self):
-            return call(self, *args, **kwargs)
-        kept.append(_method_of(self, None))
-        return kept[-1].run(self, args, kwargs)
+    def cast(call: Any, script: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any_autocast() or methods_of(script):
+            return call(script, *args, **kwargs)
+        raw = script.graph.copy()
+        inline_calls(raw)
+        kept.append(Method(script.name, script.schema, raw, {}, getattr(script, "owner", None)))  # a function has none
+        return kept[-1].run(script, args, kwargs)
 
-    def call_method(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any_autocast():
-            return call(self, *args, **kwargs)
-        kept.append(_method_of(self, self.owner))
-        return kept[-1].run(self, args, kwargs)
-
-    why = "traces cast the scripts that they call"
-    return script_calls_replaced(
-        lambda call: partial(call_function, call), lambda call: partial(call_method, call), why
-    )
-
-
-def _method_of(script: Any, module: Any) -> Method:
-    raw = script.graph.copy()
-    inline_calls(raw)
-    return Method(script.name, script.schema, raw, {}, module)
+    return script_calls_replaced(partial(partial, cast), "traces cast the scripts that they call")
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -146,7 +134,8 @@ def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction
     """A traced function; `regions` are the device types that a region around the trace ruled, and rules still."""
     inline_calls(function.graph)
     _cast_inside(function.graph, regions)
-    return with_method(function, _method(function.name, function, None, regions))
+    method = Method(function.name, function.schema, function.graph.copy(), {}, fixed=bool(regions))
+    return with_method(function, method)
 
 
 def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
@@ -156,26 +145,22 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
         mark_calls(graph)
     for graph in graphs:
         inline_calls(graph)
-    module = compiled_module(traced)
+    module = wrap_module(compiled(traced))
     methods = {}
     for name in method_names(module):
         plain = compiled_method(module, name)
         _cast_inside(plain.graph, regions, module, name)
-        methods[name] = _method(name, plain, module, regions)
+        caller = caller_of(module, name)
+        methods[name] = Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
     for graph in graphs_of(module):
         unmark(graph)
     return with_methods(module, methods)
 
 
-def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Method:
-    caller = caller_of(module, name) if module is not None else NOWHERE
-    return Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
-
-
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
     """The whole graph is cast already, except what torch has recorded as one op: that is cast now, in place."""
     _tell_inside(graph)
-    scopes = {device: scope for device, scope in scopes_here().items() if device in regions}
+    scopes = {device: scope for device, scope in ambient({})[1].items() if device in regions}
     policies = [policy_of(scope) for scope in scopes.values()]
     inside = [node for node in graph.nodes() if policies and casts_inside(node, policies)]
     if not inside:

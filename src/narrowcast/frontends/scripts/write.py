@@ -78,11 +78,12 @@ class Writer:
             value = self.read.get(number)
             if value is None or not scope.cached or not self._is_low(step) or step.id in inner:
                 continue
-            if not program.values[number].weight:
-                if self._type(number) not in (UNKNOWN, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
+            known = program.values[number]
+            if not known.weight:
+                if known.type not in (UNKNOWN, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
                     continue
             self.weights.add(step.id)
-            if scope.open or not (program.values[number].weight or (leaves.is_given(value) and not self.kept)):
+            if scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
                 self.searched.add(scope.session)
         for item in self.section.walk():
             if item.node.kind() == "prim::fork":
@@ -157,21 +158,18 @@ class Writer:
             value, cache = self._value(source), self._cache_of(self._scope(step))
             if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
-            self.made[step.id] = self._cast(value, self._type(source) if cache is None else UNKNOWN, step)
+            src = self.program.values[source].type if cache is None else UNKNOWN
+            self.made[step.id] = self._cast(value, src, step)
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
         elif step.op == BACK:
             value, *like = [self._value(operand.value) for operand in step.operands]
             self.made[step.id] = self._call(runtime.back_exactly, [value, self._list(like)])
-        elif step.op == WEIGHT:
-            self.made[step.id] = self._cast_weight(step)
+        elif step.op == WEIGHT:  # if it turns out to be one; lists and what may be None are none
+            value = self._value(step.operands[0].value)
+            self.made[step.id] = self._cast_once(value, self._scope(step)) if is_tensor(value) else value
         else:
             self.made[step.id] = self.made[step.operands[0].value][int(step.constants)]
-
-    def _cast_weight(self, step: Step) -> Any:
-        """The cast of what turns out to be a weight; lists and what may be None are none."""
-        value, scope = self._value(step.operands[0].value), self._scope(step)
-        return self._cast_once(value, scope) if is_tensor(value) else value
 
     def _cast_once(self, value: Any, scope: Scope) -> Any:
         arguments = [value, self._on(scope), self._constant(scope.device_type), self._low(scope)]
@@ -182,9 +180,6 @@ class Writer:
 
     def _value(self, number: int) -> Any:
         return self.made[number] if number in self.made else self.read[number]
-
-    def _type(self, number: int) -> str:
-        return self.program.values[number].type
 
     def _scope(self, step: Step) -> Scope:
         return self.reading.scopes[step.region or 0]

@@ -124,7 +124,7 @@ class Observer(WatchingMode):
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
         with (
             told_of_script_sites(),
-            script_calls_replaced(around, around, "runs are observed"),
+            script_calls_replaced(around, "runs are observed"),
             super().observing(),
         ):
             yield

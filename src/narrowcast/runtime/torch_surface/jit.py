@@ -111,14 +111,10 @@ def inserting_after(graph: Any, node: Any) -> Iterator[None]:
     mark.destroy()
 
 
-def forget_shapes(graph: Any) -> None:
-    """Values have the types that scripts give them: element types and sizes of a trace are forgotten."""
-    torch._C._jit_pass_erase_shape_information(graph)
-
-
-def drop_unused(graph: Any) -> None:
-    """What nothing reads goes."""
-    torch._C._jit_pass_dce(graph)
+forget_shapes = torch._C._jit_pass_erase_shape_information
+"""Values have the types that scripts give them: element types and sizes of a trace are forgotten."""
+drop_unused = torch._C._jit_pass_dce
+"""What nothing reads goes."""
 
 
 # -- compiled modules and functions ------------------------------------------------------------------------------------
@@ -149,11 +145,6 @@ def compiled_methods(module: Any) -> dict[str, Any]:
 def compiled(module: Any) -> Any:
     """The compiled module behind a script module: `getattr`, `hasattr` and `setattr` of its attributes."""
     return module._c
-
-
-def module_type(module: Any) -> Any:
-    """The compiled type of a script module."""
-    return module._c._type()
 
 
 def find_type(module: Any) -> str:
@@ -206,9 +197,9 @@ def parser_replaced(parse_def: Wrap) -> Iterator[None]:
 
 
 @contextmanager
-def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Iterator[None]:
+def script_calls_replaced(wrap: Wrap, why: str) -> Iterator[None]:
     """Around the calls of script functions and methods."""
-    with held(ScriptFunction, why, __call__=of_function), held(ScriptMethod, why, __call__=of_method):
+    with held(ScriptFunction, why, __call__=wrap), held(ScriptMethod, why, __call__=wrap):
         yield
 
 
@@ -231,12 +222,13 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
         library._destroy()
 
 
-def add_text(module: Any, name: str, text: str) -> None:
-    """Give a script module an attribute that is saved with it; one that it has is given this value."""
+def add_text(module: Any, name: str, text: str) -> Any:
+    """The script module, with an attribute that is saved with it; one that it has is given this value."""
     if module._c.hasattr(name):
         module._c.setattr(name, text)
     else:
         module._c._register_attribute(name, torch._C.StringType.get(), text)
+    return module
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------
@@ -299,8 +291,3 @@ def compiled_functions() -> list[Any]:
     """All functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
     compiled: Any = _state._python_cu
     return list(compiled.get_functions())
-
-
-def compiled_module(traced: Any) -> Any:
-    """The plain script module of a traced one, with the same compiled methods."""
-    return wrap_module(traced._c)
