@@ -97,7 +97,10 @@ def capture(
     if model is None:
         is_given = not (type(inputs) is tuple and not inputs)
         given = {"inputs": is_given or None, "under": under, "backward": backward or None, "tokens": tokens}
-        _refuse_without_model(given)
+        wrong = next((name for name, value in given.items() if value is not None), None)
+        if wrong is not None:
+            raise RunError(f"capture({wrong}=...) without a model", "the block runs what it runs",
+                           advice="Give a model, or open the region inside the block.")  # fmt: skip
         return Capturing(table, times=times)
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
@@ -121,13 +124,6 @@ def note_of_changed(names: list[str]) -> str:
     """`The model changes its own weights while it runs (linear.weight)`."""
     shown = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
     return f"The model changes its own weights while it runs ({shown})"
-
-
-def _refuse_without_model(given: dict[str, Any]) -> None:
-    wrong = [name for name, value in given.items() if value is not None]
-    if wrong:
-        raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
-                       advice="Give a model, or open the region inside the block.")  # fmt: skip
 
 
 NOTHING = Policy("fp32", extends=())

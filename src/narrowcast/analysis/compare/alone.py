@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.analysis.compare.kernel_inputs import Samples
 from narrowcast.analysis.compare.reference import KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.frontends.eager.boundary import cast_results
@@ -17,8 +18,6 @@ from narrowcast.observation.statistics.statistics import checksum
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.rerun import can_run_again, copies_of_written, in_dtypes
 from narrowcast.runtime.torch_bridge import FORMATS, tensors_in
-
-Samples = list[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -45,7 +44,8 @@ class RunAlone(Observer):
         if call.is_cast or kept is None or wanted is None:
             return
         if wanted.dtypes != kept.dtypes or wanted.output != kept.output:
-            call.notes["alone"] = _samples(run_low(call, wanted) or [], kept)
+            samples = map(sample_like, run_low(call, wanted) or [], kept.samples)
+            call.notes["alone"] = [sample for sample in samples if sample is not None]
 
     def after(self, call: SeenCall) -> None:
         """Whether it gave what it gave the first time."""
@@ -60,8 +60,9 @@ def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
     """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
     if not can_run_again(call) or reads_opaque(call.facts):
         return None
+    dtypes = [dtype if dtype in FORMATS else None for dtype in wanted.dtypes]
     try:
-        return _run(call, wanted, *in_dtypes(call.facts, call.args, call.kwargs, _floating(wanted.dtypes)))
+        return _run(call, wanted, *in_dtypes(call.facts, call.args, call.kwargs, dtypes))
     except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
         return None
 
@@ -81,16 +82,3 @@ def _dtype_as(wanted: KeptCall, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A dtype that was passed is the one that the policy's run passed."""
     theirs = wanted.call.kwargs
     return {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
-
-
-def _floating(dtypes: list[torch.dtype | None]) -> list[torch.dtype | None]:
-    return [dtype if dtype in FORMATS else None for dtype in dtypes]
-
-
-def _samples(tensors: Samples, kept: KeptCall) -> Samples:
-    found = []
-    for tensor, reference in zip(tensors, kept.samples, strict=False):
-        sample = sample_like(tensor, reference)
-        if sample is not None:
-            found.append(sample)
-    return found

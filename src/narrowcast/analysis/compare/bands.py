@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from narrowcast.observation.trial.output_errors import error_of, gradient_error,
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map, version_of
+
+_epsilon = attrgetter("epsilon")
 
 
 def rounded_to(kept: KeptCall) -> list[torch.dtype]:
@@ -74,12 +77,12 @@ class Moved(Observer):
         if self._exact is None:
             return False
         results = [t for t in tensors_in(result) if is_floating(t)]
-        if any(self._exact.get(t) != _version(t) for t in tensors_in(args, kwargs) if t.dtype in FORMATS):
+        if any(self._exact.get(t) != version_of(t) for t in tensors_in(args, kwargs) if t.dtype in FORMATS):
             return False
         if any(format.epsilon > FORMATS[t.dtype].epsilon for t in results):
             return False
         for tensor in results:
-            self._exact.put(tensor, _version(tensor))
+            self._exact.put(tensor, version_of(tensor))
         return True
 
     def _moved(self, values: Any, format: Format) -> Any:
@@ -107,10 +110,6 @@ class Moved(Observer):
         self.errors[call.id] = error_of([t for t, _ in found], [r for _, r in found])
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)
-
-
 def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> dict[CallId, Format]:
     """The format to which the results of each call of the reference are to move. low: the region's."""
     formats = {
@@ -123,10 +122,6 @@ def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> di
         low = max((FORMATS[d] for kept in others for d in rounded_to(kept)), key=_epsilon, default=low)
     # what computes otherwise under the policy rounds there as often as not
     return formats | dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
-
-
-def _epsilon(format: Format) -> float:
-    return format.epsilon
 
 
 @dataclass(slots=True)

@@ -156,7 +156,7 @@ class _Comparing:
     ) -> None:  # fmt: skip
         self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._around = trial, other, region, around
-        self._is_own, self._is_named = other.model is trial.model, found.reference in REFERENCES
+        self._is_own = other.model is trial.model
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
         self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)

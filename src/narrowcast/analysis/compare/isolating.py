@@ -7,7 +7,7 @@ they are too many, the modules that hold them are tried as groups, and then the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
@@ -17,17 +17,6 @@ from narrowcast.runtime.torch_bridge import find_op, op_facts
 
 Place = tuple[str, str]
 """A module's path and an op's id: what a rule can name."""
-Try = Callable[[list[Place]], float | None]
-"""Run the model with these alone in the low format: the output's error, None where it cannot run so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """The output's error with one op of one module alone low."""
-
-    place: Place
-    rows: tuple[CallError, ...]
-    error: float
 
 
 def low_alone(
@@ -35,13 +24,26 @@ def low_alone(
 ) -> list[Place]:
     """Note at the rows what their ops alone in the region's low format do to the output; what could not run so.
 
-    run: the model in a region; the output's error, None where it cannot run.
+    budget: how often the model may run. run: the model in a region; the output's error, None where it cannot run.
     """
-    tried, failed = isolate(rows, budget, lambda places: run(_low_in(places, region)))
-    numbers = {row.id: number for number, row in enumerate(rows)}
-    for each in tried:
-        for row in each.rows:
-            rows[numbers[row.id]] = replace(row, alone=each.error)
+    places = _low_places(rows)
+    ranked = sorted(places, key=lambda place: -max(rows[n].own for n in places[place]))
+    left = budget
+    if len(ranked) > budget:
+        groups = _groups(ranked, budget // 2)
+        if len(groups) > 1:
+            left -= len(groups)
+            moved = {path: run(_low_in(inside, region)) for path, inside in groups.items()}
+            order = sorted(groups, key=lambda path: -(moved[path] or 0.0))
+            ranked = [place for path in order for place in groups[path]]
+    failed = []
+    for place in ranked[:left]:
+        error = run(_low_in([place], region))
+        if error is None:
+            failed.append(place)
+            continue
+        for n in places[place]:
+            rows[n] = replace(rows[n], alone=error)
     return failed
 
 
@@ -58,35 +60,13 @@ def _low_in(places: list[Place], region: autocast) -> autocast:
     return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
 
 
-def isolate(rows: list[CallError], budget: int, run: Try) -> tuple[list[Tried], list[Place]]:
-    """Try at most `budget` times; what was tried singly, and what could not run so."""
-    places = _low_places(rows)
-    ranked = sorted(places, key=lambda place: -max(row.own for row in places[place]))
-    left = budget
-    if len(ranked) > budget:
-        groups = _groups(ranked, budget // 2)
-        if len(groups) > 1:
-            left -= len(groups)
-            moved = {path: run(inside) for path, inside in groups.items()}
-            order = sorted(groups, key=lambda path: -(moved[path] or 0.0))
-            ranked = [place for path in order for place in groups[path]]
-    tried, failed = [], []
-    for place in ranked[:left]:
-        error = run([place])
-        if error is None:
-            failed.append(place)
-        else:
-            tried.append(Tried(place, tuple(places[place]), error))
-    return tried, failed
-
-
-def _low_places(rows: list[CallError]) -> dict[Place, list[CallError]]:
-    """The ops of modules that are low in the forward and have an error of their own, with their calls."""
-    found: dict[Place, list[CallError]] = {}
-    for row in rows:
+def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
+    """The ops of modules that are low in the forward and have an error of their own, with the numbers of their rows."""
+    found: dict[Place, list[int]] = {}
+    for n, row in enumerate(rows):
         is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not _writes(row.id.op)
         if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
-            found.setdefault((row.id.module_path, row.id.op), []).append(row)
+            found.setdefault((row.id.module_path, row.id.op), []).append(n)
     return found
 
 

@@ -10,15 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.analysis.compare.alone import Alone, Samples
+from narrowcast.analysis.compare.alone import Alone
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
+from narrowcast.analysis.compare.kernel_inputs import Samples
 from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, KeptCall, sample_like
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
-from narrowcast.formats import Format, fp16, fp32
+from narrowcast.formats import Format, fp32
 from narrowcast.observation.trial.output_errors import (
+    MASKED,
     decibels,
     difference,
     error_of,
@@ -76,8 +78,11 @@ def judge_call(
     if low:
         row = replace(row, own=error_of(low, r), inherited=error_of(got, low))
     row = _with_shares(row, low or got, r, kept)
-    if kept.judged is not None:
-        row = _with_kernel(row, kept.judged)
+    if (judged := kept.judged) is not None:
+        row = replace(
+            row, kernel=judged.error, bound=judged.share, largest_ulps=judged.largest_ulps, mean_ulps=judged.mean_ulps,
+            bias_ulps=judged.sign,
+        )  # fmt: skip
     verdict, why = _verdict(row, kept, expected, alone, band, is_own, _lost(got, r))
     return replace(row, verdict=verdict, why=why)
 
@@ -176,22 +181,11 @@ def _are_alike(a: str, b: str, unit: float) -> bool:
         x, y = torch.tensor([float(a)]).double(), torch.tensor([float(b)]).double()
     except ValueError:
         return False
-    return bool(torch.maximum(x, y) <= _MASKED_OUT) or bool((x - y).abs() <= unit * x.abs())
-
-
-_MASKED_OUT = -0.99 * fp16.max
-"""What is lower than any score: with whatever number a program masks in each format, it says the same."""
+    return bool(torch.maximum(x, y) <= MASKED) or bool((x - y).abs() <= unit * x.abs())
 
 
 def _at_places_of(kept: KeptCall, expected: KeptCall) -> list[torch.Tensor | None]:
     return [sample_like(s.double(), want) for s, want in zip(kept.samples, expected.samples, strict=False)]
-
-
-def _with_kernel(row: CallError, judged: Judged) -> CallError:
-    return replace(
-        row, kernel=judged.error, bound=judged.share, largest_ulps=judged.largest_ulps, mean_ulps=judged.mean_ulps,
-        bias_ulps=judged.sign,
-    )  # fmt: skip
 
 
 def _with_shares(row: CallError, got: Samples, r: Samples, kept: KeptCall) -> CallError:
@@ -283,12 +277,11 @@ def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
 def about_underflow(rows: list[CallError], format: Format) -> str:
     """That values below what a format holds explain the error, who makes them, and what helps."""
     lost = next((row for row in rows if row.underflow >= 0.01), None)
-    backward = [row for row in rows if row.underflow >= 0.01 and row.id.direction == BACKWARD]
-    where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)" if lost else ""
-    in_backward = lost is None or (bool(backward) and backward[0] is lost)
-    advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
-    if lost is None:
-        advice = "Use bf16; in a backward scale the loss (nc.Scaler)."
+    where, advice = "", "Use bf16; in a backward scale the loss (nc.Scaler)."
+    if lost is not None:
+        where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)"
+        in_backward = lost.id.direction == BACKWARD
+        advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
     return (
         f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
         f"round-off{where}. {advice}"
@@ -297,10 +290,7 @@ def about_underflow(rows: list[CallError], format: Format) -> str:
 
 def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
-    return {
-        identity: kept for identity, kept in calls.items()
-        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
-    }  # fmt: skip
+    return {identity: kept for identity, kept in calls.items() if not identity.is_sum_of_gradients}
 
 
 def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:

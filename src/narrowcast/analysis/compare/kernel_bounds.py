@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples
@@ -158,7 +159,7 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
     settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
     e, y64, x = e[settled], y64[settled], x[settled]
-    firsts = _firsts_of(y64)
+    firsts = torch.from_numpy(np.unique(y64.cpu().numpy(), return_index=True)[1])  # of the different values
     e, y64, x = e[firsts], y64[firsts], x[firsts]
     if e.numel() < _VALUES:
         return 0.0
@@ -170,11 +171,3 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
 
 
 _ROUNDING = 1.5
-
-
-def _firsts_of(values: torch.Tensor) -> torch.Tensor:
-    """Where each of the different values comes first."""
-    found, numbers = torch.unique(values, return_inverse=True)
-    firsts = torch.full((found.numel(),), values.numel(), dtype=torch.int64, device=values.device)
-    firsts.scatter_reduce_(0, numbers, torch.arange(values.numel(), device=values.device), "amin")
-    return firsts

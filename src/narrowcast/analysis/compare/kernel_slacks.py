@@ -54,19 +54,18 @@ def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
-    found = _slack_of_sums(inputs, exact, results)
-    if found is None or not found:
-        return found
-    low = unit(FORMATS[results[0].dtype])
-    terms = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
-    found = [f + terms * fp32.smallest_normal for f in found]  # below it units for products have no numbers
+    size = inputs.on_absolute_values()
+    if not size:
+        return size
+    low, shapes = unit(FORMATS[results[0].dtype]), shapes_of(inputs.args, inputs.kwargs)
+    terms = terms_of(inputs.facts.id, shapes, shapes_of(results))
+    # below the smallest normal units for products have no numbers
+    found = [s * accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
     if _splits_sums(results[0]):
-        size = inputs.on_absolute_values() or []
         found = [f + s * gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
-    shapes = shapes_of(inputs.args, inputs.kwargs)
     steps = steps_in_between(inputs.facts.id, shapes, inputs.is_transposed) if results[0].is_cpu else 0
     if steps:
-        size, least = inputs.on_absolute_values() or [], FORMATS[results[0].dtype].smallest
+        least = FORMATS[results[0].dtype].smallest
         found = [f + s * gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
     bias, weight = inputs.given("bias"), inputs.given("weight")
     if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the product was rounded before
@@ -89,21 +88,14 @@ def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples
     """Each factor's product is rounded; nothing bounds what leaves the format on its way."""
     format = FORMATS[results[0].dtype]
     if "backward" not in inputs.facts.id:
-        small, large = (inputs.run(change=change) for change in (_at_most_one, _at_least_one))
+        small = inputs.run(change=lambda x: torch.where(x == 0, 1.0, x.abs().clamp(max=1.0)))
+        large = inputs.run(change=lambda x: x.abs().clamp(min=1.0))
         if small is None or large is None or not results[0].numel():
             return None
         if float(small[0].abs().min()) < format.smallest_normal or float(large[0].abs().max()) > format.max:
             return None
     steps = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
     return [exact[0].abs() * gamma(steps, unit(format)) + format.smallest]
-
-
-def _at_most_one(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x == 0, 1.0, x.abs().clamp(max=1.0))
-
-
-def _at_least_one(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().clamp(min=1.0)
 
 
 def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:

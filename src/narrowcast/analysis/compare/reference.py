@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
 from narrowcast.observation.trial.rerun import can_run_again, copies_of_written, mends, planned_arguments, run_wide
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import tree_map
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
@@ -106,7 +106,8 @@ def kept_of(
     call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
 ) -> KeptCall:
     """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
-    light = _light(call)
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty(0, dtype=t.dtype), (call.args, call.kwargs))
+    light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # of these dtypes alone are left
     read = tensors_by_name(call.facts, *planned_arguments(light))
     given = others_as_text(call.facts, call.args, call.kwargs)
     return KeptCall(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
@@ -119,22 +120,6 @@ def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None
         if found.shape == kept.shape:
             return found.double()
     return None
-
-
-def _light(call: SeenCall) -> SeenCall:
-    """The call without its tensors, of which dtypes alone are left."""
-    return SeenCall(
-        call.who.known(), call.facts, *_emptied(call.args, call.kwargs), (call.came, call.computes), call.plan,
-        call.rule, call.forward, call.is_cast,
-    )  # fmt: skip
-
-
-def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    def of(value: Any) -> Any:
-        return torch.empty(0, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-
-    found: tuple[Any, Any] = tree_map(of, (args, kwargs))
-    return found
 
 
 def reads_opaque(facts: OpFacts) -> bool:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.analysis.diff.conditions import growth, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.pieces import (
-    NOTHING,
-    Distance,
-    Piece,
-    Whole,
-    beside,
-    distance,
-    in_best_turns,
-    stacked,
-)
+from narrowcast.analysis.diff.pieces import Distance, Piece, Whole, beside, distance, in_best_turns, stacked
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
@@ -42,21 +33,6 @@ Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """How far apart results are. growth: how many times larger relative errors come out than they went in."""
-
-    relative: float
-    by: str
-    is_part: bool
-    growth: float = 1.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything could be compared."""
-        return self.by != NOTHING
-
-
 class Values:
     """The values of two sides."""
 
@@ -64,12 +40,12 @@ class Values:
         self.sides = (a, b)
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
-    def results(self, pair: Aligned, is_equal: bool = False) -> Compared:
+    def results(self, pair: Aligned, is_equal: bool = False) -> Distance:
         """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
         they read the same bits in the same formats.
         """
         if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
-            return Compared(math.nan, NOTHING, False)
+            return Distance()
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
         count = min(len(call.outputs) for call in first) if is_same else 1
@@ -79,9 +55,9 @@ class Values:
                 pick = _with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
                 for turn in turns_of(pair):
                     apart = self._between(turn, pick, beside)
-                    found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(turn, n, is_equal)))
+                    found.append(replace(apart, growth=self._growth(turn, n, is_equal)))
         known = [one for one in found if one.is_known]
-        return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
+        return max(known, key=lambda one: one.relative / one.growth, default=Distance())
 
     def band_of(self, side: int, bundle: Bundle) -> float:
         """What rounding explains of one call's result."""
@@ -110,7 +86,7 @@ class Values:
 
     def _is_read(self, pair: Aligned, position: int) -> bool:
         """Whether a call of a forward reads the result at that position."""
-        return any(side.is_read(bundle.call.outputs[position][1])
+        return any(bundle.call.outputs[position][1] in side.read_forward
                    for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
 
     def _growth(self, pair: Aligned, position: int, is_equal: bool) -> float:

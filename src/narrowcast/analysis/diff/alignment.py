@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -276,10 +277,7 @@ def is_by_values(pair: Aligned) -> bool:
 
 def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
     """Entries from which the same pairs come: modules, and the calls whose modules do not say it."""
-    votes: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
-    for pair in pairs:
-        key = (_paths(pair.a), _paths(pair.b))
-        votes[key] = votes.get(key, 0) + 1
+    votes = Counter((_paths(pair.a), _paths(pair.b)) for pair in pairs)
     taken_a: set[str] = set()
     taken_b: set[str] = set()
     modules: list[MappingLine] = []

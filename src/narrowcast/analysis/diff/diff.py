@@ -7,14 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from narrowcast.analysis.diff.aligned_values import (
-    BAND,
-    GAIN,
-    GAIN_OF_PASSING,
-    Compared,
-    Values,
-    turns_of,
-)
+from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.environments import environments
@@ -29,6 +22,7 @@ from narrowcast.analysis.diff.outcomes import (
     Outcomes,
     are_written_otherwise,
 )
+from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.sides import Bundle, Side, read_name
 from narrowcast.analysis.diff.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
@@ -199,7 +193,7 @@ class _Judging:
     def _verdict(
         self,
         pair: Aligned,
-        gave: Compared,
+        gave: Distance,
         band: float,
         came: float,
         is_given: bool,
@@ -372,7 +366,7 @@ def _unaligned(
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
         paired = {bundle for pair in pairs for bundle in (pair.a, pair.b)[n]}
         after = ""
-        for bundle in [*side.bundles, *side.casts_alone]:
+        for bundle in [*side.bundles, *side.casts_alone.values()]:
             if bundle in paired:
                 after = str(bundle.id)
                 continue

@@ -81,7 +81,7 @@ class Makers:
         read = {self.of(number) for b in self._bundles for number in self.read(b)}
         gradients = [row["gradient"] for row in self._side.runs[0].parameters.values() if "gradient" in row]
         known = read | {self.of(number) for number in gradients}
-        outside = {b.id for b in self._bundles if any(map(self._is_from_outside, self._floats_of(b)))}
+        outside = {b.id for b in self._bundles if any(self.of(n) is None for n in self._floats_of(b))}
         backward = [b for b in self._bundles if b.id.direction == BACKWARD and b not in known]
         return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
 
@@ -90,9 +90,6 @@ class Makers:
         first = bundle.turns[0][0]
         named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
         return [number for name, number in named if not self._side.is_given(first, name)]
-
-    def _is_from_outside(self, number: int) -> bool:
-        return self.of(number) is None
 
     def choosers(self, bundle: Bundle) -> list[Bundle]:
         """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that

@@ -180,13 +180,15 @@ class Distance:
     """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
-    other has not. row: the largest relative distance of a row, where rows are known.
+    other has not. row: the largest relative distance of a row, where rows are known. growth: of what calls gave, how
+    many times larger relative errors come out of them than they went in.
     """
 
     relative: float = math.nan
     by: str = NOTHING
     is_part: bool = False
     row: float = 0.0
+    growth: float = 1.0
 
     @property
     def is_known(self) -> bool:

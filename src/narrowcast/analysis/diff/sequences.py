@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 Pairs = list[tuple[int, int]]
@@ -62,10 +63,7 @@ def in_order_on_both(pairs: Pairs) -> Pairs:
     ends: list[int] = []  # of the best chain of each length: the index of its last pair
     before: list[int] = []
     for n, (_, j) in enumerate(pairs):
-        low, high = 0, len(ends)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if pairs[ends[middle]][1] < j else (low, middle)
+        low = bisect_left(ends, j, key=lambda at: pairs[at][1])
         before.append(ends[low - 1] if low else -1)
         ends[low : low + 1] = [n]
     chain: Pairs = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
@@ -83,11 +83,6 @@ def read_by(call: CallRecord) -> int | None:
     return dict(call.inputs).get(read_name(call))
 
 
-@dataclass(slots=True)
-class _Growing:
-    turns: dict[int, list[RankCall]] = field(default_factory=dict)
-
-
 class Side:
     """Runs of one process each; casts are left out, since each call says in which formats it computes."""
 
@@ -100,7 +95,7 @@ class Side:
                 for _, number in call.outputs:
                     makers.setdefault(number, call)
         self.bundles = self._bundled()
-        self._casts: dict[int, Bundle] = {}
+        self.casts_alone: dict[int, Bundle] = {}
         self.casts = sum(call.is_cast for run in runs for call in run.calls)
 
     def piece(self, rank: int, number: int) -> Piece:
@@ -139,26 +134,18 @@ class Side:
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
         """Casts to formats in which no call of the run computes, between these tensors and what made them."""
         casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._made(0, n))]
-        return [call for call in casts if self._gave(call) in FORMATS.keys() - self._formats]
-
-    def _gave(self, call: CallRecord) -> str:
-        return self.runs[0].tensors[call.outputs[0][1]].format
+        return [call for call in casts if self.runs[0].tensors[call.outputs[0][1]].format in self._strange]
 
     @cached_property
-    def _formats(self) -> frozenset[str]:
+    def _strange(self) -> frozenset[str]:
         calls = [call for call in self.runs[0].calls if not call.is_cast]
-        return frozenset(name for call in calls for name in call.computes.split(","))
-
-    @property
-    def casts_alone(self) -> list[Bundle]:
-        """The casts that were asked for as bundles: they have no partner."""
-        return list(self._casts.values())
+        return frozenset(FORMATS).difference(*(call.computes.split(",") for call in calls))
 
     def by_itself(self, cast: CallRecord) -> Bundle:
-        """A cast as a bundle."""
-        if id(cast) not in self._casts:
-            self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [RankCall(0, cast)]}))
-        return self._casts[id(cast)]
+        """A cast as a bundle, which has no partner."""
+        if id(cast) not in self.casts_alone:
+            self.casts_alone[id(cast)] = self._bundle(len(self.bundles), {1: [RankCall(0, cast)]})
+        return self.casts_alone[id(cast)]
 
     def with_bias(self, placed: RankCall) -> int:
         """The number of what a product gives; where it adds no bias, and a call that reads it adds one, of the sum."""
@@ -180,17 +167,14 @@ class Side:
         number = dict(placed.call.inputs).get(name, -1)
         if number < 0 or self.maker(placed.rank, number) is not None:
             return False
-        if placed.call.id.direction == BACKWARD and not any(map(self.is_read, self._before(placed.rank, number))):
+        if placed.call.id.direction == BACKWARD and self.read_forward.isdisjoint(self._before(placed.rank, number)):
             return False
         dimensions = len(self.runs[placed.rank].tensors[number].shape)
         return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
 
-    def is_read(self, number: int) -> bool:
-        """Whether a call of the first rank's forward reads a tensor."""
-        return number in self._read_forward
-
     @cached_property
-    def _read_forward(self) -> frozenset[int]:
+    def read_forward(self) -> frozenset[int]:
+        """What the calls of the first rank's forward read."""
         calls = [call for call in self.runs[0].calls if call.id.direction == FORWARD]
         return frozenset(number for call in calls for _, number in call.inputs)
 
@@ -203,7 +187,7 @@ class Side:
         return found
 
     def _bundled(self) -> list[Bundle]:
-        growing: dict[tuple[str, str, tuple[int, ...], str], _Growing] = {}
+        growing: dict[tuple[str, str, tuple[int, ...], str], dict[int, list[RankCall]]] = {}
         for rank, run in enumerate(self.runs):
             calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
             steps = steps_of(calls, [self._weights_of(RankCall(rank, call)) for call in calls])
@@ -214,8 +198,7 @@ class Side:
                 repeated[call.id] += 1  # modules that nothing tells apart
                 number = [*number, repeated[call.id]]
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
-                found = growing.setdefault(key, _Growing())
-                found.turns.setdefault(turn, []).append(RankCall(rank, call))
+                growing.setdefault(key, {}).setdefault(turn, []).append(RankCall(rank, call))
         return [self._bundle(n, found) for n, found in enumerate(growing.values())]
 
     def _weights_of(self, placed: RankCall) -> tuple[int, ...]:
@@ -224,8 +207,8 @@ class Side:
         read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
         return tuple(list(self._before(placed.rank, number))[-1] for number in read)
 
-    def _bundle(self, position: int, found: _Growing) -> Bundle:
-        turns = tuple(tuple(placed) for _, placed in sorted(found.turns.items()))
+    def _bundle(self, position: int, found: dict[int, list[RankCall]]) -> Bundle:
+        turns = tuple(tuple(placed) for _, placed in sorted(found.items()))
         results = [self.piece(p.rank, p.call.outputs[0][1]) for turn in turns for p in turn if p.call.outputs]
         first = turns[0][0]
         weight = next(

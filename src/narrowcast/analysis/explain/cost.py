@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.output.collector import collector_paused
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Comparison
 from narrowcast.runtime.devices.device import elapsed_ns, synchronize
@@ -68,14 +68,8 @@ def with_cost(
 def observe(run: Run) -> Observed:
     """What `run()` returns, op by op. Python collects no cycles meanwhile, as in timeit: that would take time."""
     mode = Observed()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        with mode:
-            mode.result = run()
-    finally:
-        if was_on:
-            gc.enable()
+    with collector_paused(), mode:
+        mode.result = run()
     return mode
 
 

@@ -5,7 +5,7 @@ It stands above the front ends because each of them will be explained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
 from narrowcast.analysis.explain.failed_run import failure_of
 from narrowcast.analysis.explain.flow import with_row_and_flow
-from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, script_graphs_of
+from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of
 from narrowcast.analysis.explain.timing import predict_costs, timed_run
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
@@ -29,6 +29,7 @@ from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
+from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
@@ -92,10 +93,10 @@ def explain(
     asked = asked_or_around("explain", under, own_device, device)
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
-    _check(front_end, device_type, own_device, run or times, stands_in)
+    wanted = as_goal(goal)
+    _check(front_end, wanted, device_type, own_device, run or times, stands_in)
     if front_end in ("compile", "export"):
         refuse_scripts(f'explain(front_end="{front_end}")', trial.model)
-    wanted = _goal(as_goal(goal), front_end)
     chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
@@ -105,7 +106,8 @@ def explain(
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
-        graphs = script_graphs_of(trial.model, around)
+        methods = methods_of(trial.model) or methods_of(script(trial.model))  # Python code is scripted first
+        graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
         ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs)
     else:
         ran = _run(trial, opened, device_type, stands_in, real, front_end, wanted, backend)
@@ -163,8 +165,12 @@ def _run(
     if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
         differences = decision_differences(ledger, found)
     others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
-    other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
-    ledger, ran_on = _listed(ledger, ran_on, found, graphs)
+    is_captured = any(graph.after is not None for graph in graphs)
+    other = f"{_OTHER_PATH}: {others}" if others and is_captured else ""
+    if is_captured:
+        ledger, ran_on = found, f"eager beside it ran on {ran_on}"
+    else:
+        ran_on = f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
     return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(trial)), graphs, differences)
 
 
@@ -174,18 +180,7 @@ _OTHER_PATH = (
 )
 
 
-def _goal(goal: Goal, front_end: str) -> Goal:
-    """The goal, if it has graphs to be placed in."""
-    if goal.places and front_end not in ("compile", "export"):
-        raise GoalError(
-            asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
-            advice="Give front_end='compile' or 'export'.",
-        )  # fmt: skip
-    return goal
-
-
-def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
-    """Errors for what cannot be explained."""
+def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
     if front_end not in FRONT_ENDS:
         raise NarrowcastError(
             asked=f"explain with front_end={front_end!r}", found="no such front end",
@@ -205,6 +200,11 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
         raise RegionError(
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
             advice="Omit front_end, or move the model there: graphs are captured where the model is.",
+        )  # fmt: skip
+    if goal.places and front_end not in ("compile", "export"):
+        raise GoalError(
+            asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
+            advice="Give front_end='compile' or 'export'.",
         )  # fmt: skip
 
 
@@ -240,17 +240,10 @@ def _record(
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
         return ledger, itself, note, None
-    failure = failure_of((trial.model, trial.args, trial.kwargs), region, failed, fake=False)
+    failure = failure_of((trial.model, trial.args, trial.kwargs), region, failed)
     if failure is None:
         raise failed
     return ledger, itself, "", failure
-
-
-def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
-    """The graphs' ledger, or that of eager code where nothing was captured; and what is said of the eager run."""
-    if any(graph.after is not None for graph in graphs):
-        return found, f"eager beside it ran on {ran_on}"
-    return eager, f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
 
 
 def _sentences(*notes: str) -> str:

@@ -22,22 +22,20 @@ from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def failure_of(run: Run, region: autocast, error: Exception, fake: bool) -> Failure | None:
+def failure_of(run: Run, region: autocast, error: Exception) -> Failure | None:
     """What raised, and what runs instead; None if the model raises in fp32, too.
 
-    run: the model, its args and kwargs. region: the one in which it raised; not open. fake: on fake tensors.
+    run: the model, its args and kwargs. region: the one in which it raised; not open.
     """
-    if _raised(run, None, fake):
+    if _raised(run, None):
         return None
-    seen = _watched(run, region, first_line(error), fake)
+    seen = _watched(run, region, first_line(error))
     site = seen.site or find_site(frame=innermost_frame(error))
-    attempts = tuple(
-        Attempt(policy.name, _raised(run, policy_region, fake)) for policy, policy_region in _others(region)
-    )
+    attempts = tuple(Attempt(policy.name, _raised(run, around)) for policy, around in _others(region))
     return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
-def _watched(run: Run, region: autocast, said: str, fake: bool) -> Raising:
+def _watched(run: Run, region: autocast, said: str) -> Raising:
     """The call that raises, seen in another run; nothing if that does not raise the same.
 
     A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
@@ -46,7 +44,7 @@ def _watched(run: Run, region: autocast, said: str, fake: bool) -> Raising:
         seen = Raising()
         try:
             with ExitStack() as stack:
-                again = stack.enter_context(isolated(*run, fake=fake))
+                again = stack.enter_context(isolated(*run, fake=False))
                 stack.enter_context(region)
                 for mode in modes:
                     stack.enter_context(mode(seen))
@@ -57,10 +55,10 @@ def _watched(run: Run, region: autocast, said: str, fake: bool) -> Raising:
     return Raising()
 
 
-def _raised(run: Run, region: autocast | None, fake: bool) -> str:
+def _raised(run: Run, region: autocast | None) -> str:
     """What the model raises in the region, or in fp32; empty if it runs."""
     try:
-        with isolated(*run, fake=fake) as again, nullcontext() if region is None else region:
+        with isolated(*run, fake=False) as again, nullcontext() if region is None else region:
             again()
     except Exception as error:
         return first_line(error)

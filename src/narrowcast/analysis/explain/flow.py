@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.core.policy import Site
 from narrowcast.programs.program import Program, Step
 from narrowcast.reports.results.graphs import (
@@ -23,7 +24,6 @@ from narrowcast.reports.results.graphs import (
 )
 
 _LEARNED = ("weight", "bias", "running_mean", "running_var")
-FORWARD = "forward"
 
 
 def with_row_and_flow(graph: CompiledGraph) -> CompiledGraph:

@@ -15,9 +15,6 @@ from narrowcast.frontends.compiled.compile import compile
 from narrowcast.frontends.exported.exported_program import explicit_program, placed_program, traced_program
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race.eager_ops import eager_note, is_raced, run_watched
-from narrowcast.frontends.scripts.scopes import Scopes
-from narrowcast.frontends.scripts.script import script
-from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.trial.isolation import isolated
 from narrowcast.output.console import in_bytes
 from narrowcast.reports.results.graphs import CompiledGraph
@@ -75,12 +72,6 @@ def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
             run()
         return ""
     return eager_note(run_watched(run, region)[1])
-
-
-def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[CompiledGraph, ...]:
-    """The graphs of a script's methods in a region; Python code is scripted first. Nothing is run."""
-    made = model if methods_of(model) else script(model)
-    return tuple(method.explained(n, around) for n, method in enumerate(methods_of(made).values()))
 
 
 Made = tuple[Callable[[], Any], list[torch.Tensor]]

@@ -8,11 +8,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowcast.core.ledger import Advice, HidingBlock
 from narrowcast.core.ops import named
@@ -24,12 +23,11 @@ from narrowcast.runtime.regions.hidden import hidden_policy
 from narrowcast.runtime.regions.ruling import ruled_device_types
 from narrowcast.runtime.regions.watchers import told_of_regions
 from narrowcast.runtime.sites.python_stack import find_site, loop_line, user_line
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import op_name, overload_name
+from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class Adviser:
@@ -59,16 +57,14 @@ class Adviser:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
-        steps = (
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._told(self._step, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._told(self._stepped)),
-        )
         try:
-            with told_of_regions(self, "recordings see regions"):
+            with (
+                told_of_optimizer_steps(partial(self._told, self._step), before=True),
+                told_of_optimizer_steps(lambda _: self._told(self._stepped)),
+                told_of_regions(self, "recordings see regions"),
+            ):
                 yield
         finally:
-            for step in steps:
-                step.remove()
             self._told(self._judge)
 
     def _told(self, look: Callable[..., None], *args: Any) -> None:
@@ -202,7 +198,7 @@ class Adviser:
         if len(self._sites) < _MOST_SITES:
             self._sites[site] = None
         for tensor in tensors:
-            if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            if tensor.dtype in LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 known = self._converted.get(tensor.dtype)
                 if known is not None:
                     self.ledger.advice[known] += 1
@@ -219,7 +215,7 @@ class Adviser:
     def gave(self, facts: OpFacts, results: list[torch.Tensor], site: Site) -> None:
         """A call in a region gave these."""
         for tensor in results:
-            if tensor.dtype in _LOW:
+            if tensor.dtype in LOW:
                 self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, site)
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
@@ -228,7 +224,7 @@ class Adviser:
         if found is not None:
             _, op, site = found
             for tensor in results:
-                if tensor.dtype in _LOW and self._of_region(tensor) is None:
+                if tensor.dtype in LOW and self._of_region(tensor) is None:
                     self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:

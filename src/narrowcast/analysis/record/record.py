@@ -312,7 +312,7 @@ class Recorder(WatchingMode):
             elements, src_size, src = tensor.numel(), tensor.itemsize, str(FORMATS[tensor.dtype])
             kind = self._kind(tensor)
             if how == "copied":
-                key = (id(tensor), version_of(tensor) if not tensor.is_inference() else 0, dst)
+                key = (id(tensor), version_of(tensor), dst)
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)

@@ -46,7 +46,7 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
         if found is not None:
             return [found]
         if _runs(raising, region_with([]), widened=True):
-            found_makers = _rules_about_makers(ran.look, _tensors(raising), reason, tried)
+            found_makers = _rules_about_makers(ran.look, tensors_in(raising.args, raising.kwargs), reason, tried)
             if found_makers:
                 return found_makers
     site = raising.site or (NOWHERE if ran.error is None else find_site(frame=innermost_frame(ran.error)))
@@ -83,15 +83,11 @@ def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
             given = tensors_of(raising.called(*args, **kwargs))
     except Exception:  # whatever it raises: it does not run
         return False
-    return _all_finite(given) or not _all_finite(_tensors(raising))
+    return _all_finite(given) or not _all_finite(tensors_in(raising.args, raising.kwargs))
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:
     return all(is_finite(t) for t in tensors if is_floating(t))
-
-
-def _tensors(raising: Raising) -> list[torch.Tensor]:
-    return tensors_in(raising.args, raising.kwargs)
 
 
 def _rules_about_makers(
@@ -139,12 +135,12 @@ def rules_for_not_finite(
 
 
 def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) -> list[Rule]:
-    of = finding.forward or finding.id
+    of, reason = finding.forward or finding.id, f"{finding.what} in {finding.formats}: {finding.sentence}"
     if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
         maker = look.converted.get(of)
         sources = () if maker not in look.low else (maker,) if look.low[maker].is_decided else look.sources_of(maker)
-        return [_rule_about_call(s, look, _reason(finding)) for s in sources]
-    own = _rule_about_call(of, look, _reason(finding))
+        return [_rule_about_call(s, look, reason) for s in sources]
+    own = _rule_about_call(of, look, reason)
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
         return [own]
@@ -171,10 +167,6 @@ def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
         if low is not None and low.is_decided:
             found = each
     return () if found is None else (found,)
-
-
-def _reason(finding: Finding) -> str:
-    return f"{finding.what} in {finding.formats}: {finding.sentence}"
 
 
 # -- what is off -------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
-from narrowcast.observation.trial.finiteness import came_in, is_floating
+from narrowcast.observation.trial.finiteness import came_in, is_floating, largest_of
 from narrowcast.observation.trial.raising import Raising
 from narrowcast.observation.trial.trial import tensors_of
-from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.findings import Watching
 from narrowcast.runtime.torch_bridge import op_id
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
@@ -73,7 +73,7 @@ class RepairObserver(WatchCalls):
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
         self.watching = Watching()
-        super().__init__(self.watching, "op", self._found_one, policies)
+        super().__init__(self.watching, "op", lambda finding, n: self.watching.findings.insert(n, finding), policies)
         self.low: dict[CallId, LowCall] = {}
         self.forward: dict[CallId, ForwardCall] = {}
         self.calls: list[tuple[CallId, ForwardCall]] = []
@@ -85,9 +85,6 @@ class RepairObserver(WatchCalls):
         self._makers: ByStorage[CallId] = ByStorage()
         self._returned: ByStorage[str] = ByStorage()
         self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-    def _found_one(self, finding: Finding, position: int) -> None:
-        self.watching.findings.insert(position, finding)
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class RepairObserver(WatchCalls):
             self.calls.append((call.id, self.forward[call.id]))
             self._note_low(call, read, results)
             if self._ranges:
-                self.largest[call.id] = max((_largest(t) for t in (*read, *results)), default=0.0)
+                self.largest[call.id] = largest_of((*read, *results))
         for tensor in results:
             self._makers.put(tensor, call.id)
 
@@ -128,7 +125,8 @@ class RepairObserver(WatchCalls):
             return
         sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
         returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
-        self.low[call.id] = LowCall(kept_of(call, results), _lowers(call), tuple(sources), tuple(returned))
+        lowers = call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)  # else it takes what came
+        self.low[call.id] = LowCall(kept_of(call, results), lowers, tuple(sources), tuple(returned))
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
@@ -193,14 +191,3 @@ class RepairObserver(WatchCalls):
     def maker_of(self, tensor: torch.Tensor) -> tuple[CallId | None, str | None]:
         """The call that made a tensor, and the path of the outermost module that returned it, if one did."""
         return self._makers.get(tensor), self._returned.get(tensor)
-
-
-def _lowers(call: SeenCall) -> bool:
-    """Whether a rule asks for the low format, and not merely takes what came."""
-    return call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude."""
-    found = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(found.max()) if found.numel() else 0.0

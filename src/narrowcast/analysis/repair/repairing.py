@@ -65,7 +65,8 @@ class Repairing:
         if problem is not None or self._checks.wanted.compares:
             self._run_reference(ran)
             problem = self._judge(ran, ())
-            self._restate(ran, problem)
+            said = problem.said if problem is not None else "clean"  # now that it is known what fp32 gives
+            found.steps[0] = replace(found.steps[0], found=said, error=ran.relative)
         found.before = found.steps[0]
         found.products_before = _products(ran.look)
         if self._fails_itself(ran, problem):
@@ -153,12 +154,6 @@ class Repairing:
         ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
         said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
         self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
-
-    def _restate(self, ran: Ran, problem: Problem | None) -> None:
-        """What is said of the first run, now that it is known what fp32 gives."""
-        steps = self._found.steps
-        said = problem.said if problem is not None else "clean"
-        steps[0] = replace(steps[0], found=said, error=ran.relative)
 
     def _fails_itself(self, ran: Ran, problem: Problem | None) -> bool:
         """Whether fp32 raises, or makes all the NaN and infinities that the policy's run has."""
@@ -296,9 +291,7 @@ class Repairing:
             lifted = calls.get(rule, [])
             share = part / sums[cause] if sums[cause] else 0.0
             cost = cost_of(lifted, low, profile) if lifted else math.nan
-            found.rules.append(
-                RepairRule(rule, cause, share, len(lifted), cost, getattr(self, "_needed", {}).get(rule, ""))
-            )
+            found.rules.append(RepairRule(rule, cause, share, len(lifted), cost, self._needed.get(rule, "")))
         found.rules.sort(key=lambda rule: -rule.share)
         self._note(profile is None)
 

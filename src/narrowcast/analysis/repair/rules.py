@@ -29,9 +29,7 @@ def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
 
     op: MODULE_CALL for the result of the module itself.
     """
-    module = naming(module_path)
-    if op == MODULE_CALL:
-        module = module or ""
+    module = naming(module_path) or ("" if op == MODULE_CALL else None)
     return Rule(op, Action(Kind.TO, fp32), module=module, argument=RESULT, reason=reason, source=SOURCE)
 
 
@@ -40,19 +38,14 @@ def rule_about_module(module_path: str, reason: str = "") -> Rule:
     return Rule(MODULE_CALL, Action(Kind.FULL), module=naming(module_path) or "", reason=reason, source=SOURCE)
 
 
-def with_repairs(policy: Policy, rules: tuple[Rule, ...], name: str = "") -> Policy:
+def with_repairs(policy: Policy, rules: tuple[Rule, ...]) -> Policy:
     """The policy with one more layer. A built-in one is extended by name, and not written out."""
     if not rules:
         return policy
-    name = name or f"{policy.name.replace(':', '-')}-repaired"
-    if policy.name.partition(":")[0] in BUILTIN and (policy.is_native or not _has_own_layers(policy)):
+    name = f"{policy.name.replace(':', '-')}-repaired"
+    if policy.name.partition(":")[0] in BUILTIN and (policy.is_native or all(rule.is_builtin for rule in policy.rules)):
         return Policy(name, (rules,), extends=(policy.name,))
     return policy.with_rules(rules, name=name)
-
-
-def _has_own_layers(policy: Policy) -> bool:
-    """Whether a rule of the policy stands elsewhere than in the built-in policies."""
-    return any(not rule.is_builtin for rule in policy.rules)
 
 
 def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tuple[Rule, ...]]:

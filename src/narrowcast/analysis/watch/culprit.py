@@ -11,25 +11,24 @@ import torch
 from narrowcast.analysis.watch.makers import Maker, Rounded
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named
-from narrowcast.formats import Format
-from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
-from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest
+from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.rerun import (
     can_run_again,
     changed,
     copies_of_written,
     mends,
     planned_arguments,
+    planned_dtypes,
     run_in,
 )
 from narrowcast.reports.documents.rules import call_rule, rule_in_line
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
-from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
+from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
+from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -52,12 +51,11 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
     """
     overflowed: Named = []
     masks: Named = []
-    if call.plan is None or not any(call.plan.formats):
+    if call.plan is None or (gave_finite and sums_all(call) and all(result.numel() for result in call.results)):
         return overflowed, masks
-    if gave_finite and sums_all(call) and all(result.numel() for result in call.results):
-        return overflowed, masks
-    for (name, tensor), dst in _planned(call):
-        if dst is None or not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
+    for name, tensor, dtype in _planned(call):
+        dst = FORMATS[dtype]
+        if not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
             continue
         x = tensor.detach()
         if _surely_fits(x, dst.max):
@@ -70,18 +68,16 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
             continue
         if high <= dst.max and is_lowest(low, x):
             masks.append((name, tensor))
-        elif bool(torch.isinf(x.to(DTYPES[dst])).any()) or dst.bits < 16:
+        elif bool(torch.isinf(x.to(dtype)).any()) or dst.bits < 16:
             overflowed.append((name, tensor))
     return overflowed, masks
 
 
-def _planned(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], Format | None]]:
-    """The tensors that came, each with the format that it is cast to."""
-    came = tensors_by_name(call.facts, call.args, call.kwargs)
-    if call.plan is None or not any(call.plan.formats):
-        return [(pair, None) for pair in came]
-    given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
-    return list(zip(came, [dst for tensor, dst in given if isinstance(tensor, torch.Tensor)], strict=True))
+def _planned(call: SeenCall) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+    """The tensors that are cast, each with the dtype that it is cast to."""
+    dtypes = planned_dtypes(call)
+    came = tensors_by_name(call.facts, call.args, call.kwargs) if dtypes else []
+    return [(name, t, dtype) for (name, t), dtype in zip(came, dtypes, strict=True) if dtype is not None]
 
 
 def _surely_fits(x: torch.Tensor, largest: float) -> bool:
@@ -95,23 +91,13 @@ def _surely_fits(x: torch.Tensor, largest: float) -> bool:
 def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
     """What the cast of an argument did."""
     name, tensor = overflowed[0]
-    format = next(dst for (slot, t), dst in _formats(call) if t is tensor or slot == name)
-    largest = _largest([tensor])
+    format = next(FORMATS[dtype] for slot, t, dtype in _planned(call) if t is tensor or slot == name)
     sentence = (
         f"the cast of {name} from {FORMATS[tensor.dtype]} to {format} overflows: its largest magnitude is "
-        f"{largest:.4g}, the maximum of {format} is {FORMATS_BY_NAME[format].max:.6g}"
+        f"{largest_of([tensor]):.4g}, the maximum of {format} is {format.max:.6g}"
     )
     inputs = tensors_by_name(call.facts, call.args, call.kwargs)
     return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, keep_high(call))
-
-
-def _formats(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], str]]:
-    return [
-        (pair, str(FORMATS.get(pair[1].dtype, pair[1].dtype) if dst is None else dst)) for pair, dst in _planned(call)
-    ]
-
-
-FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 
 
 def keep_high(call: SeenCall) -> str:
@@ -154,7 +140,7 @@ def find_culprit(
         dst = FORMATS[results[0].dtype]
         sentence = (
             f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
-            f"{_largest([source]):.4g}, the maximum of {dst} is {dst.max:.6g}"
+            f"{largest_of([source]):.4g}, the maximum of {dst} is {dst.max:.6g}"
         )
         return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
     if not can_run_again(call):
@@ -164,7 +150,7 @@ def find_culprit(
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = run_in(call, torch.float32) if low else None
     if low and in_fp32 is not None and mends(in_fp32, call.results):
-        largest = _largest(in_fp32)
+        largest = largest_of(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
         if largest <= format.max:
@@ -206,7 +192,7 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
     """What a format makes not finite in a call that passes something on, too; None if it makes nothing."""
     finding = find_culprit(call, inputs_of(call), results) if can_run_again(call) else None
-    return finding if finding is not None and finding.made_by in (CAST, FORMAT) else None
+    return finding if finding is not None and is_overflow(finding) else None
 
 
 def waits(finding: Finding) -> bool:
@@ -225,19 +211,9 @@ def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
     return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
 
 
-def is_unscaling(call: SeenCall) -> bool:
-    """Whether a scaler looks at its gradients, of a loss that it had made larger."""
-    return unscales(call) and float(call.args[2]) < 1
-
-
 def unscales(call: SeenCall) -> bool:
     """Whether it is a scaler's look at its gradients."""
     return call.facts.id == UNSCALE
-
-
-def is_new_scale(call: SeenCall) -> bool:
-    """Whether a scaler sets its scale again: the step has ended for it."""
-    return call.facts.id == UPDATE_SCALE
 
 
 def gives_the_same_without(call: SeenCall) -> bool:
@@ -246,24 +222,15 @@ def gives_the_same_without(call: SeenCall) -> bool:
     """
     if not can_run_again(call):
         return False
-    args, kwargs = copies_of_written(call.facts, *changed(*planned_arguments(call), _as_largest))
+    args, kwargs = changed(*planned_arguments(call), lambda tensor: tensor.detach().nan_to_num(nan=torch.nan))
+    args, kwargs = copies_of_written(call.facts, args, kwargs)
     found = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
     pairs = zip(found, [t for t in call.results if is_floating(t)], strict=True)
     return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
 
 
-def _as_largest(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().nan_to_num(nan=torch.nan)
-
-
 _NOTHING = 1e-30
 """What a number over the largest of fp32 may be."""
-
-
-def _largest(tensors: list[torch.Tensor]) -> float:
-    """The largest finite magnitude."""
-    finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
-    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
 def _cause(call: SeenCall, inputs: Named) -> str:

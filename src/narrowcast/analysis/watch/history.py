@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowcast.analysis.watch.culprit import is_new_scale, unscales
+from narrowcast.analysis.watch.culprit import unscales
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.reports.results.findings import OP, Finding
+from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
 
 _CALLS = 4096
 """How many calls of the forward are remembered for their backward."""
@@ -82,13 +83,14 @@ class Carrier:
 
 
 class ValueHistory:
-    """Who made what is not finite, by the memory it lies in. due: causes that came to something, with what that is.
-    at_step: those that a smaller scale of the loss would fix, of which a scaler may say that it skips the step.
+    """Who made what is not finite: carriers, by the memory it lies in; made, the last cause by place. due: causes that
+    came to something, with what that is. at_step: those that a smaller scale of the loss would fix, of which a scaler
+    may say that it skips the step.
     """
 
     def __init__(self) -> None:
-        self._carriers: ByStorage[Carrier] = ByStorage(self._freed)
-        self._made: dict[Place, Cause] = {}
+        self.carriers: ByStorage[Carrier] = ByStorage(self._freed)
+        self.made: dict[Place, Cause] = {}
         self._seen_by: dict[CallId, tuple[Cause, ...]] = {}
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
@@ -96,7 +98,7 @@ class ValueHistory:
         self.is_scaled = False
 
     def __bool__(self) -> bool:
-        return bool(self._carriers)
+        return bool(self.carriers)
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
@@ -108,12 +110,8 @@ class ValueHistory:
         light = None if call is None else call.without_tensors()
         found = Cause(self._count, why, light, finding, is_fault=is_fault)
         if found.call is not None:
-            self._made[place_of(found.call)] = found
+            self.made[place_of(found.call)] = found
         return found
-
-    def made_at(self, place: Place) -> Cause | None:
-        """The last cause that was made there."""
-        return self._made.get(place)
 
     def met(self, call: CallId, causes: Iterable[Cause]) -> None:
         """A call of the forward read or gave what these made; so may what it keeps for its backward."""
@@ -125,32 +123,17 @@ class ValueHistory:
         """The causes of what a call of the forward read or gave."""
         return () if call is None else self._seen_by.get(call, ())
 
-    def carrier(self, tensor: torch.Tensor) -> Carrier | None:
-        """What is known of what the tensor holds."""
-        return self._carriers.get(tensor)
-
     def carries(self, tensors: Iterable[torch.Tensor], causes: Iterable[Cause], has_nan: bool = False) -> None:
         """These hold what is not finite, out of these causes; nobody has read it yet."""
         together = tuple(dict.fromkeys(causes))
         for tensor in tensors:
-            self._carriers.put(tensor, Carrier(together, has_nan))
-
-    def overwritten(self, tensor: torch.Tensor) -> None:
-        """Finite values were written over all that lies there."""
-        self._carriers.drop(tensor)
+            self.carriers.put(tensor, Carrier(together, has_nan))
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
     def came_to(self, causes: Iterable[Cause], what: str = "") -> None:
         """Something came of these."""
         self.due += [(cause, what) for cause in causes if cause.is_open]
-
-    def read_in_vain(self, tensors: Iterable[torch.Tensor | None], what: str) -> None:
-        """What these hold is to be used: a gradient, the loss."""
-        for tensor in tensors:
-            carrier = None if tensor is None else self.carrier(tensor)
-            if carrier is not None:
-                self.came_to(carrier.waiting, what)
 
     def _freed(self, carrier: Carrier) -> None:
         """Infinities that nobody read are nothing; NaN is, and what fp64 does not give."""
@@ -162,7 +145,7 @@ class ValueHistory:
         end of the step waits for that.
         """
         self.is_scaled |= unscales(call)
-        is_new = is_new_scale(call)
+        is_new = call.facts.id == UPDATE_SCALE
         if is_new:
             self.is_scaled = False
             self.step_ends(is_skipped=False)
@@ -182,15 +165,11 @@ class ValueHistory:
 
     def ends(self) -> None:
         """The block has ended: what is there, and was masked by no reader, is what the program made."""
-        self._carriers.sweep()
-        for carrier in self._carriers.living():
+        self.carriers.sweep()
+        for carrier in self.carriers.living():
             if carrier.has_nan or not carrier.is_looked_at:
                 left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_masked)]
                 self.came_to(left, "its output exists at the end, and nothing masked it")
-
-    def sweep(self) -> None:
-        """Look for memory that was freed meanwhile."""
-        self._carriers.sweep()
 
 
 def place_of(call: SeenCall) -> Place:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
 from narrowcast.analysis.watch.culprit import unscales
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.trial.finiteness import Flags, ReadFlags, numbers_not_finite
+from narrowcast.observation.trial.finiteness import ReadFlags
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 
 
@@ -32,12 +30,6 @@ class PutOff:
     gave: list[int]
     lies: list[StorageWeakRef]
     numbers: str
-
-    @staticmethod
-    def of(call: SeenCall, flags: Flags, came: list[int], results: list[torch.Tensor]) -> PutOff:
-        """Of a call whose arguments are at hand."""
-        lies = [StorageWeakRef(tensor.untyped_storage()) for tensor in results]
-        return PutOff(call.without_tensors(), came, list(map(flags.number, results)), lies, numbers_not_finite(call))
 
     @property
     def may_overflow(self) -> bool:

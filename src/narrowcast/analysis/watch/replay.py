@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,6 @@ class Replay:
         args, kwargs = tree_map(kept, (call.args, call.kwargs))
         return Replay(op_id(call.facts.op), args, kwargs)
 
-    @staticmethod
-    def attach(finding: Finding, call: SeenCall) -> Finding:
-        """The finding with its replay."""
-        return replace(finding, replay=Replay.of(call))
-
     def save(self, folder: Path, finding: Finding) -> Path:
         """Write `repro.py` and its inputs; the script's path. RunError if the folder cannot be written, and it is then
         as it was.
@@ -61,7 +56,8 @@ class Replay:
             named = values.text(dict(self.kwargs))
             text = _SCRIPT.format(
                 title=str(finding.id), place=f"{finding.file}:{finding.line}",
-                sentence="\n".join(_wrapped(finding.sentence)), op=self.op, arguments=arguments, named=named,
+                sentence=textwrap.fill(finding.sentence.replace('"', "'"), 100), op=self.op, arguments=arguments,
+                named=named,
             )  # fmt: skip
             (made / "repro.py").write_text(text, encoding="utf-8")
             folder.mkdir(exist_ok=True)
@@ -87,10 +83,6 @@ class _CastTensor:
 
     tensor: torch.Tensor
     dtype: torch.dtype | None
-
-
-def _wrapped(sentence: str, width: int = 100) -> list[str]:
-    return textwrap.wrap(sentence.replace('"', "'"), width)
 
 
 class _ValuesAsText:

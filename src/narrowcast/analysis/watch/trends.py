@@ -10,6 +10,7 @@ import torch
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.turns import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.finiteness import read_together
 from narrowcast.observation.trial.output_errors import as_real
 from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.verdicts import TREND
@@ -45,8 +46,9 @@ class Trends:
         rows: dict[str, dict[str, float]] = {}
         findings = []
         held = [(p, _values(p)) for group in optimizer.param_groups for p in group["params"]]
-        figures = [(p, _figures(values)) for p, values in held if values is not None]
-        for number, (parameter, (largest, rms, zeros)) in enumerate(_read(figures)):
+        known = [(p, values) for p, values in held if values is not None]
+        figures = read_together([_figures(values) for _, values in known])
+        for number, ((parameter, _), (largest, rms, zeros)) in enumerate(zip(known, figures, strict=True)):
             name = names.get(id(parameter), f"parameter {number}")
             rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
             first_largest, first_rms, first_zeros = self._first.setdefault(name, (largest, rms, zeros))
@@ -83,18 +85,6 @@ def _figures(values: torch.Tensor) -> torch.Tensor:
     largest, range_ = x.abs().max(), torch.finfo(x.dtype)
     unit = largest.clamp(range_.tiny, range_.max)  # squares of what is below 1e-23 are zero
     return torch.stack([largest, unit * (x / unit).square().mean().sqrt(), (x == 0).float().mean()])
-
-
-def _read(
-    figures: list[tuple[torch.Tensor, torch.Tensor]],
-) -> list[tuple[torch.Tensor, tuple[float, float, float]]]:
-    """All of them in one transfer for each device."""
-    found: list[Any] = [None] * len(figures)
-    for device in {f.device for _, f in figures}:
-        numbers = [n for n, (_, f) in enumerate(figures) if f.device == device]
-        for n, row in zip(numbers, torch.stack([figures[n][1] for n in numbers]).tolist(), strict=True):
-            found[n] = figures[n][0], tuple(row)
-    return found
 
 
 def _trend(name: str, what: str, sentence: str, advice: str, step: int) -> Finding:

@@ -16,10 +16,10 @@ from narrowcast.analysis.watch.culprit import (
     is_for_scaler,
     is_overflow,
     is_quotient,
-    is_unscaling,
     made_besides,
     overflowing_casts,
     sums_all,
+    unscales,
     waits,
 )
 from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, ValueHistory, place_of
@@ -51,7 +51,7 @@ from narrowcast.observation.trial.finiteness import (
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
 from narrowcast.reports.results.findings import GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
 
 KEPT = 8
 """How many findings keep their tensors for `finding.save`."""
@@ -102,7 +102,8 @@ class WatchCalls(Observer):
         if not self._looks_now(results or came_in(call)):
             pairs = zip(inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
             came = [flag for (name, _), flag in pairs if reads(call, name)] if pairs else self._came(call)
-            self._later.append(PutOff.of(call, self._flags, came, results))
+            given, lies = list(map(self._flags.number, results)), [StorageWeakRef(t.untyped_storage()) for t in results]
+            self._later.append(PutOff(call.without_tensors(), came, given, lies, numbers_not_finite(call)))
             return
         bad = [tensor for tensor in results if not is_finite(tensor)]
         overflowed, masks = overflowing_casts(call, gave_finite=not bad)
@@ -149,7 +150,7 @@ class WatchCalls(Observer):
     def _read(self, call: SeenCall, results: list[torch.Tensor]) -> None:
         """All it gave is finite: what came in that was not had a reader to whom it was nothing."""
         given = call.notes.get("given") or tensors_in(call.args, call.kwargs)
-        carriers = [(t, carrier) for t in given if (carrier := self._history.carrier(t)) is not None]
+        carriers = [(t, carrier) for t in given if (carrier := self._history.carriers.get(t)) is not None]
         whole = [t for t in call.results if is_whole_number(t)]
         if not carriers or not (results or whole):
             return
@@ -165,7 +166,7 @@ class WatchCalls(Observer):
                 self._came_through(call, carrier)
         for tensor in results if call.facts.writes else ():
             if fills(tensor):
-                self._history.overwritten(tensor)
+                self._history.carriers.drop(tensor)
 
     def _came_through(self, call: SeenCall, carrier: Carrier) -> None:
         inexact = [cause for cause in carrier.waiting if not cause.is_exact]
@@ -199,11 +200,11 @@ class WatchCalls(Observer):
     def _known(self, call: SeenCall) -> Cause | None:
         """The cause that a call only repeats: of its forward, which it recomputes, or whose gradient it computes."""
         if call.id.direction == RECOMPUTATION:
-            return self._history.made_at(place_of(call))
+            return self._history.made.get(place_of(call))
         if call.forward is None:
             return None
         of = call.forward
-        cause = self._history.made_at((of.module_path, of.op, FORWARD, call.site.file, call.site.line))
+        cause = self._history.made.get((of.module_path, of.op, FORWARD, call.site.file, call.site.line))
         return cause if cause is not None and cause.is_told else None
 
     def _make(
@@ -212,7 +213,7 @@ class WatchCalls(Observer):
         """A cause that is new: told now if a low format made it, else once something has come of it."""
         finding = replace(finding, step=self._found.steps + 1)
         if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
-            finding = Replay.attach(finding, call)
+            finding = replace(finding, replay=Replay.of(call))
         why = FOR_SCALER if self._is_skipped and is_overflow(finding) else ""
         cause = self._history.cause(why, call, finding, is_fault=not waits(finding))
         self._carry(results, [*besides, cause], call)
@@ -236,10 +237,10 @@ class WatchCalls(Observer):
         """What came in was not finite, either: it has its causes, or is given from outside."""
         causes: dict[Cause, None] = {}
         for name, was, tensor in bad:
-            carrier = self._history.carrier(tensor) or self._given(call, name, was, tensor)
+            carrier = self._history.carriers.get(tensor) or self._given(call, name, was, tensor)
             carrier.is_read = True
             causes.update(dict.fromkeys(carrier.causes))
-        if is_unscaling(call):
+        if unscales(call) and float(call.args[2]) < 1:  # of a loss that the scaler had made larger
             self._skips_step()
         if any(cause.is_told for cause in causes):
             self._found.spread += 1
@@ -281,7 +282,7 @@ class WatchCalls(Observer):
             advice = "Look at the data and the weights, and at what made them."
             finding = finding_of(call, inputs_of(call), "nan", GIVEN, sentence, advice)
             self._carry([tensor], [self._make(call, finding, [])])
-        carrier = self._history.carrier(tensor)
+        carrier = self._history.carriers.get(tensor)
         if carrier is None:
             raise AssertionError("what was just kept is there")
         return carrier
@@ -319,13 +320,13 @@ class WatchCalls(Observer):
             is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
             if is_loss and self._later and is_floating(tensor):
                 self._losses.append(self._flags.number(tensor))
-            carrier = self._history.carrier(tensor)
+            carrier = self._history.carriers.get(tensor)
             if is_loss and carrier is not None:
                 self._history.came_to(carrier.causes, "a gradient is taken through it")
             if is_of_loss or carrier is None:
                 continue
             copies = [t for t in tensors_in(result) if is_floating(t) and not is_finite(t)]
-            if copies and not any(self._history.carrier(t) is carrier for t in copies):
+            if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
                 self._carry(copies, carrier.causes)
                 carrier.is_read = True
         if self._history.due:
@@ -363,11 +364,13 @@ class WatchCalls(Observer):
             self._skips_step()
         self._is_skipped = False
         self._history.step_ends(is_skipped=False, final=final)
-        self._history.sweep()
+        self._history.carriers.sweep()
         if self._history and not is_skipped:
             roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
             held = (*parameters, *(p for root in roots for p in root.parameters()))
-            self._history.read_in_vain([p.grad for p in held], "it reached the gradient of a parameter")
+            for gradient in [p.grad for p in held if p.grad is not None]:
+                if (carrier := self._history.carriers.get(gradient)) is not None:
+                    self._history.came_to(carrier.waiting, "it reached the gradient of a parameter")
         if final:
             self._history.ends()
         self._tell_due()

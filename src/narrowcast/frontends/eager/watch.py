@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ class DecidedCall:
         return self.noted
 
 
-class Watcher(Protocol):
+class Watcher:
     """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
 
     steps_graphs: whether compiled graphs are to run step by step, so that it is told of their calls, too.
@@ -66,6 +66,7 @@ class Watcher(Protocol):
 
     def wants_whole(self, op: str, device_type: str) -> bool:
         """Whether it is told of an op that the policy leaves to what the op calls; else it is told of that."""
+        return False
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these, not even weak ones: they are to be swapped."""

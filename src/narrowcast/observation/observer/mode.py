@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
-from narrowcast.frontends.eager.watch import add_watcher, present_device_types, remove_watcher
+from narrowcast.frontends.eager.watch import Watcher, add_watcher, present_device_types, remove_watcher
 from narrowcast.observation.observer.door import Door
 from narrowcast.runtime.sites.numbering import coming_round
 from narrowcast.runtime.torch_bridge import op_facts, ops_of
@@ -23,14 +23,11 @@ class _Executing(threading.local):
     op: OpOverload | None = None
 
 
-class WatchingMode(DispatchMode):
+class WatchingMode(DispatchMode, Watcher):
     """`with mode.observing():` kernels tell it of calls (`begin`, `end`, `fail`), and it sees what executes.
 
     On the thread that opened it, and on autograd's threads. Compiled code runs as eager code meanwhile.
     """
-
-    steps_graphs = False
-    """Whether compiled graphs are to run step by step, so that it is told of their calls, too."""
 
     def __init__(self, notes: list[str], policies: tuple[Policy, ...] = ()) -> None:
         """notes: where failures of ours go. policies: whose ops kernels tell of, besides native autocast's."""
@@ -58,29 +55,6 @@ class WatchingMode(DispatchMode):
             stack.callback(remove_watcher, self)
             stack.enter_context(self)
             yield
-
-    def begin(self, call: Any) -> None:
-        """A call is decided and about to run."""
-        raise NotImplementedError
-
-    def end(self, result: Any) -> None:
-        """The call that began last has returned."""
-        raise NotImplementedError
-
-    def fail(self, error: BaseException) -> None:
-        """The call that began last has raised."""
-        raise NotImplementedError
-
-    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call."""
-        return call(args, kwargs)
-
-    def wants_whole(self, op: str, device_type: str) -> bool:
-        """Whether it is told of an op that the policy leaves to what the op calls; else it is told of that."""
-        return False
-
-    def let_go(self, tensors: tuple[Any, ...]) -> None:
-        """Keep no references to these."""
 
     def _autocast_on(self) -> tuple[Any, ...]:
         """The keys for which autocast is on around the op that the mode sees."""

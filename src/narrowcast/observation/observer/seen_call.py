@@ -80,12 +80,10 @@ class SeenCall:
 
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
+        if self.policy is None:
+            return None
         of = self.forward or self.id
-        return (
-            None
-            if self.policy is None
-            else find_allowance(self.policy.allowances, of.op, self.site, argument, of.number)
-        )
+        return find_allowance(self.policy.allowances, of.op, self.site, argument, of.number)
 
     @property
     def results(self) -> list[torch.Tensor]:

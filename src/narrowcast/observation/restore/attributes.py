@@ -31,7 +31,12 @@ class Attributes:
                     setattr(owner, name, value)
                 continue
             if isinstance(owner, dict):
-                _fill(owner, dict(before))
+                kept = dict(before)
+                for key in [key for key in owner if key not in kept]:  # item by item: another thread may be reading
+                    del owner[key]
+                if list(owner) != list(kept):  # in the order in which they were
+                    owner.clear()
+                owner.update(kept)
                 continue
             owner.clear()
             (owner.update if isinstance(owner, set) else owner.extend)(before)
@@ -47,15 +52,6 @@ class Attributes:
                 self._keep(value)
             elif isinstance(value, self._own):
                 self._keep(value if is_dataclass(value) else vars(value))
-
-
-def _fill(owner: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    """Item by item: another thread may be reading. In the order in which they were."""
-    for key in [key for key in owner if key not in kept]:
-        del owner[key]
-    if list(owner) != list(kept):
-        owner.clear()
-    owner.update(kept)
 
 
 def _contents(owner: Any) -> list[Any]:

@@ -23,14 +23,14 @@ class _Modules:
     def __init__(self) -> None:
         self._attributes: dict[int, Attributes] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._scripts: list[ScriptState] = []
+        self.scripts: list[ScriptState] = []
 
     def called(self, module: Module, args: Any) -> None:
         """A module is about to be called."""
         if id(module) not in self._attributes:
             self.keep(module)
             if isinstance(module, torch.jit.ScriptModule):
-                self.keep_scripts(module)
+                self.scripts.append(ScriptState(module))
 
     def keep(self, module: Module) -> None:
         """Keep a module, not those in it."""
@@ -39,15 +39,11 @@ class _Modules:
             own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
             self._buffers += [(buffer, buffer.detach().clone()) for buffer in own]
 
-    def keep_scripts(self, model: Module) -> None:
-        """Keep what the scripts in a model read or set."""
-        self._scripts.append(ScriptState(model))
-
     def put_back(self) -> None:
         """Give each what it held; buffers only where their values have changed."""
         for attributes in self._attributes.values():
             attributes.put_back()
-        for script in self._scripts:
+        for script in self.scripts:
             script.put_back()
         with torch.no_grad():
             for buffer, value in self._buffers:
@@ -74,7 +70,7 @@ def restored(model: Any) -> Iterator[None]:
     if isinstance(model, Module):
         for module in model.modules():
             kept.keep(module)
-        kept.keep_scripts(model)
+        kept.scripts.append(ScriptState(model))
     try:
         with random_state_kept():
             yield

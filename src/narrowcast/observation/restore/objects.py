@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.observation.restore.attributes import Attributes
-from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
 from narrowcast.runtime.torch_surface.modules import optimized_by
 
@@ -31,7 +30,7 @@ class _Parameter:
 
     def put_back(self) -> None:
         now, then = self.parameter.data, self.data
-        if _lies(now) != _lies(then):
+        if where_it_lies(now) != where_it_lies(then):
             self.parameter.grad = None  # which must fit
             self.parameter.data = then
         if self.parameter.grad is not self.gradient:
@@ -53,12 +52,6 @@ class _Module:
         for name, tensor in self.tensors.items():
             if getattr(self.module, name, tensor) is not tensor:
                 setattr(self.module, name, tensor)
-
-
-def _lies(data: torch.Tensor) -> tuple[Any, ...]:
-    """Where values lie and how they are read."""
-    place = (storage_key(data), data.storage_offset(), data.stride()) if has_storage(data) else ()
-    return (*place, data.shape, data.dtype, data.device)
 
 
 class LivingObjects:

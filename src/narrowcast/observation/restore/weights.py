@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.observation.statistics.arguments import tensors_by_name
-from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_bridge import OpFacts
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
@@ -40,7 +40,7 @@ class Weights:
         """Give the weights their values back; the names of those that had others."""
         changed = []
         for number, (name, weight, before) in enumerate(self._weights):
-            is_replaced = not _is_same_memory(weight, before)
+            is_replaced = where_it_lies(weight) != where_it_lies(before)
             if is_replaced:
                 weight.data = before
             copy = self._copies.get(number)
@@ -50,8 +50,3 @@ class Weights:
             if is_replaced or is_written:
                 changed.append(name)
         return changed
-
-
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    lies = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (a, b)]
-    return has_storage(a) and storage_key(a) == storage_key(b) and lies[0] == lies[1]

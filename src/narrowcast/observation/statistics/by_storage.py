@@ -23,6 +23,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not is_functorch_wrapped_tensor(tensor)
 
 
+def where_it_lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where values lie and how they are read."""
+    place = (storage_key(tensor), tensor.storage_offset(), tensor.stride()) if has_storage(tensor) else ()
+    return (*place, tensor.shape, tensor.dtype, tensor.device)
+
+
 class ByStorage(Generic[T]):
     """A mapping from tensors' memory, which it does not keep alive. freed: told of each value whose memory was freed,
     some time after that.

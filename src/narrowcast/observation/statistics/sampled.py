@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowcast.formats import Format
+from narrowcast.formats import FORMATS, Format
 from narrowcast.reports.results.run_records import Histogram, TensorFacts
 from narrowcast.reports.results.sketch import SUMS, sketch_text
-from narrowcast.runtime.torch_bridge import FORMATS
 
 _TOGETHER = 1 << 22
 """How many elements are computed as one array at most."""
 _UNDER_ALL = -(1 << 20)
-_FORMATS = {str(f): f for f in FORMATS.values()}
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
         _sketches(_array(torch.stack([each.rows for each in alike]))), strict=True,
     )  # fmt: skip
     for t, each, zero, mean, square, histogram, under, sketch in counted:
-        format = _FORMATS[t.format]
+        format = FORMATS[t.format]
         yield TensorFacts(
             t.format, t.shape, t.device, t.elements, low=each.low, high=each.high, mean=mean,
             rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,

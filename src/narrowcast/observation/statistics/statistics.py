@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from narrowcast.errors import Origin, RunError
-from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.statistics.sampled import Taken, facts_of
 from narrowcast.reports.results.run_records import TensorFacts
 from narrowcast.reports.results.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
-from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
+from narrowcast.runtime.torch_surface.dispatch import version_of
 
 SAMPLE = 4096
 """How many elements of a tensor the sampled statistics look at."""
@@ -46,35 +46,28 @@ class Statistics:
         self._facts: list[TensorFacts] = []
         self._taken: list[Taken] = []
         """What comes after them."""
-        self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
-        self._last_in: dict[int, tuple[int, Any]] = {}
+        self._known: ByStorage[dict[Any, int]] = ByStorage()  # by version and how it lies; None: what was last there
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
         if not has_storage(tensor):
             return self._enter(_unseen(tensor))
-        storage = storage_key(tensor)
-        lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (storage, _version(tensor), lies)  # halves of one tensor share all but where they lie
-        found = self._known.get(key)
-        if found is not None and not found[1].expired():
-            return found[0]
-        before = self._last_in.get(storage)
-        lies_in = before[0] if before is not None and not before[1].expired() else -1
-        weak = before[1] if before is not None and lies_in >= 0 else StorageWeakRef(tensor.untyped_storage())
-        number = self._enter(self._look(tensor, lies_in))
-        self._known[key] = self._last_in[storage] = (number, weak)
-        if len(self._known) > 4096:
-            self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
-            self._last_in = {k: v for k, v in self._last_in.items() if not v[1].expired()}
-        return number
+        known = self._known.get(tensor)
+        if known is None:
+            known = {}
+            self._known.put(tensor, known)
+        key = (version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in known:  # halves of one tensor share all but where they lie
+            known[key] = known[None] = self._enter(self._look(tensor, known.get(None, -1)))
+        return known[key]
 
     def written(self, tensor: torch.Tensor) -> None:
         """The tensor was written to: what is known of its storage holds no longer."""
-        if has_storage(tensor):
-            storage = storage_key(tensor)
-            self._known = {key: value for key, value in self._known.items() if key[0] != storage}
+        known = self._known.get(tensor)
+        if known is not None:
+            for key in known.keys() - {None}:
+                del known[key]
 
     def table(self) -> list[TensorFacts]:
         """All that was entered, read now."""
@@ -212,16 +205,9 @@ def _raw(x: torch.Tensor) -> Any:
     return content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)
-
-
 def checksum(tensor: torch.Tensor) -> int:
     """A number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
-    x = tensor.detach()
-    if not x.numel() or not has_storage(x):
-        return 0
-    return zlib.crc32(_raw(x).data)
+    return zlib.crc32(_raw(tensor.detach()).data) if has_storage(tensor) else 0
 
 
 def folder_for(path: str | Path) -> Path:

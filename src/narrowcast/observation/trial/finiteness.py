@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,7 +123,7 @@ class Flags:
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number."""
-        version = -1 if tensor.is_inference() else version_of(tensor)
+        version = version_of(tensor)
         key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
         numbers = self._known.get(tensor)
         if numbers is None:
@@ -145,17 +147,20 @@ class Flags:
 
     def read(self) -> ReadFlags:
         """All flags, in one transfer for each device; those that were read are forgotten."""
-        waiting: dict[torch.device, list[int]] = {}
-        for number, value in enumerate(self._values):
-            if isinstance(value, torch.Tensor):
-                waiting.setdefault(value.device, []).append(number)
-        values = dict(enumerate(self._values))
-        for numbers in waiting.values():
-            together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
-            values.update(zip(numbers, together.tolist(), strict=True))
-        found = ReadFlags([float(values[number]) for number in range(len(values))], self._first)
+        waiting = iter(read_together([value for value in self._values if isinstance(value, torch.Tensor)]))
+        totals = [next(waiting) if isinstance(value, torch.Tensor) else value for value in self._values]
+        found = ReadFlags(totals, self._first)
         self._values, self._first, self._known = [], [], ByStorage()
         return found
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of small tensors that are alike, in one transfer for each device."""
+    found: dict[int, Any] = {}
+    for device in {t.device for t in tensors}:
+        numbers = [n for n, t in enumerate(tensors) if t.device == device]
+        found.update(zip(numbers, torch.stack([tensors[n] for n in numbers]).tolist(), strict=True))
+    return [found[n] for n in range(len(tensors))]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -183,6 +188,12 @@ def _total(tensor: torch.Tensor) -> float | torch.Tensor:
         return total.float()
     found: float = total.item()
     return found if math.isfinite(found) or not bool(torch.isfinite(x).all()) else 0.0
+
+
+def largest_of(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest finite magnitude."""
+    finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
 def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

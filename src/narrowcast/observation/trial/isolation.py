@@ -53,13 +53,11 @@ def isolated(
             of_script = _itself
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:
-            stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
+            logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True  # what fake tensors cannot carry is said: torch would log a traceback too
             stack.enter_context(mode)
-        yield Isolated(own_model, own_args, own_kwargs, through or _call)
-
-
-def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model(*args, **kwargs)
+        yield Isolated(own_model, own_args, own_kwargs, through)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +67,14 @@ class Isolated:
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _call
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self) -> Any:
         """The result of the run."""
         with called_with(self.model, self.args, self.kwargs):
-            return self.through(self.model, self.args, self.kwargs)
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """What fake tensors cannot carry is said in the explanation; torch would log a traceback too."""
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+            if self.through is not None:
+                return self.through(self.model, self.args, self.kwargs)
+            return self.model(*self.args, **self.kwargs)
 
 
 class StandIns:

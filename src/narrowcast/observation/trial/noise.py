@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowcast.formats import fp16
 from narrowcast.observation.trial.finiteness import is_finite
-from narrowcast.observation.trial.output_errors import is_masked
+from narrowcast.observation.trial.output_errors import MASKED, is_masked
 
 _LENGTH = 262_139
 """A prime, so that rows of a tensor do not line up with it; a strip of it in fp32 stays in a core's cache."""
@@ -41,10 +40,7 @@ class Noise:
             done, self._at = done + part.numel(), (self._at + part.numel()) % _LENGTH
         if least:
             found += torch.where(found == 0, 0.0, least * (2 * torch.rand_like(found, dtype=torch.float32) - 1))
-        if not is_finite(found) or bool((tensor <= _LOWEST).any()):
+        if not is_finite(found) or bool((tensor <= MASKED).any()):
             x = tensor.detach().double()
             found = torch.where(is_masked(x) | torch.isinf(found), tensor.detach(), found)
         return found
-
-
-_LOWEST = 0.99 * -fp16.max

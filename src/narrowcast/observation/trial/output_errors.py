@@ -12,6 +12,9 @@ from narrowcast.reports.results.differences import OutputError
 from narrowcast.runtime.torch_bridge import part_of, short_type, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import keystr, tree_flatten_with_path
 
+MASKED = -0.99 * fp16.max
+"""What is lower than any score: with whatever number a program masks in each format, it says the same."""
+
 
 def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
@@ -19,8 +22,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
     """
     ref, x = reference.detach().double(), found.detach().double()
-    noise = float(difference(ref, x).square().sum())
-    return decibels(float(_values(ref).square().sum()), noise)
+    return decibels(float(_values(ref).square().sum()), float(difference(ref, x).square().sum()))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -34,22 +36,16 @@ def decibels(signal: float, noise: float) -> float:
 
 def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
     """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
-    ref = reference.detach().double()
-    return relative([difference(ref, found.detach().double())], [ref])
+    return error_of([found.detach().double()], [reference.detach().double()])
 
 
-def relative(differences: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """||differences|| / ||reference|| over several tensors in fp64; NaN if a value is not finite on one side alone."""
-    noise = sum(float(d.square().sum()) for d in differences)
+def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """The same over several tensors in fp64; NaN if a value is not finite on one side alone."""
+    noise = sum(float(difference(r, x).square().sum()) for x, r in zip(found, reference, strict=False))
     if noise == 0.0:
         return 0.0
     signal = sum(float(_values(r).square().sum()) for r in reference)
     return math.sqrt(noise / signal) if signal else math.inf
-
-
-def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """The relative error of several tensors in fp64 against others."""
-    return relative([difference(r, x) for x, r in zip(found, reference, strict=False)], reference)
 
 
 def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -68,15 +64,12 @@ def _values(ref: torch.Tensor) -> torch.Tensor:
 
 def _are_plain(x: torch.Tensor) -> bool:
     """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
-    return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > 0.99 * -fp16.max)
+    return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > MASKED)
 
 
 def is_masked(x: torch.Tensor) -> torch.Tensor:
     """Where a tensor in fp64 has what masks are filled with: -infinity, and about the lowest value of a format."""
-    return (x <= _LOWEST_OF_8) | ((x <= 0.99 * -fp16.max) & (x >= -fp16.max))
-
-
-_LOWEST_OF_8 = 0.99 * -bf16.max
+    return (x <= 0.99 * -bf16.max) | ((x <= MASKED) & (x >= -fp16.max))
 
 
 def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
@@ -108,8 +101,7 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
 
 def gradient_error(reference: torch.Tensor, found: torch.Tensor) -> float:
     """The relative error of a gradient, which may be sparse or complex."""
-    ref, x = flat(reference), flat(found)
-    return relative([difference(ref, x)], [ref])
+    return error_of([flat(found)], [flat(reference)])
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.core.policy import Site
-from narrowcast.frontends.eager.watch import present_device_types
+from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.words import format_names
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import find_op, op_id, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload
+from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 
 def first_line(error: BaseException | None) -> str:
@@ -50,11 +48,8 @@ class Raising:
     def note(self, op: str, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call raised; calls around it raise after it."""
         if self.site is None:
-            self.op, self.formats, self.site = (
-                op,
-                format_names([t.dtype for t in tensors_in(args, kwargs)]),
-                find_site(),
-            )
+            self.op, self.site = op, find_site()
+            self.formats = format_names([t.dtype for t in tensors_in(args, kwargs)])
             self.called, self.args, self.kwargs = called, args, kwargs
             self._compiled |= {op} if in_compiled_code() else set()
 
@@ -77,22 +72,18 @@ class SeeFunctions(TorchFunctionMode):
             raise
 
 
-class SeeOps(DispatchMode):
+class SeeOps(WatchingMode):
     """Sees ops, which run with autocast on if it is: kernels that call other ops must find it so."""
 
     def __init__(self, seen: Raising) -> None:
-        super().__init__()
+        super().__init__([])
         self._seen = seen
-        self._keys = tuple(autocast_key(device_type) for device_type in present_device_types())
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        on = autocast_was_on(self._keys)
         try:
-            with switched_on(on) if on else nullcontext():
-                return func(*args, **kwargs)
+            return self._execute(func, args, kwargs or {}, self._autocast_on())
         except Exception:
-            self._seen.note(op_id(func), func, args, kwargs)
+            self._seen.note(op_id(func), func, args, kwargs or {})
             raise

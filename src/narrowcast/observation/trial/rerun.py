@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import gives_memory
-from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
+from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import holds_others, tree_map
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -57,18 +57,19 @@ def in_dtypes(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
     left = iter(dtypes)
+    return _by_slot(facts.slots, args, kwargs, lambda value: _to(value, left))
+
+
+def _by_slot(
+    slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with what stands in these slots changed, lists element by element."""
     new_args, new_kwargs = list(args), dict(kwargs)
-    for slot in facts.slots:
-        given = slot.position < len(args)
-        value = args[slot.position] if given else kwargs.get(slot.name)
-        if slot.is_list and value is not None:
-            value = [_to(v, left) for v in value]
-        else:
-            value = _to(value, left)
-        if given:
-            new_args[slot.position] = value
+    for slot in slots:
+        if slot.position < len(args):
+            new_args[slot.position] = tree_map(change, args[slot.position])
         elif slot.name in kwargs:
-            new_kwargs[slot.name] = value
+            new_kwargs[slot.name] = tree_map(change, kwargs[slot.name])
     return tuple(new_args), new_kwargs
 
 
@@ -130,13 +131,7 @@ def copies_of_written(
     """The arguments, with copies of those that the op writes to and that can be copied."""
     if not facts.overwrites:
         return args, kwargs
-    new_args, new_kwargs = list(args), dict(kwargs)
-    for slot in facts.slots:
-        if slot.written and slot.position < len(args):
-            new_args[slot.position] = tree_map(_copy, args[slot.position])
-        elif slot.written and slot.name in kwargs:
-            new_kwargs[slot.name] = tree_map(_copy, kwargs[slot.name])
-    return tuple(new_args), new_kwargs
+    return _by_slot((slot for slot in facts.slots if slot.written), args, kwargs, _copy)
 
 
 def _copy(value: Any) -> Any:

@@ -23,7 +23,7 @@ from narrowcast.observation.trial.isolation import Isolated, StandIns, isolated
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
-from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
+from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map, tree_map_only
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
 Loss = Callable[[Any], torch.Tensor]
@@ -138,8 +138,9 @@ class Trial:
         with self._copy(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
             with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
                 output = self._forward(run, region or nullcontext(), gradients)
-                if self.backward:
-                    output = self._differentiate(output, gradients)
+                # what a generator yielded is differentiated already
+                if self.backward and not (isinstance(output, list) and output and not _requiring(output)):
+                    self._go_back(output, gradients)
             if self.reads is not None:
                 self.reads(output)
             found = gradients.found()
@@ -160,12 +161,6 @@ class Trial:
                 return found
             return output
 
-    def _differentiate(self, output: Any, gradients: GradientsAside) -> Any:
-        if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
-            return output  # a generator's, differentiated already
-        self._go_back(output, gradients)
-        return output
-
     def _go_back(self, output: Any, gradients: GradientsAside) -> None:
         """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
@@ -174,7 +169,7 @@ class Trial:
             total = loss if loss.dim() == 0 else loss.sum()
             _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)])
             return
-        tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
+        tensors = list(filter(has_numbers, _requiring(output)))
         if callable(self.backward) or not tensors:
             raise RunError(
                 "backward=True", "no output of the model has a gradient",
@@ -257,15 +252,11 @@ def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in an output: nested in what pytree knows, in dataclasses, in mappings and attributes' dicts."""
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_of([getattr(leaf, f.name) for f in dataclass_fields(leaf)])
-        elif isinstance(leaf, Mapping):
-            found += tensors_of(list(leaf.values()))
-    return found
+    return [leaf for leaf in tree_leaves(_opened(tree)) if isinstance(leaf, torch.Tensor)]
+
+
+def _requiring(output: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_of(output) if t.requires_grad]
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
@@ -275,13 +266,16 @@ def has_numbers(tensor: torch.Tensor) -> bool:
 
 def detached(tree: Any) -> Any:
     """The same without autograd; dataclasses and other mappings as dicts."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), _opened(tree))
+
+
+def _opened(tree: Any) -> Any:
+    """Dataclasses and other mappings that pytree does not know as dicts."""
 
     def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach()
         if is_dataclass(value) and not isinstance(value, type):
-            return detached({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
-        return detached(dict(value)) if isinstance(value, Mapping) else value
+            return _opened({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
+        return _opened(dict(value)) if isinstance(value, Mapping) else value
 
     return tree_map(of, tree)
 
@@ -291,7 +285,7 @@ def _own_loss(output: Any) -> Any:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
         return named
-    tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
+    tensors = list(filter(has_numbers, _requiring(output)))
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
 
 

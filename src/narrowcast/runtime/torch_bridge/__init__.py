@@ -1,6 +1,6 @@
 """Between torch and the pure half: dtypes and formats, overloads and op ids, schemas and facts."""
 
-from narrowcast.runtime.torch_bridge.dtypes import DTYPES, FORMATS, default_dtype, short_type, to_dtype
+from narrowcast.runtime.torch_bridge.dtypes import DTYPES, FORMATS, LOW, default_dtype, short_type, to_dtype
 from narrowcast.runtime.torch_bridge.ops import (
     OpFacts,
     Slot,
@@ -30,6 +30,7 @@ from narrowcast.runtime.torch_bridge.tensors import (
 __all__ = [
     "DTYPES",
     "FORMATS",
+    "LOW",
     "OpFacts",
     "Slot",
     "cast",

@@ -21,6 +21,8 @@ DTYPES: dict[Format, torch.dtype] = {
 }
 FORMATS: dict[torch.dtype, Format] = {dtype: f for f, dtype in DTYPES.items() if f is not formats.tf32}
 
+LOW = (torch.float16, torch.bfloat16)
+
 
 def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
     """A dtype given as torch.dtype, Format or name (`bf16`, `bfloat16`)."""

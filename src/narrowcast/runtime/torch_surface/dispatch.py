@@ -210,8 +210,8 @@ def release(library: torch.library.Library) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written to; writes through `.data` are not counted."""
-    return int(tensor._version)
+    """How often the tensor was written to, but through `.data`; -1 for one of inference mode, which counts none."""
+    return -1 if tensor.is_inference() else int(tensor._version)
 
 
 @cache

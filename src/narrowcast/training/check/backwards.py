@@ -15,7 +15,7 @@ from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_bridge import FORMATS, tensors_in, values_of
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in, values_of
 from narrowcast.runtime.torch_surface.autograd import (
     current_autograd_node,
     current_graph_task,
@@ -28,7 +28,6 @@ from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
 
-_LOW = (torch.float16, torch.bfloat16)
 _FACTORS = ("mul", "_foreach_mul")
 
 
@@ -167,7 +166,7 @@ class Backwards:
                 "if is_last: scaler.unscale_(optimizer).",
                 known.unscaled,
             ))  # fmt: skip
-        elif gradient.dtype in _LOW and [line.at for line in self._lines].count(site.at) > 1:
+        elif gradient.dtype in LOW and [line.at for line in self._lines].count(site.at) > 1:
             self.low_sum(gradient.dtype, site)
 
     def low_sum(self, dtype: torch.dtype, site: Site) -> None:

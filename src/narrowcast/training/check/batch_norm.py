@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface.dispatch import schema_of
 from narrowcast.training.check.gradients import Found
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 def low_statistics(call: SeenCall) -> Found | None:
@@ -22,7 +18,7 @@ def low_statistics(call: SeenCall) -> Found | None:
     if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
         return None
     for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-        if name in ("running_mean", "running_var") and tensor.dtype in _LOW:
+        if name in ("running_mean", "running_var") and tensor.dtype in LOW:
             return (
                 "batch norm statistics in a low format",
                 f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds to "

@@ -11,7 +11,7 @@ import torch
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, part_of, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import (
     TO_COPY,
     StorageWeakRef,
@@ -23,7 +23,6 @@ from narrowcast.runtime.torch_surface.dispatch import (
 from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.kept import written
 
-LOW = (torch.float16, torch.bfloat16)
 _NAMES = (
     "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "sqrt", "rsqrt", "reciprocal", "square",
     "pow", "clone", "copy",

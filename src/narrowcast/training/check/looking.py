@@ -19,7 +19,7 @@ from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.runtime.regions.stack import innermost
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_bridge import OpFacts, is_random, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_graph_task, next_sequence_number
 from narrowcast.runtime.torch_surface.dispatch import (
     ONES_LIKE,
@@ -44,7 +44,6 @@ from narrowcast.training.check.underflow import Underflow
 from narrowcast.training.check.updates import Updates
 
 COSTS_TIME = "weights cast again"
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -152,7 +151,7 @@ class LoopObserver(Observer):
     def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
         targets = self._kept.before_op(facts, args, kwargs)
         for tensor in targets:
-            for dtype in _LOW:
+            for dtype in LOW:
                 self._casts.pop((storage_key(tensor), dtype), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
         if is_backward:
@@ -305,7 +304,7 @@ class LoopObserver(Observer):
         if call.plan is not None:
             return
         given = tensors_in(call.args, call.kwargs)
-        is_cast_by_user = call.facts.op is TO_COPY and given[0].dtype in _LOW and call.result.dtype is torch.float32
+        is_cast_by_user = call.facts.op is TO_COPY and given[0].dtype in LOW and call.result.dtype is torch.float32
         if is_cast_by_user or any(self._meant.get(t) for t in given):
             for tensor in call.results:
                 self._meant.put(tensor, True)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import Site
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, gives_gradients
 from narrowcast.runtime.torch_surface.modules import formats_of_wrapper, hooks_of_wrapper, reduces_gradients
 from narrowcast.training.check.gradients import Found
 
-_LOW = (torch.float16, torch.bfloat16)
 _DOES = {
     "param_dtype": "weights reach every call in it",
     "output_dtype": "what a module returns is cast to it",
@@ -22,7 +21,7 @@ _DOES = {
 
 def casts_beside(model: torch.nn.Module, site: Site) -> Found | None:
     """What a model's wrappers cast besides the region that it is called in."""
-    formats = {name: d for module in model.modules() for name, d in formats_of_wrapper(module).items() if d in _LOW}
+    formats = {name: d for module in model.modules() for name, d in formats_of_wrapper(module).items() if d in LOW}
     if not formats:
         return None
     what = ", ".join(f"{name}={FORMATS[dtype]} ({_DOES[name]})" for name, dtype in formats.items())
@@ -45,7 +44,7 @@ class Reduced:
         """A model is called that is perhaps wrapped."""
         reducing = [module for module in model.modules() if reduces_gradients(module)]
         trained = [parameter for module in reducing for parameter in module.parameters() if parameter.requires_grad]
-        if trained and not any(parameter.dtype in _LOW for parameter in trained):
+        if trained and not any(parameter.dtype in LOW for parameter in trained):
             self._site = site
             self._hooks |= {name: None for module in reducing for name in hooks_of_wrapper(module)}
 
@@ -53,7 +52,7 @@ class Reduced:
         """An op of a backward is about to run: whether it adds gradients in fp32 up over processes in a low format."""
         if self._site is None or facts.op.namespace != "c10d" or not gives_gradients(current_autograd_node()):
             return None
-        low = next((t for t in tensors_in(args) if t.dtype in _LOW or (self._hooks and t.itemsize == 1)), None)
+        low = next((t for t in tensors_in(args) if t.dtype in LOW or (self._hooks and t.itemsize == 1)), None)
         if low is None:
             return None
         who = ", ".join(self._hooks) or "a hook of the reducer's own"

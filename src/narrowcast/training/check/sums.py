@@ -9,11 +9,10 @@ import torch
 
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.training.check.gradients import Found
 
-_LOW = (torch.float16, torch.bfloat16)
 _TERMS = 3
 """How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
 
@@ -100,5 +99,5 @@ def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.T
     results = lists[0] if name.endswith("_") else call.results
     rows = zip(*lists, results, strict=False)
     return [
-        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in _LOW
+        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in LOW
     ]
