@@ -32,11 +32,11 @@ from machine import facts
 
 import narrowcast as nc
 from narrowcast.frontends.graphs.compiled import watch_graphs
-from narrowcast.frontends.graphs.edit import write_passes
 from narrowcast.frontends.graphs.levels import Ambient
 from narrowcast.frontends.graphs.read import read_graph
+from narrowcast.frontends.graphs.write import write_passes
+from narrowcast.output.collector import collector_paused
 from narrowcast.programs.passes import AFTER_AUTOGRAD
-from narrowcast.programs.program.collector import collector_paused
 
 
 def casts_of(graph: torch.fx.GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

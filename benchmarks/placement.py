@@ -346,8 +346,7 @@ def chain() -> dict[str, object]:
 def scale() -> dict[str, object]:
     """Seconds to place programs of 20,000 and 40,000 calls, with the certificate."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests/pure"))
-    from test_place import RandomPrices
-    from test_place import chain as program_of
+    from test_place import RandomPrices, chain as program_of
 
     from narrowcast.programs.placement.place import place_formats
 

@@ -126,16 +126,6 @@ def is_exact(src: Format, dst: Format) -> bool:
     )
 
 
-def can_fold(first: Format, middle: Format, last: Format) -> bool:
-    """Whether the chain of casts first -> middle -> last may become first -> last.
-
-    Exactly when the first cast loses nothing. A chain that rounds in its first cast rounds twice, and folding it
-    changes results; and a chain that came back to where it started still left its rounding behind.
-    """
-    del last  # the rule does not depend on it; it is named so that a call reads as the chain that it asks about
-    return is_exact(first, middle)
-
-
 _PROMOTABLE = (bf16, fp16, fp32, fp64)
 
 

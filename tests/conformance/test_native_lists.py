@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,10 +35,11 @@ FAKED = ("cpu", "cuda", "xpu", "mps", "mtia")
 def registered():
     """By device type what a fresh process has registered: here, other tests have added kernels of ours."""
     code = (
-        "import json\nfrom narrowcast.runtime.torch_surface.dispatch import registered_ops\n"
-        f"print(json.dumps({{d: list(registered_ops(d)) for d in {tuple(DEVICE_TYPES)!r}}}))"
+        "import json\nfrom read_torch import autocast_kernels\n"
+        f"print(json.dumps({{d: autocast_kernels(d) for d in {tuple(DEVICE_TYPES)!r}}}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    tools = Path(__file__).parents[2] / "tools"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tools, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 

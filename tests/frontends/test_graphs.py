@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.frontends.graphs.compiled import watch_graphs
-from narrowcast.programs.program import ASSIGNED, print_program, verify
+from narrowcast.programs.program import print_program, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from program_text import parse_program
@@ -262,7 +262,7 @@ def test_compiled_equals_eager_bit_for_bit(body, policy):
     assert_same(found, expected)
     assert graphs and not any(g.fallback for g in graphs)
     for graph in graphs:
-        verify(graph.after, ASSIGNED)
+        verify(graph.after, assigned=True)
         for program in (graph.before, graph.after, graph.joint_after):
             assert program is None or parse_program(print_program(program)) == program
         if graph.joint_before is not None:
@@ -593,9 +593,9 @@ class TestFallback:
 
     def test_a_wrong_decision_is_found_out(self, monkeypatch):
         """A graph whose formats are not those of the region's own kernels is not used."""
-        import narrowcast.frontends.graphs.edit as edit
+        import narrowcast.frontends.graphs.write as write
 
-        monkeypatch.setattr(edit, "run_passes", lambda program, passes, *_: __import__(
+        monkeypatch.setattr(write, "run_passes", lambda program, passes, *_: __import__(
             "narrowcast.programs.passes", fromlist=["run_passes"]).run_passes(program, passes, None))  # fmt: skip
         layer, x = nn.Linear(8, 8), torch.randn(2, 8)
         with pytest.warns(UserWarning, match="CaptureError"), nc.autocast("cpu", policy="safe"):

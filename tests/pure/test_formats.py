@@ -9,7 +9,6 @@ from narrowcast.errors import FormatError
 from narrowcast.formats import (
     FORMATS,
     bf16,
-    can_fold,
     e4m3fn,
     e4m3fnuz,
     e5m2,
@@ -53,14 +52,6 @@ def test_exactness_between_all_pairs():
     expected |= {("tf32", "fp32"), ("tf32", "fp64"), ("fp32", "fp64")}
     assert wide == expected
     assert exact - wide == set()  # no fp8 format holds another: they differ in range, precision or zeros
-
-
-def test_a_chain_folds_when_its_first_cast_is_exact():
-    """fp16 -> fp32 -> bf16 is fp16 -> bf16; fp32 -> bf16 -> fp32 is not fp32."""
-    assert can_fold(fp16, fp32, bf16)
-    assert can_fold(bf16, fp32, fp16)
-    assert not can_fold(fp32, bf16, fp32)
-    assert not can_fold(fp64, fp32, bf16)
 
 
 def test_widest_is_that_of_torch_promotion():

@@ -9,8 +9,14 @@ from narrowcast.core.policy import NOWHERE
 from narrowcast.errors import EnergyError
 from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement import FIXED, Choice, Energy, Flow, Reader, minimise
-from narrowcast.programs.placement.memory import KeptBytes, Smallest, combine, energy_total, place_within
-from narrowcast.programs.placement.memory import _in_range as in_range
+from narrowcast.programs.placement.memory import (
+    KeptBytes,
+    Smallest,
+    _in_range as in_range,
+    combine,
+    energy_total,
+    place_within,
+)
 from narrowcast.programs.placement.place import PlacedCall, Placement, as_given, as_high, as_the_policy
 from narrowcast.programs.placement.question import Question
 from narrowcast.programs.program import Operand, Step, Value

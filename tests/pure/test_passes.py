@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import narrowcast as nc
 from narrowcast.errors import RefusedError

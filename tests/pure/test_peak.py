@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast.programs.placement.memory import KeptBytes
-from narrowcast.programs.placement.peak import peak_of
+from narrowcast.programs.placement.peak import Lives
 from narrowcast.runtime.devices.workspaces import Workspaces
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,7 +19,8 @@ KIB = 1024
 def peak(block, fused=False, beside=None):
     """Of a program whose matrix products are a library's."""
     program = parse_program(HEAD + block)
-    found = peak_of(program, KeptBytes(fused), lambda s: fused and ".mm." not in s.op, beside or {}, lambda v: v.bytes)
+    fuses = lambda s: fused and ".mm." not in s.op
+    found = Lives(program.body, KeptBytes(fused), fuses, beside or {}, lambda v: v.bytes).peak()
     return found.bytes / KIB, found
 
 

@@ -184,7 +184,7 @@ def test_the_cache_setting_is_inherited_unless_given():
 
 def test_rules_may_hold_for_some_torch_versions():
     """rms_norm came with 2.12: for an older torch the rule is not there."""
-    from narrowcast.core.policy.versions import in_range
+    from narrowcast.core.policy.known_ops import in_range
 
     rule = Rule("aten.rms_norm.default", "full", torch=">=2.12")
     assert not in_range(rule.torch, "2.11.0+cu128")
@@ -272,7 +272,7 @@ def test_a_name_does_not_load_a_policy(name):
 ])  # fmt: skip
 def test_a_source_cites_the_torch_that_runs(version, expected):
     """Where it was read off that one, too; other sources stay as they are."""
-    from narrowcast.core.policy.versions import cited
+    from narrowcast.core.policy.known_ops import cited
 
     assert cited("torch 2.11 to 2.15, kernels", version) == expected
     assert cited("issue 12", version) == "issue 12"

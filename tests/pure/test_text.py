@@ -7,8 +7,7 @@ import pytest
 
 import narrowcast
 from narrowcast.core.policy import Policy, Rule
-from narrowcast.core.policy.known_ops import declared_ops, listed_ops, unknown_op
-from narrowcast.core.policy.versions import in_range
+from narrowcast.core.policy.known_ops import declared_ops, in_range, listed_ops, unknown_op
 from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
 
 TEXT = """\

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.optim.swa_utils
 import torch.utils.checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import narrowcast as nc

@@ -111,7 +111,6 @@ def test_copies_go_with_their_weights():
         second(x)
     held = len(at_rest) - before
     assert 0 < held <= len(list(model.parameters()))
-    assert at_rest.bytes > 0
     del model, first, second
     torch._dynamo.reset()
     gc.collect()

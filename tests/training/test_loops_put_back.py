@@ -20,8 +20,7 @@ from narrowcast.training.check.looking import LoopObserver
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_loops import Loop as Images
-from training_loops import plain_bf16, region, scaled_fp16
+from training_loops import Loop as Images, plain_bf16, region, scaled_fp16
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

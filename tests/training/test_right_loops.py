@@ -16,8 +16,7 @@ import narrowcast as nc
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_loops import RIGHT as IMAGE_STEPS
-from training_loops import Loop as Images
+from training_loops import RIGHT as IMAGE_STEPS, Loop as Images
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import subjects
 import torch
 from clock import Side, allocated_mib, alternate, measure_peak, ratio, synchronize, told
-from context import Context, is_lost
-from context import told as told_error
+from context import Context, is_lost, told as told_error
 from same import off_by, quiet_dynamo
 from torch import nn
 

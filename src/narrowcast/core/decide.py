@@ -172,12 +172,8 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
     kind = rule.action.kind
     arguments = call.arguments
     untouched = (None,) * len(arguments)
-    if kind is Kind.LOWER:
-        return Plan(_cast_all(low, call, eligible), rule, shields=True, computes_in=low)
-    if kind is Kind.FULL:
-        return Plan(_cast_all(fp32, call, eligible), rule, shields=True, computes_in=fp32)
-    dst = rule.action.format
-    if dst is not None:  # `to` alone has one
+    dst = {Kind.LOWER: low, Kind.FULL: fp32}.get(kind, rule.action.format)  # `to` alone has one
+    if dst is not None:
         return Plan(_cast_all(dst, call, eligible), rule, shields=True, computes_in=dst)
     if kind is Kind.FOLLOW:
         return Plan(untouched, rule, shields=True)
@@ -313,13 +309,9 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
     """For each argument, and each result that a rule names, the strongest rule that names it and holds here."""
     names = dict.fromkeys([a.name for a in call.arguments])
     names.update((r.argument, None) for r in rules if r.argument is not None and r.is_about_result)
-    found = []
-    for name in names:
-        for r in rules:
-            if r.argument == name and r.matches_call(call.site, call.number):
-                found.append((name, r))
-                break
-    return tuple(found)
+    held = [r for r in rules if r.matches_call(call.site, call.number)]
+    found = ((name, next((r for r in held if r.argument == name), None)) for name in names)
+    return tuple((name, r) for name, r in found if r is not None)
 
 
 def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rule], ...]) -> list[bool]:

@@ -17,8 +17,7 @@ from narrowcast.analysis.compare.kernel_inputs import Samples
 from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, KeptCall, sample_like
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
-from narrowcast.formats import FORMATS as FORMATS_BY_NAME
-from narrowcast.formats import Format, fp32
+from narrowcast.formats import FORMATS as FORMATS_BY_NAME, Format, fp32
 from narrowcast.observation.trial.output_errors import (
     MASKED,
     decibels,

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from narrowcast.formats import bf16, fp16
 from narrowcast.reports.results.run_records import TensorFacts
-from narrowcast.reports.results.sketch import SUMS, Row, rows_and_columns, side_by_side, sketch_distance, sketch_rows
-from narrowcast.reports.results.sketch import sketched_step as step_of
+from narrowcast.reports.results.sketch import (
+    SUMS,
+    Row,
+    rows_and_columns,
+    side_by_side,
+    sketch_distance,
+    sketch_rows,
+    sketched_step as step_of,
+)
 
 TENSORS, SKETCHES, STATISTICS, RANGES, NOTHING = "tensors", "sketches", "statistics", "ranges", ""
 """How two pieces were compared: whole; by sketches of some rows; by range, mean and rms of all elements; by their

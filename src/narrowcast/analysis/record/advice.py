@@ -19,8 +19,7 @@ from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, ne
 from narrowcast.formats import fp32
 from narrowcast.observation.observer.door import Door
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.runtime.regions.hidden import hidden_policy
-from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.regions.ruling import hidden_policy, ruled_device_types
 from narrowcast.runtime.regions.watchers import told_of_regions
 from narrowcast.runtime.sites.python_stack import find_site, loop_line, user_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts

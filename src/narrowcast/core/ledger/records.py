@@ -99,7 +99,7 @@ class CallKind:
 class EditRecord:
     """One edit that a pass made to a graph.
 
-    kind: `insert`, `share`, `fold`, `remove`, `move` (of a cast; remove also of a region's edge), `set dtype`,
+    kind: `insert`, `share`, `fold`, `remove` (of a cast, or of a region's edge), `set dtype`,
           or `follow` (a result has another format because an operand has).
     by:   the pass. op, argument: what the cast is for; `cast` if the edit is about a cast that was there.
     src, dst, moved_bytes: the cast's formats, and the bytes that it reads and writes; empty and 0 if sizes are symbolic

@@ -1,22 +1,17 @@
 """Facts of ops, as data: what their time depends on, what they do to formats and rounding, whose memory they give."""
 
 from narrowcast.core.ops.facts import (
-    ATTENTION,
-    CONV,
-    COPY,
-    FAMILIES,
-    GEMM,
-    NORM,
-    POINTWISE,
-    SOFTMAX,
-    VIEW,
-    called_by,
-    named,
-    op_kind,
+    ATTENTION as ATTENTION,
+    CONV as CONV,
+    COPY as COPY,
+    FAMILIES as FAMILIES,
+    GEMM as GEMM,
+    NORM as NORM,
+    POINTWISE as POINTWISE,
+    SOFTMAX as SOFTMAX,
+    VIEW as VIEW,
+    called_by as called_by,
+    named as named,
+    op_kind as op_kind,
 )
-from narrowcast.core.ops.multiplications import multiplications
-
-__all__ = [
-    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "called_by",
-    "multiplications", "named", "op_kind",
-]  # fmt: skip
+from narrowcast.core.ops.multiplications import multiplications as multiplications

@@ -73,12 +73,6 @@ class Capabilities:
         whole = [replace(lack, op=WHOLE[lack.op], inside=lack.op) for lack in lacks if lack.op in WHOLE]
         return (*lacks, *whole)
 
-    def find(self, op: str, format: Format, direction: str = "forward") -> Ability | None:
-        """What is known of an op in a format; None if nothing is."""
-        return next(
-            (a for a in self.abilities if a.op == op and a.format == format.name and a.direction == direction), None
-        )
-
     def emulated(self, format: Format) -> dict[str, float]:
         """The families that the format is slow in, with the time over fp32's."""
         return {a.op: a.ratio for a in self.abilities if a.format == format.name and a.state == EMULATED}

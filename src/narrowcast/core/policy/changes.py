@@ -1,4 +1,4 @@
-"""What changes from one policy's rules to another's."""
+"""What changes from one policy's rules to another's, and what lint finds in one, as data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from narrowcast.core.policy.rules import Rule
+from narrowcast.errors import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +28,16 @@ def changed_rules(old: Iterable[Rule], new: Iterable[Rule]) -> tuple[RuleChange,
     before, after = {rule.conditions: rule for rule in old}, {rule.conditions: rule for rule in new}
     changes = [RuleChange(k, before.get(k), after.get(k)) for k in before | after]
     return tuple(c for c in changes if c.before is None or c.after is None or c.before.action != c.after.action)
+
+
+@dataclass(frozen=True, slots=True)
+class LintLine:
+    """One line of lint: what kind, about which rule, and the sentence for a person."""
+
+    kind: str
+    rule: Rule
+    message: str
+    where: Origin | None
+
+    def __str__(self) -> str:
+        return f"{self.where or '(no file)'}: {self.kind}: {self.message}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
 from narrowcast.core.policy.rules import Rule, did_you_mean
-from narrowcast.core.policy.versions import in_range, installed_torch
 
 _DECLARED = re.compile(r"^- func: ([\w.]+)\(", re.MULTILINE)
 _GENERATED = re.compile(r"^\s+autogen: (.*)$", re.MULTILINE)
@@ -44,12 +44,8 @@ def declared_ops() -> frozenset[str]:
 def listed_ops(version: str) -> frozenset[str]:
     """What the list that comes with Narrowcast says that this torch has."""
     file = Path(__file__).parent / "builtin" / "aten_ops.txt"
-    found = set()
-    for line in file.read_text(encoding="utf-8").splitlines()[1:]:
-        op, _, versions = line.partition(" ")
-        if not versions or in_range(versions, version):
-            found.add(op)
-    return frozenset(found)
+    lines = (line.partition(" ") for line in file.read_text(encoding="utf-8").splitlines()[1:])
+    return frozenset(op for op, _, versions in lines if not versions or in_range(versions, version))
 
 
 @lru_cache(maxsize=1)
@@ -70,3 +66,41 @@ def unknown_op(rule: Rule) -> str | None:
     if known:
         return None
     return did_you_mean(rule.target, known_ops() if rule.target.count(".") > 1 else tuple(sorted(_packets())))
+
+
+_READ_OFF = re.compile(r"torch (?P<first>2\.\d+) to (?P<last>2\.\d+)")
+_ASSUMED_TORCH = "2.13.0"  # where none is installed
+
+
+def installed_torch() -> str:
+    """The version of the installed torch, read from its metadata: this half never imports it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return _ASSUMED_TORCH
+
+
+def existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:
+    """The rules whose `torch` range holds the installed version, without that range."""
+    version = installed_torch()
+    rules = ([r for r in layer if in_range(r.torch or "", version)] for layer in layers)
+    return tuple(tuple(replace(r, torch=None) if r.torch else r for r in layer) for layer in rules)
+
+
+def cited(source: str, torch_version: str) -> str:
+    """The source of a rule that was read off several versions, this one among them, as this one's: `torch 2.13.0,
+    kernels registered at AutocastCPU`.
+    """
+    found = _READ_OFF.match(source)
+    if found is None or not in_range(f">={found['first']},<={found['last']}.999", torch_version):
+        return source
+    return f"torch {torch_version}{source[found.end() :]}"
+
+
+def in_range(versions: str, torch_version: str) -> bool:
+    """Whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(versions).contains(torch_version.partition("+")[0], prereleases=True)

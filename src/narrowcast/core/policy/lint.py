@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from narrowcast.core.policy.findings import LintLine
+from narrowcast.core.policy.changes import LintLine
 from narrowcast.core.policy.known_ops import known_ops, unknown_op
 from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Kind, Rule
@@ -50,24 +50,15 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     if rule.argument is not None:
         return None
     table = RuleTable(policy.layers[number:])
-    winners = []
-    for op in ops:
-        whole = table.candidates(op).whole
-        if rule in whole:
-            return None
-        winners.append(whole[-1])
-    return winners[0]
+    found = [table.candidates(op).whole for op in ops]
+    return None if any(rule in whole for whole in found) else found[0][-1]
 
 
 def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[RuleTable, ...]) -> bool:
     if rule.argument is not None or rule.action.kind is Kind.REFUSE:
         return False
-    for table in bases:
-        for op in ops:
-            whole = table.candidates(op).whole
-            if not whole or whole[0].action != rule.action:
-                return False
-    return True
+    found = (table.candidates(op).whole for table in bases for op in ops)
+    return all(whole and whole[0].action == rule.action for whole in found)
 
 
 def _overlaps(layer: tuple[Rule, ...]) -> list[LintLine]:

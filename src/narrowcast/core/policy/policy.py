@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from narrowcast.core.policy.changes import RuleChange, changed_rules
-from narrowcast.core.policy.findings import LintLine
+from narrowcast.core.policy.changes import LintLine, RuleChange, changed_rules
+from narrowcast.core.policy.known_ops import cited, existing, installed_torch
 from narrowcast.core.policy.lacks import FULL, RAISE, Lack
-from narrowcast.core.policy.layers import check_layer
 from narrowcast.core.policy.rules import Rule
 from narrowcast.core.policy.settings import (
     BUILTIN,
@@ -26,9 +25,8 @@ from narrowcast.core.policy.settings import (
     check_is_loaded,
     check_settings,
 )
-from narrowcast.core.policy.table import RuleTable
+from narrowcast.core.policy.table import RuleTable, check_layer
 from narrowcast.core.policy.text import parse_text, read_text
-from narrowcast.core.policy.versions import cited, existing, installed_torch
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
 from narrowcast.output.files import replace_text

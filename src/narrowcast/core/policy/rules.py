@@ -382,19 +382,9 @@ def _literals(pattern: str | None) -> tuple[bool, int]:
 
 def _matches_path(path: str, pattern: str) -> bool:
     """A glob names modules; a call is inside if its module or one around it is named."""
-    while True:
-        if fnmatchcase(path, pattern):
-            return True
-        if not path:
-            return False
-        path = path.rpartition(".")[0]
+    return fnmatchcase(path, pattern) or (path != "" and _matches_path(path.rpartition(".")[0], pattern))
 
 
 def _matches_name(pattern: str, qualified: str) -> bool:
     """A class or function may be named by its qualified name or by any dotted tail of it."""
-    tail = qualified
-    while tail:
-        if fnmatchcase(tail, pattern):
-            return True
-        tail = tail.partition(".")[2]
-    return False
+    return qualified != "" and (fnmatchcase(qualified, pattern) or _matches_name(pattern, qualified.partition(".")[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowcast.core.policy.rules import Rule
+from narrowcast.errors import Origin, PolicyConflictError, PolicyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,25 @@ class RuleTable:
         per_argument = tuple(r for r in matching if r.argument is not None)
         depends = any(not r.is_unconditional for r in (*whole, *per_argument))
         return Candidates(tuple(whole), per_argument, depends)
+
+
+def check_layer(layer: tuple[Rule, ...]) -> None:
+    """Refuse duplicates and contradictions: two rules of one layer about exactly the same calls."""
+    seen: dict[tuple[str | int | None, ...], Rule] = {}
+    for rule in layer:
+        earlier = seen.get(rule.conditions)
+        seen[rule.conditions] = rule
+        if earlier is None or (rule.override and rule.action != earlier.action):
+            continue
+        where = tuple(
+            Origin(*((r.origin.file, r.origin.line) if r.origin else ("rule", 0)), note=f'action = "{r.action}"')
+            for r in (rule, earlier)
+        )
+        subject = str(rule).rpartition(":")[0]
+        if rule.action == earlier.action:
+            raise PolicyError(f"duplicate rows about {subject}", where=where, advice="Delete one.")
+        raise PolicyConflictError(
+            asked=f"rows of equal specificity disagree about {subject}",
+            where=where,
+            advice="Delete one, or set override = true on the later row.",
+        )

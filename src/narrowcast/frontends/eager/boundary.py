@@ -64,12 +64,8 @@ def names_of_forward(module: torch.nn.Module) -> Names:
     return names_of(function, function is not forward)
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentCast:
-    """What happens to one argument: the dtype that its floating tensors are cast to, fp64 ones, too, if `exactly`."""
-
-    dtype: torch.dtype | None
-    exactly: bool
+ArgumentCast = tuple[torch.dtype | None, bool]
+"""What happens to one argument: the dtype that its floating tensors are cast to, and whether fp64 ones are, too."""
 
 
 @dataclass(eq=False)
@@ -89,7 +85,7 @@ class Boundary:
         found = self.entries.get(name)
         if found is None:
             dst, exactly = self.call.cast_of(name)
-            found = self.entries[name] = ArgumentCast(None if dst is None else DTYPES[dst], exactly)
+            found = self.entries[name] = (None if dst is None else DTYPES[dst], exactly)
         return found
 
     @cached_property
@@ -180,11 +176,6 @@ def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | Non
     return result
 
 
-def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
-    """What a module returned, with one part cast; the whole, if `part` is empty."""
-    return _with_part(result, part, dtype, exactly) if part else cast_tree(result, dtype, exactly)
-
-
 def cast_results(result: Any, plan: Plan) -> Any:
     """What an op returned, with the plan's casts of it made."""
     for wanted in plan.results:
@@ -199,7 +190,10 @@ def cast_results(result: Any, plan: Plan) -> Any:
     return result
 
 
-def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    """What a module returned, with one part cast; the whole, if `part` is empty."""
+    if not part:
+        return cast_tree(result, dtype, exactly)
     if isinstance(result, Mapping) and part in result:
         made: Any = copy.copy(result)
         made[part] = cast_tree(result[part], dtype, exactly)

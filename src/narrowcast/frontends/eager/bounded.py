@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from narrowcast.core.decide import Argument, Call, decide
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
-from narrowcast.frontends.eager.boundary import ArgumentCast, Boundary, cast_parts, cast_tree, first_floating
+from narrowcast.frontends.eager.boundary import Boundary, cast_parts, cast_tree, first_floating
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.frontends.eager.watch import DecidedCall, watchers
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
@@ -63,31 +63,25 @@ def _cast_arguments(
 ) -> tuple[torch.dtype | None, list[Any], dict[str, Any]]:
     """The dtype of the first floating argument that the boundary casts, as it came, and the arguments, cast."""
     came = None
-    cast = _cast_noted if torch.compiler.is_exporting() else _cast_plain
     entries, known = boundary.positional, len(boundary.positional)
     new_args, new_kwargs = list(args), kwargs
     for position, value in enumerate(args):
-        entry = entries[position] if position < known else boundary.entry(boundary.names.of(position))
-        if entry.dtype is not None:
+        dtype, exactly = entries[position] if position < known else boundary.entry(boundary.names.of(position))
+        if dtype is not None:
             came = came or first_floating(value)
-            new_args[position] = cast(value, entry, boundary, boundary.names.of(position))
+            new_args[position] = _cast(value, dtype, exactly, boundary, boundary.names.of(position))
     for name, value in kwargs.items():
-        entry = boundary.entry(name)
-        if entry.dtype is not None:
+        dtype, exactly = boundary.entry(name)
+        if dtype is not None:
             came = came or first_floating(value)
-            new_kwargs = {**new_kwargs, name: cast(value, entry, boundary, name)}
+            new_kwargs = {**new_kwargs, name: _cast(value, dtype, exactly, boundary, name)}
     return came, new_args, new_kwargs
 
 
-def _cast_plain(value: Any, entry: ArgumentCast, boundary: Boundary, name: str) -> Any:
-    del boundary, name
-    return value if entry.dtype is None else cast_tree(value, entry.dtype, entry.exactly)
-
-
-def _cast_noted(value: Any, entry: ArgumentCast, boundary: Boundary, name: str) -> Any:
-    """The same, where torch.export writes down what it sees."""
-    with annotate({NOTE: boundary.note(name)}):
-        return _cast_plain(value, entry, boundary, name)
+def _cast(value: Any, dtype: torch.dtype, exactly: bool, boundary: Boundary, name: str) -> Any:
+    """The value, cast; with a note where torch.export writes down what it sees."""
+    with annotate({NOTE: boundary.note(name)}) if torch.compiler.is_exporting() else nullcontext():
+        return cast_tree(value, dtype, exactly)
 
 
 def _run_off(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -99,6 +99,5 @@ def _called_traced(original: Callable[..., Any], self: Module, pin: Any, args: A
     return run_traced(key, call, args, kwargs) if key else call(*args, **kwargs)
 
 
-never_begin_at(_called)
-never_begin_at(_called_pinned)
+never_begin_at(_called, _called_pinned)
 never_trace(find_boundary)

@@ -27,7 +27,8 @@ def ruling_region() -> OpenRegion | None:
     """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
     region = innermost()
     if region is None or not region.is_innermost:
-        carried = _carried() if current_graph_task() != -1 else None
+        found = map(carried_region, DEVICE_TYPES) if current_graph_task() != -1 else ()
+        carried = next((r for r in found if r is not None and r.prepared.policy.has_module_rules), None)
         if carried is not None:
             return carried
     passed: list[str] = []
@@ -40,12 +41,6 @@ def ruling_region() -> OpenRegion | None:
         passed.append(device_type)
         region = region.outer
     return None
-
-
-def _carried() -> OpenRegion | None:
-    """The region of the forward that torch.utils.checkpoint is recomputing, if its policy has such rules."""
-    found = filter(None, map(carried_region, DEVICE_TYPES))
-    return next((region for region in found if region.prepared.policy.has_module_rules), None)
 
 
 def find_boundary(module: Module, traced: bool = False) -> Boundary | None:

@@ -16,6 +16,7 @@ from narrowcast.frontends.eager.region import autocast
 from narrowcast.frontends.eager.traced_calls import traced_policy
 from narrowcast.runtime.torch_bridge import device_type_of, to_dtype
 from narrowcast.runtime.torch_surface.autograd import note_forward, noted_forward
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 
 def custom_fwd(
@@ -48,7 +49,9 @@ def custom_fwd(
         ctx._narrowcast_region = (device, policy)
         if dtype is None or not enabled:
             return function(*args, **kwargs)
-        new_args, new_kwargs = _cast(args, device, dtype), _cast(kwargs, device, dtype)
+        new_args, new_kwargs = tree_map_only(
+            torch.Tensor, lambda t: cast_tree(t, dtype, False) if t.device.type == device else t, (args, kwargs)
+        )
         with autocast(device, enabled=False):
             return function(*new_args, **new_kwargs)
 
@@ -81,14 +84,3 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 class _NoContext:
     """What a forward with a `setup_context` beside it writes to."""
-
-
-def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """The value with its floating tensors on the device cast."""
-    if isinstance(value, torch.Tensor):
-        return cast_tree(value, dtype, False) if value.device.type == device else value
-    if isinstance(value, (list, tuple)):
-        return type(value)([_cast(item, device, dtype) for item in value])
-    if isinstance(value, dict):
-        return {key: _cast(item, device, dtype) for key, item in value.items()}
-    return value

@@ -18,13 +18,12 @@ from narrowcast.core.refusals import check_counted, refusal
 from narrowcast.errors import RegionError
 from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.watch import DecidedCall, Watcher, told, watchers
-from narrowcast.runtime.regions.hidden import tell_hidden
-from narrowcast.runtime.regions.ruling import active_region, native_region
+from narrowcast.runtime.regions.ruling import active_region, native_region, tell_hidden
 from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
-from narrowcast.runtime.regions.training import watch_gradients
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
 from narrowcast.runtime.sites.python_stack import find_site, in_generated_code
+from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_bridge import (
     DTYPES,
     FORMATS,
@@ -345,6 +344,17 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
 
 
 def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> None:
-    """In a region in a format that its policy does not train in: a call in it through which gradients flow."""
-    if not region.has_warned and decided.plan.computes_in is region.prepared.facts.low:
-        watch_gradients(region, tensors)
+    """RegionWarning, once while a region is open in a format that its policy does not train in, if gradients flow
+    through a call that computes in it.
+    """
+    low = region.prepared.facts.low
+    if region.has_warned or decided.plan.computes_in is not low or not torch.is_grad_enabled():
+        return
+    if any(t is not None and t.requires_grad for t in tensors):
+        region.has_warned, policy = True, region.prepared.policy
+        warn_at(
+            f"narrowcast: gradients are recorded in a region in {low}, and the policy {policy.name} is for training in "
+            f"{' or '.join(policy.training)} alone. Train with dtype={policy.training[0]!r}, or run inference under "
+            "torch.no_grad()",
+            find_site(with_names=False),
+        )

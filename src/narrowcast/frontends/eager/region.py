@@ -195,11 +195,6 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return self._made.prepared
 
     @property
-    def key(self) -> str:
-        """The same for regions of the same facts, policy and cache."""
-        return self._key
-
-    @property
     def _enabled(self) -> bool:  # as torch.autocast has it
         return self._made.enabled
 

@@ -59,14 +59,9 @@ def traced_name(key: str, position: int) -> str:
     return _traced[key].names.of(position)
 
 
-def traced_entry(key: str, name: str) -> torch.dtype | None:
-    """What an argument is cast to."""
-    return _traced[key].entry(name).dtype
-
-
-def traced_exactly(key: str, name: str) -> bool:
-    """Whether fp64 is cast, too."""
-    return _traced[key].entry(name).exactly
+def traced_entry(key: str, name: str) -> tuple[torch.dtype | None, bool]:
+    """What an argument is cast to, and whether fp64 is cast, too."""
+    return _traced[key].entry(name)
 
 
 def traced_note(key: str, name: str) -> str:
@@ -79,20 +74,12 @@ def traced_results(key: str) -> int:
     return len(_traced[key].plan.results)
 
 
-def traced_part(key: str, number: int) -> str:
-    """Which part of what the call returns the cast with this number is about."""
-    return _traced[key].plan.results[number].part
-
-
-def traced_dtype(key: str, number: int) -> torch.dtype | None:
-    """What it is cast to; None: as what came."""
-    wanted = _traced[key].plan.results[number].format
-    return None if wanted is None else DTYPES[wanted]
-
-
-def traced_exact_result(key: str, number: int) -> bool:
-    """Whether fp64 is cast, too."""
-    return _traced[key].plan.results[number].exactly
+def traced_result(key: str, number: int) -> tuple[str, torch.dtype | None, bool]:
+    """Which part of what the call returns the cast with this number is about, what it is cast to (None: as what came),
+    and whether fp64 is cast, too.
+    """
+    wanted = _traced[key].plan.results[number]
+    return wanted.part, None if wanted.format is None else DTYPES[wanted.format], wanted.exactly
 
 
 def traced_inside(key: str) -> torch.dtype | None:
@@ -113,8 +100,8 @@ def traced_policy(device_type: str) -> str:
 
 
 for _function in (
-    boundary_key, paths_matter, rules_hold, traced_name, traced_entry, traced_exactly, traced_note, traced_results,
-    traced_part, traced_dtype, traced_exact_result, traced_inside, traced_off, traced_policy,
+    boundary_key, paths_matter, rules_hold, traced_name, traced_entry, traced_note, traced_results, traced_result,
+    traced_inside, traced_off, traced_policy,
 ):  # fmt: skip
     constant_for_dynamo(_function)
 
@@ -139,22 +126,22 @@ def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, 
     else:
         result = call(*new_args, **new_kwargs)
     for number in range(traced_results(key)):
-        dtype = traced_dtype(key, number)
-        exactly = dtype is None or traced_exact_result(key, number)
+        part, dtype, exactly = traced_result(key, number)
         if dtype is None:
+            exactly = True
             dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
         if dtype is not None:
             with annotate({NOTE: traced_note(key, RESULT)}):
-                result = cast_part(result, traced_part(key, number), dtype, exactly)
+                result = cast_part(result, part, dtype, exactly)
     return result
 
 
 def _cast_traced(key: str, name: str, value: Any, cast_ones: list[Any]) -> Any:
-    dtype = traced_entry(key, name)
+    dtype, exactly = traced_entry(key, name)
     if dtype is not None:
         cast_ones.append(value)
         with annotate({NOTE: traced_note(key, name)}):
-            value = cast_tree(value, dtype, traced_exactly(key, name))
+            value = cast_tree(value, dtype, exactly)
     return value
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,30 +127,25 @@ def watch_backward(results: Any, expected: State, choice: Backward) -> None:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None
         if node is not None and id(node) not in seen:
             seen.add(id(node))
-            node.register_prehook(_Check(expected, choice))
+            node.register_prehook(partial(_check, expected, choice))
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    expected: State
-    choice: Backward
-
-    def __call__(self, gradients: Any) -> None:
-        if not self.expected and not any_autocast():
-            return
-        found = autocast_state()
-        if found != self.expected:
-            another = ", of another policy" if found and _own(found) == _own(self.expected) else ""
-            raise BackwardError(
-                asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
-                found=f"it was called under {_text(found)}{another}",
-                advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
-                "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
-                "for; or give a list of keyword sets of torch.autocast.",
-            )
+def _check(expected: State, choice: Backward, gradients: Any) -> None:
+    if not expected and not any_autocast():
+        return
+    found = autocast_state()
+    if found != expected:
+        another = ", of another policy" if found and _own(found) == _own(expected) else ""
+        raise BackwardError(
+            asked=f"a backward compiled for {_text(expected)} (backward={choice.kind!r})",
+            found=f"it was called under {_text(found)}{another}",
+            advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
+            "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
+            "for; or give a list of keyword sets of torch.autocast.",
+        )
 
 
-never_trace(_Check.__call__)  # where Dynamo meets the backward in the code that it traces
+never_trace(_check)  # where Dynamo meets the backward in the code that it traces
 
 
 def _text(state: State) -> str:

@@ -213,58 +213,39 @@ class _GraphRunner(torch.fx.Interpreter):
             target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op with its bodies captured. Its results are those that Dynamo foresaw."""
-        tracer = _tracer()
-        if higher_order_name(target) in _CAST_ARGUMENTS:
-            return self._as_it_stands(target, args, kwargs)
+        """The op with its bodies captured; one that casts by itself, with these casts before it and its bodies as they
+        came. Its results are those that Dynamo foresaw.
+        """
+        tracer, op = _tracer(), higher_order_name(target)
+        device = args[0].device.type if op in _CAST_ARGUMENTS else ""
+        if device and torch.is_autocast_enabled(device):
+            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[op]
+            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
         bodies = 0
-        grad_mode = torch.is_grad_enabled()
-        if higher_order_name(target) == "wrap_with_set_grad_enabled":
-            grad_mode = bool(args[0])
-        backward = _BACKWARD_BODIES.get(higher_order_name(target))
+        grad_mode = bool(args[0]) if op == "wrap_with_set_grad_enabled" else torch.is_grad_enabled()
+        backward = _BACKWARD_BODIES.get(op)
 
-        def captured_body(leaf: Any) -> Any:
+        def registered(leaf: Any) -> Any:
             nonlocal bodies
             if not isinstance(leaf, torch.fx.GraphModule):
                 return leaf
-            off = autocast_off() if bodies == backward else nullcontext()
-            bodies += 1
-            in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, higher_order_name(target))
-            with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
-                made = self._body(leaf, keeps_cache=higher_order_name(target) in PLAIN_BODIES)
-            name = tracer.get_fresh_qualname("body")
-            tracer.root.register_module(name, made)
-            return made
+            if not device:
+                off = autocast_off() if bodies == backward else nullcontext()
+                bodies += 1
+                in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, op)
+                with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
+                    leaf = self._body(leaf, keeps_cache=op in PLAIN_BODIES)
+            tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
+            return leaf
 
-        new_args, new_kwargs = tree_map(captured_body, (args, kwargs))
-        proxies = tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
-        out = tracer.create_proxy("call_function", target, *proxies, name=higher_order_name(target))
-        return self._track(out)
+        proxies = tree_map(tracer.unwrap_proxy, tree_map(registered, (args, kwargs)))
+        return self._track(tracer.create_proxy("call_function", target, *proxies, name=op))
 
     def _track(self, out: Any) -> Any:
         """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
             example = tree_map(_fresh, noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
-
-    def _as_it_stands(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op with its bodies as they came; the casts of torch's own autocast kernel are recorded before it."""
-        tracer = _tracer()
-        device = args[0].device.type
-        if torch.is_autocast_enabled(device):
-            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[higher_order_name(target)]
-            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
-
-        def registered(leaf: Any) -> Any:
-            if isinstance(leaf, torch.fx.GraphModule):
-                tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
-            return leaf
-
-        new = tree_map(registered, (args, kwargs))
-        out = tracer.create_proxy(
-            "call_function", target, *tree_map(tracer.unwrap_proxy, new), name=higher_order_name(target)
-        )
-        return self._track(out)
 
     def _copy(self, node: torch.fx.Node) -> Any:
         """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""

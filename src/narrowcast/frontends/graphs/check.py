@@ -37,10 +37,12 @@ def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
 class _Checker(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         expected = n.meta.get("val")
-        if n.op != "call_function":
-            return super().run_node(n)
+        if isinstance(n.target, HigherOrderOperator):
+            return expected  # taken at its word
+        if n.target is SET_GRAD_ENABLED:  # grad mode is of no interest here
+            return None
         if not isinstance(n.target, OpOverload):
-            return self._other(n, expected)
+            return super().run_node(n)
         try:
             found = super().run_node(n)
         except Exception as error:
@@ -48,14 +50,6 @@ class _Checker(torch.fx.Interpreter):
         if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.dtype != found.dtype:
             raise _difference(n, f"gives {found.dtype} where the region's own kernels return {expected.dtype}")
         return found
-
-    def _other(self, node: Node, expected: Any) -> Any:
-        """Higher-order ops are taken at their word; grad mode is of no interest here."""
-        if isinstance(node.target, HigherOrderOperator):
-            return expected
-        if node.target is SET_GRAD_ENABLED:
-            return None
-        return super().run_node(node)
 
 
 def _difference(node: Node, found: str) -> CaptureError:

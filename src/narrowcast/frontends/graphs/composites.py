@@ -6,7 +6,7 @@ Eager autocast works so by itself: such an op has no autocast kernel, and the op
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[...
 @cache
 def _aten_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Those of torch's own composite ops, which are the same for all graphs."""
-    return {op: _decomposed_if_undecided(op) for op in (*aten_composites(), *INSIDE)}
+    return {op: _decomposed_if_undecided(op) for op in (*filter(can_decompose, overloads_in("aten")), *INSIDE)}
 
 
 def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
@@ -94,12 +94,6 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
         return False
     own = (device_type.upper(), f"Autograd{device_type.upper()}")
     return not any(has_kernel(op, key) for key in own)
-
-
-@lru_cache(maxsize=1)
-def aten_composites() -> tuple[OpOverload, ...]:
-    """Every aten overload that is made of others on some device type."""
-    return tuple(filter(can_decompose, overloads_in("aten")))
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:

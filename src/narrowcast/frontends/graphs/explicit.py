@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.capture import capture
-from narrowcast.frontends.graphs.edit import write_passes
 from narrowcast.frontends.graphs.levels import Ambient
 from narrowcast.frontends.graphs.read import ReadGraph, read_graph
+from narrowcast.frontends.graphs.write import write_passes
 from narrowcast.programs.passes import PassResult, before_autograd
 from narrowcast.runtime.devices.device import own_saved_tensors
 from narrowcast.runtime.sites.sightings import see_all

@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.decide import Region
 from narrowcast.core.policy import Policy
-from narrowcast.frontends.graphs.edit import write_passes
 from narrowcast.frontends.graphs.levels import Ambient
 from narrowcast.frontends.graphs.read import ReadGraph, read_graph
+from narrowcast.frontends.graphs.write import write_passes
 from narrowcast.output.collector import collector_paused
 from narrowcast.programs.passes import AFTER_AUTOGRAD, PassResult
 from narrowcast.runtime.regions.stack import Prepared

@@ -9,13 +9,27 @@ from narrowcast.formats import fp32, parse_format
 from narrowcast.frontends.graphs.capture import detached
 from narrowcast.frontends.graphs.operands import replace_operands
 from narrowcast.frontends.graphs.read import ReadGraph
+from narrowcast.output.collector import collector_paused
+from narrowcast.programs.passes import Pass, PassResult, run_passes
 from narrowcast.programs.program import Block, Program, Step
-from narrowcast.runtime.torch_bridge import DTYPES, defaults_after, find_op, op_facts
+from narrowcast.runtime.torch_bridge import DTYPES, defaults_after, find_op, id_with_dtype, op_facts
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import STACK
 
 CASTS = (TO_COPY, torch.ops.prims.convert_element_type.default)
 _NOTES = ("stack_trace", STACK, "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
+
+
+def write_passes(
+    reading: ReadGraph, passes: tuple[Pass, ...], assigns: bool = True, lowered: bool = False
+) -> tuple[PassResult, dict[int, Node]]:
+    """Run passes on what was read and write the outcome into its graph; with the nodes of its steps. Linear in size.
+
+    assigns: decide first. lowered: as for `write_graph`.
+    """
+    with collector_paused():
+        outcome = run_passes(reading.program, passes, reading.policies if assigns else None, id_with_dtype)
+        return outcome, write_graph(reading, outcome.program, lowered)
 
 
 def write_graph(reading: ReadGraph, program: Program, lowered: bool = False) -> dict[int, Node]:

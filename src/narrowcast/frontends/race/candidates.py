@@ -30,7 +30,7 @@ from narrowcast.output.progress import long_work
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.programs.placement import Energy, Optimum, minimise
 from narrowcast.programs.placement.memory import KeptBytes, Smallest, place_within
-from narrowcast.programs.placement.peak import Peak, peak_of
+from narrowcast.programs.placement.peak import Lives, Peak
 from narrowcast.programs.placement.place import Chooser, Placement, as_given, as_high, as_the_policy, place_formats
 from narrowcast.programs.placement.prices import CastBytes
 from narrowcast.programs.placement.question import FREE, Question, find_choices
@@ -191,7 +191,7 @@ class _Maker:
         def size(value: Value) -> float:
             return math.prod(known_shape(value.shape, sizes)) * element_bytes(value.type)
 
-        return peak_of(program, KeptBytes(self.prices.fused), self.prices.is_fused, beside, size)
+        return Lives(program.body, KeptBytes(self.prices.fused), self.prices.is_fused, beside, size).peak()
 
 
 Way = Callable[[Energy | None], Chooser]

@@ -11,7 +11,7 @@ import torch
 from narrowcast.frontends.scripts.scopes import Item, passage
 from narrowcast.programs.program import Block, Operand, Step, reaching
 from narrowcast.runtime.torch_bridge import OpFacts
-from narrowcast.runtime.torch_bridge.memory import alias_names
+from narrowcast.runtime.torch_bridge.ops import alias_names
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 _PLAIN = ("IntType", "FloatType", "BoolType", "NumberType", "StringType", "NoneType", "DeviceObjType")

@@ -19,8 +19,18 @@ from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import number_of
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section
 from narrowcast.programs.passes import cast_inside, hoist_casts
-from narrowcast.programs.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Edit, Program, Step
-from narrowcast.programs.program import TENSOR as UNKNOWN
+from narrowcast.programs.program import (
+    BACK,
+    CAST,
+    EXACTLY,
+    TENSOR as UNKNOWN,
+    TOGETHER,
+    WEIGHT,
+    Block,
+    Edit,
+    Program,
+    Step,
+)
 from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType, inserted, inserting_after
 

@@ -7,8 +7,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
 
 import torch

@@ -22,11 +22,9 @@ NAME = "drop"
 
 def drop_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
     """The edits after which every cast is read and changes the format."""
-    edits: list[Edit] = []
     readers = count_readers(program)
-    for block in {id(b): b for b, _ in program.body.walk()}.values():
-        edits += _drop_in(program, block, readers, after_autograd)
-    return edits
+    blocks = {id(block): block for block, _ in program.body.walk()}.values()
+    return [edit for block in blocks for edit in _drop_in(program, block, readers, after_autograd)]
 
 
 def _drop_in(program: Program, block: Block, readers: dict[int, int], after_autograd: bool) -> list[Edit]:

@@ -12,7 +12,7 @@ to in between. Each block by itself. Idempotent; `drop` removes what then has no
 
 from __future__ import annotations
 
-from narrowcast.formats import can_fold, is_exact
+from narrowcast.formats import is_exact
 from narrowcast.programs.passes.readers import count_readers
 from narrowcast.programs.program import Block, Edit, Program, Retarget, Step, Why, Writes
 
@@ -21,11 +21,9 @@ NAME = "fold"
 
 def fold_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
     """The edits after which no exact cast is the source of another cast."""
-    edits: list[Edit] = []
     readers = count_readers(program)
-    for block in {id(b): b for b, _ in program.body.walk()}.values():
-        edits += _fold_in(program, block, readers, after_autograd)
-    return edits
+    blocks = {id(block): block for block, _ in program.body.walk()}.values()
+    return [edit for block in blocks for edit in _fold_in(program, block, readers, after_autograd)]
 
 
 def _fold_in(program: Program, block: Block, readers: dict[int, int], after_autograd: bool) -> list[Edit]:
@@ -53,7 +51,7 @@ def _exact(program: Program, first: int, middle: Step, last: Step) -> bool:
     if any(program.open_region(s) is not None for s in (middle, last)):
         return False
     a, b, c = program.values[first].format, middle.value.format, last.value.format
-    return a is not None and b is not None and c is not None and can_fold(a, b, c)
+    return a is not None and b is not None and c is not None and is_exact(a, b)
 
 
 def _exact_back(last: Step, middle: Step, readers: dict[int, int]) -> bool:

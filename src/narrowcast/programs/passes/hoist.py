@@ -29,7 +29,7 @@ def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int]
     sessions: for each session, a step of the block in which its outermost region is entered. written: gets the casts
     that are left where they are, as something may write to what they read.
     """
-    homes = _homes(program.body)
+    homes = {step.id: block for block, step in program.body.walk()}
     groups: dict[tuple[int, str, int, tuple[str, int | None]], list[Step]] = {}
     inner = cast_inside(program)
     left = _left_early(program)
@@ -120,13 +120,4 @@ def _left_early(program: Program) -> set[int]:
         given += [step.operands[0].value] if step.op == "getitem" else []
         if step.op == "prim.Uninitialized" or not found.isdisjoint(given):
             found.add(step.id)
-    return found
-
-
-def _homes(block: Block) -> dict[int, Block]:
-    """The block of each step."""
-    found = {step.id: block for step in block.steps}
-    for step in block.steps:
-        for inner in step.blocks:
-            found.update(_homes(inner))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from narrowcast.core.ledger import EditRecord
 from narrowcast.core.policy import RESULT, Policy
@@ -14,8 +15,6 @@ from narrowcast.programs.passes.fold import fold_casts
 from narrowcast.programs.passes.share import share_casts
 from narrowcast.programs.placement.place import move_casts
 from narrowcast.programs.program import (
-    ASSIGNED,
-    READ,
     TENSOR,
     CastResult,
     CastReturn,
@@ -24,7 +23,6 @@ from narrowcast.programs.program import (
     Follow,
     Hoist,
     InsertCast,
-    Move,
     Program,
     Remove,
     Reread,
@@ -73,26 +71,24 @@ def run_passes(
     overload_with_dtype: Overload = lambda op: op,
 ) -> PassResult:
     """Assign, if policies are given, and then the passes; the program is verified before, between and after."""
-    verify(program, READ)
+    verify(program)
     records: list[EditRecord] = []
-    first: tuple[Pass, ...] = ()
     if policies is not None:
-        chosen = policies
-        first = (lambda p: assign_casts(p, chosen, overload_with_dtype),)
-    for one in (*first, *passes):
+        passes = (partial(assign_casts, policies=policies, overload_with_dtype=overload_with_dtype), *passes)
+    for one in passes:
         edits = one(program)
         if edits:
             records += [_record(program, edit) for edit in edits]
             program = apply_edits(program, edits)
-            verify(program, READ)
+            verify(program)
     if policies is not None:
-        verify(program, ASSIGNED)
+        verify(program, assigned=True)
     return PassResult(program, tuple(records))
 
 
 _KINDS: dict[type, str] = {
     InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
-    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Move: "move", Reread: "remove",
+    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Reread: "remove",
     CastReturn: "insert",
 }  # fmt: skip
 

@@ -23,11 +23,8 @@ NAME = "share"
 
 def share_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
     """The edits after which equal casts are made once."""
-    edits: list[Edit] = []
-    blocks = {id(block): block for block, _ in program.body.walk()}
-    for block in blocks.values():
-        edits += _share_in(program, block, after_autograd)
-    return edits
+    blocks = {id(block): block for block, _ in program.body.walk()}.values()
+    return [edit for block in blocks for edit in _share_in(program, block, after_autograd)]
 
 
 def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit]:
@@ -49,8 +46,8 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         fits = first is not None and (first.grad_mode or not step.grad_mode or not step.value.gradient)
         if first is None or not fits or writes.is_written(source, first.id, step.id):
             kept[key] = step
-        elif _is_written_itself(writes, first, step):
-            kept[key] = step  # a later one may share with this
+        elif writes.is_written_after(first.id, first.id) or writes.is_written_after(step.id, step.id):
+            kept[key] = step  # what writes to one would change the other; a later one may share with this
         else:
             if not leaving.isdisjoint(writes.memories(step.id)):
                 if not leaving.isdisjoint(writes.memories(first.id)):
@@ -73,8 +70,3 @@ def _may_share(program: Program, cast: Step, after_autograd: bool, inner: set[in
     if value.weight and region is not None and region.facts.cache and cast.id not in inner:
         return "the weight cache", region.session
     return "", None
-
-
-def _is_written_itself(writes: Writes, first: Step, step: Step) -> bool:
-    """Whether something may write to one of the two casts, which would change the other."""
-    return writes.is_written_after(first.id, first.id) or writes.is_written_after(step.id, step.id)

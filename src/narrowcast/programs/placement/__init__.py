@@ -6,8 +6,7 @@ place: the edits.
 
 from narrowcast.programs.placement.energy import FIXED, Choice, Energy, Flow, Optimum, Reader
 from narrowcast.programs.placement.integer_program import minimise_by_integer_program
-from narrowcast.programs.placement.min_cut import minimise_by_cut
-from narrowcast.programs.placement.minimum import minimise
+from narrowcast.programs.placement.min_cut import minimise, minimise_by_cut
 
 __all__ = [
     "FIXED", "Choice", "Energy", "Flow", "Optimum", "Reader", "minimise", "minimise_by_cut",

@@ -79,39 +79,23 @@ class Energy:
         """The energy of a placement, one format per choice; None if it is forbidden."""
         total = sum(c.costs[c.formats.index(f)] for c, f in zip(self.choices, chosen, strict=True))
         for flow in self.flows:
-            cost = self.evaluate_flow(flow, chosen)
-            if cost is None:
-                return None
-            total += cost
+            own = flow.formats[self.position(flow.maker, chosen)]
+            needed: dict[Format, bool] = {}
+            for reader in flow.readers:
+                need = reader.needs[self.position(reader.choice, chosen)]
+                if need is not None:
+                    if reader.keeps and need is not own and own in flow.rounded:
+                        return None
+                    needed[need] = needed.get(need, False) or reader.stores
+            total += flow.reads.get(own, 0)
+            for need, stores in needed.items():
+                total += flow.casts[own, need] if need is not own else 0
+                total += flow.stores.get(need, 0) if stores else 0
         return total
 
-    def evaluate_flow(self, flow: Flow, chosen: Sequence[Format]) -> int | None:
-        """What one value adds; None if it is forbidden."""
-        own = self.format_of(flow, chosen)
-        needed: dict[Format, bool] = {}
-        for reader in flow.readers:
-            need = self.need_of(reader, chosen)
-            if need is not None:
-                if reader.keeps and need is not own and own in flow.rounded:
-                    return None
-                needed[need] = needed.get(need, False) or reader.stores
-        total = flow.reads.get(own, 0)
-        for need, stores in needed.items():
-            total += flow.casts[own, need] if need is not own else 0
-            total += flow.stores.get(need, 0) if stores else 0
-        return total
-
-    def format_of(self, flow: Flow, chosen: Sequence[Format]) -> Format:
-        """The format that a value has under a placement."""
-        if flow.maker == FIXED:
-            return flow.formats[0]
-        return flow.formats[self.choices[flow.maker].formats.index(chosen[flow.maker])]
-
-    def need_of(self, reader: Reader, chosen: Sequence[Format]) -> Format | None:
-        """The format that a reader needs under a placement."""
-        if reader.choice == FIXED:
-            return reader.needs[0]
-        return reader.needs[self.choices[reader.choice].formats.index(chosen[reader.choice])]
+    def position(self, choice: int, chosen: Sequence[Format]) -> int:
+        """Which of its formats a choice has under a placement; 0 where the format is given."""
+        return 0 if choice == FIXED else self.choices[choice].formats.index(chosen[choice])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +110,3 @@ class Optimum:
     cost: int
     bound: int
     method: str
-
-    @property
-    def gap(self) -> float:
-        """(cost - bound) / cost: 0 is proven optimal."""
-        return (self.cost - self.bound) / self.cost if self.cost else 0.0

@@ -28,7 +28,6 @@ class _Model:
     """Columns: one per choice and format, then one per value, source and target of a cast, or format in memory."""
 
     def __init__(self, energy: Energy) -> None:
-        self.energy = energy
         self.costs: list[float] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least, most
         self.constant = 0
@@ -101,12 +100,8 @@ class _Model:
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, so only where it is used
         from scipy.sparse import csr_matrix
 
-        data, row_of, column_of = [], [], []
-        for number, (coefficients, _, _) in enumerate(self.rows):
-            for column, value in coefficients.items():
-                data.append(value)
-                row_of.append(number)
-                column_of.append(column)
+        cells = [(value, n, column) for n, (row, _, _) in enumerate(self.rows) for column, value in row.items()]
+        data, row_of, column_of = zip(*cells, strict=True)
         shape = (len(self.rows), len(self.costs))
         matrix = csr_matrix((data, (row_of, column_of)), shape=shape)
         kinds = np.zeros(len(self.costs))

@@ -15,7 +15,7 @@ from narrowcast.core.ops import ATTENTION, CONV, GEMM, NORM, POINTWISE, SOFTMAX,
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
 from narrowcast.programs.placement import Choice, Energy, Flow, Optimum, minimise
-from narrowcast.programs.placement.prices import Reads, ValuePrice
+from narrowcast.programs.placement.prices import Prices, Reads, ValuePrice
 from narrowcast.programs.placement.question import Question
 from narrowcast.programs.program import Step, Value
 
@@ -25,17 +25,13 @@ _FOR_MEMORY = "minimum cut for memory"
 _KEEPS = (GEMM, CONV, ATTENTION, NORM, SOFTMAX)
 
 
-class KeptBytes:
+class KeptBytes(Prices):
     """Bytes that a placement keeps, or makes where no gradient flows. fused: a compiler makes pointwise calls again."""
 
     unit = "bytes"
 
     def __init__(self, fused: bool) -> None:
         self.fused = fused
-
-    def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """What a call costs: nothing, for its result is a value, which is counted as one."""
-        return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
         """One copy per format that somebody keeps; what the caller gave is there anyway."""

@@ -13,8 +13,20 @@ import numpy as np
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
 from narrowcast.programs.placement.energy import Energy, Flow, Optimum, Reader
+from narrowcast.programs.placement.integer_program import minimise_by_integer_program
 
 _LARGEST = 2**30  # scipy's capacities are 32-bit
+
+
+def minimise(energy: Energy) -> Optimum:
+    """The placement of least energy: by minimum cut if two formats are all there are, else by integer program.
+
+    The same energy gives the same placement. EnergyError if every placement is forbidden.
+    """
+    if not energy.choices:
+        cost = energy.evaluate(()) or 0
+        return Optimum((), cost, cost, "nothing to choose")
+    return minimise_by_cut(energy) if len(energy.formats) <= 2 else minimise_by_integer_program(energy)
 
 
 def minimise_by_cut(energy: Energy) -> Optimum:
@@ -152,9 +164,5 @@ class _Network:
         residual = capacities - result.flow
         residual.eliminate_zeros()
         lows = set(breadth_first_order(residual, self.source, return_predecessors=False).tolist())
-        chosen = tuple(self._format(number, number in lows) for number in range(len(self.energy.choices)))
+        chosen = tuple((min if n in lows else max)(c.formats, key=_by_bits) for n, c in enumerate(self.energy.choices))
         return chosen, int(result.flow_value)
-
-    def _format(self, number: int, is_low: bool) -> Format:
-        lowest_or_highest = min if is_low else max
-        return lowest_or_highest(self.energy.choices[number].formats, key=_by_bits)

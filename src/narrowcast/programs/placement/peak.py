@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.programs.placement.memory import KeptBytes
-from narrowcast.programs.program import Block, Program, Step, Value, Writes
+from narrowcast.programs.program import Block, Step, Value, Writes
 
 Bytes = Callable[[Value], float]
 Workspace = tuple[float, float]
@@ -34,20 +34,6 @@ class Peak:
     in_backward: bool = False
 
 
-def peak_of(
-    program: Program,
-    kept: KeptBytes,
-    is_fused: Callable[[Step], bool],
-    workspaces: Mapping[int, Workspace],
-    size: Bytes,
-) -> Peak:
-    """The peak of one call of a program, its backward included where gradients flow.
-
-    workspaces: by step; none is nothing. size: bytes of a value.
-    """
-    return _Lives(program.body, kept, is_fused, workspaces, size).peak()
-
-
 @dataclass(slots=True)
 class _MemoryBlock:
     """What one or several values lie in: its size, and the first and last step that knows it.
@@ -63,8 +49,8 @@ class _MemoryBlock:
 
 
 @dataclass(slots=True)
-class _Lives:
-    """When the memory of a block lives."""
+class Lives:
+    """When the memory of a block lives. workspaces: by step; none is nothing. size: bytes of a value."""
 
     block: Block
     kept: KeptBytes
@@ -75,7 +61,8 @@ class _Lives:
     inside: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inside = [max((self._of(body).peak().bytes for body in s.blocks), default=0.0) for s in self.block.steps]
+        rules = (self.kept, self.is_fused, self.workspaces, self.size)
+        self.inside = [max((Lives(b, *rules).peak().bytes for b in s.blocks), default=0.0) for s in self.block.steps]
         writes = Writes(self.block)
         given = writes.memories(*(v.id for v in self.block.parameters))
         self.memory = {}
@@ -95,10 +82,6 @@ class _Lives:
         for held in writes.memories(*self.block.returns) & self.memory.keys():
             self.memory[held].last = len(self.block.steps)
 
-    def _of(self, body: Block) -> _Lives:
-        """The lives of what a step's body holds, by the same rules."""
-        return _Lives(body, self.kept, self.is_fused, self.workspaces, self.size)
-
     def _in_loops(self) -> set[int]:
         """The values that a fusing compiler has in registers alone."""
         readers: dict[int, list[Step | None]] = {}
@@ -115,7 +98,7 @@ class _Lives:
         }
 
     def peak(self) -> Peak:
-        """The larger of the forward's and the backward's."""
+        """The larger of the forward's and, where gradients flow, the backward's."""
         steps = self.block.steps
         kept = sum(m.size for m in self.memory.values() if m.keeper is not None)
         highest = Peak(kept, 0.0, kept)
@@ -128,20 +111,14 @@ class _Lives:
         saved = self._held(lambda m: (m.keeper, len(steps)) if m.keeper is not None else None)
         flowing = self._held(lambda m: (m.made, m.last) if m.gradient else None)
         stay = 0.0
-        read_last = self._read_last()
+        last = {o.value: n for n, step in enumerate(steps) for o in step.operands}  # whose backward is the first
+        given: dict[int | None, float] = {}  # gradients of what the caller gave, by where they are made
+        for value in self.block.parameters:
+            given[last.get(value.id)] = given.get(last.get(value.id), 0.0) + self.size(value) * value.gradient
         for position in reversed(range(len(steps))):
-            stay += sum(self.size(v) for v in read_last.get(position, ()) if v.gradient)
+            stay += given.get(position, 0.0)
             highest = self._higher(highest, position, saved[position] + flowing[position] + stay, kept, True)
         return highest
-
-    def _read_last(self) -> dict[int, list[Value]]:
-        """What the caller gave, by the position of its last reader, whose backward is the first to make a gradient."""
-        last = {o.value: n for n, step in enumerate(self.block.steps) for o in step.operands}
-        found: dict[int, list[Value]] = {}
-        for value in self.block.parameters:
-            if value.id in last:
-                found.setdefault(last[value.id], []).append(value)
-        return found
 
     def _held(self, life: Callable[[_MemoryBlock], tuple[int, int] | None]) -> list[float]:
         """Bytes at each position, by the first and last position of each memory's life."""

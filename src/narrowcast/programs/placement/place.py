@@ -106,10 +106,8 @@ def _answer(question: Question, prices: Prices, mode: str, choose: Chooser) -> t
     energy = question.energy
     optimum = choose(question)
     policy = tuple(c.formats[0] for c in energy.choices)
-    policy_cost = energy.evaluate(policy)
-    if policy_cost is None:  # it never forbids itself
-        policy_cost = optimum.cost
-    elif mode == EXACT and optimum.cost >= policy_cost:
+    policy_cost = energy.evaluate(policy) or 0  # it never forbids itself
+    if mode == EXACT and optimum.cost >= policy_cost:
         optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
     fixed = question.fixed
     placement = Placement(
@@ -185,7 +183,7 @@ def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
     for value, reads in question.reads.items():
         own = chosen[question.variable[value]] if value in question.variable else program.values[value].format
         for read in reads:
-            need = question.energy.need_of(read.reader, chosen)
+            need = read.reader.needs[question.energy.position(read.reader.choice, chosen)]
             if own is not None and need is not None:
                 edits += _for_reader(value, own, read, need, why)
     return edits

@@ -29,7 +29,7 @@ class Prices(Protocol):
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
         """What a call costs if it runs in `format`; its operands are as the policy has them."""
-        ...
+        return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
         """What a value costs in, and between, these formats; without a maker it is given to the program."""
@@ -37,23 +37,15 @@ class Prices(Protocol):
 
     def stores(self, reader: Step | None) -> bool:
         """Whether this reader needs what it reads in memory."""
-        ...
+        return False
 
 
-class CastBytes:
-    """Bytes that casts read and write; calls cost nothing. What `goal="exact"` minimises."""
+class CastBytes(Prices):
+    """Bytes that casts read and write; calls and memory cost nothing. What `goal="exact"` minimises."""
 
     unit = "bytes"
-
-    def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """What a call costs: nothing, for this goal counts the bytes of casts alone."""
-        return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
         """Source and target together."""
         size = max(value.elements, 1)
         return ValuePrice({(a, b): size * (a.bits + b.bits) / 8 for a in formats for b in formats if a is not b})
-
-    def stores(self, reader: Step | None) -> bool:
-        """Never asked for: memory costs nothing here."""
-        return False

@@ -133,10 +133,6 @@ class _Finder:
         """Whether something writes to the memory that a value shows."""
         return self.memories.of(value) in self.written
 
-    def _has_own_memory(self, cast: Step) -> bool:
-        """Whether a cast is returned, or written to."""
-        return cast.id in self.returned or self._is_written(cast.id)
-
     def _is_free_cast(self, cast: Step) -> bool:
         """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whatever
         reads it is in its block.
@@ -290,7 +286,7 @@ class _Finder:
         """Casts made in one block with no write in between are one; what is returned or written to is its own."""
         if read.step is None:
             return ("returned", read.position)
-        if read.step.is_cast and self._has_own_memory(read.step):
+        if read.step.is_cast and (read.step.id in self.returned or self._is_written(read.step.id)):
             return ("kept", read.step.id)
         block = id(self.home[read.step.id])
         return (block, self.writes[block].count_before(value.id, read.step.id))

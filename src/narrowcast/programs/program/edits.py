@@ -140,15 +140,6 @@ class Hoist:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Move a cast to just before another step of its block."""
-
-    step: int
-    before: int
-    why: Why
-
-
-@dataclass(frozen=True, slots=True)
 class Reread:
     """Let an operand of a step that read a cast read `source`, the value that the cast reads."""
 
@@ -170,7 +161,7 @@ class CastReturn:
 
 Edit = (
     InsertCast | CastTogether | CastResult | CastReturn | Follow | SetDtype | Remove | Share | Retarget | Reread
-    | Hoist | Move
+    | Hoist
 )  # fmt: skip
 
 
@@ -197,13 +188,11 @@ class _Editor:
         self.sources: dict[int, int] = {}
         self.gone: set[int] = set()
         self.instead: dict[int, int] = {}
-        self.moved: dict[int, list[int]] = {}
         self.rereads: dict[tuple[int, int], int] = {}
         self.returns: dict[int, CastReturn] = {}
         for edit in edits:
             self._file(edit)
         self.next_id = max(program.values) + 1  # an edit is about a step: there are values
-        self.moving = {step for steps in self.moved.values() for step in steps}
 
     def _file(self, edit: Edit) -> None:
         step = self.program.steps.get(edit.step)
@@ -232,10 +221,8 @@ class _Editor:
                 self._remove(edit.step, edit.keep)
             elif isinstance(edit, Hoist):
                 self.hoists.setdefault(edit.before, []).append(edit)
-            elif isinstance(edit, Retarget):
-                self.sources[edit.step] = edit.source
             else:
-                self.moved.setdefault(edit.before, []).append(edit.step)
+                self.sources[edit.step] = edit.source
 
     def _remove(self, step: int, instead: int | None) -> None:
         self.gone.add(step)
@@ -258,10 +245,7 @@ class _Editor:
     def _block(self, block: Block) -> Block:
         steps: list[Step] = []
         for step in block.steps:
-            for moved in self.moved.get(step.id, ()):
-                self._add(self.program.steps[moved], steps)
-            if step.id not in self.moving:
-                self._add(step, steps)
+            self._add(step, steps)
         returns = [self._now(value) for value in block.returns]
         if block is self.program.body:
             self._cast_returns(returns, steps)

@@ -37,7 +37,8 @@ def print_program(program: Program) -> str:
             + (f" open {','.join(region.open)}" if region.open else "")
         )
     _print_block(program.body, "", sites, lines)
-    lines += [f"site {n}: {_print_site(site)}" for site, n in sites.items()]
+    for site, n in sites.items():
+        lines.append(f"site {n}: {json.dumps({k: v for k, v in asdict(site).items() if v}, sort_keys=True)}")
     return "\n".join(lines) + "\n"
 
 
@@ -88,7 +89,3 @@ def _print_step(step: Step, sites: dict[Site, int]) -> str:
         note += f", {line}" if step.site.file else ""
         text += f" at {number}: {''.join(c if c.isprintable() else '?' for c in note)}"
     return text
-
-
-def _print_site(site: Site) -> str:
-    return json.dumps({k: v for k, v in asdict(site).items() if v}, sort_keys=True)

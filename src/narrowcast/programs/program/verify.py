@@ -7,23 +7,17 @@ from collections.abc import Set
 from narrowcast.errors import Origin, ProgramError
 from narrowcast.programs.program.model import ENTER, EXIT, TENSOR, Block, Program, Step
 
-READ = "read"  # as a reader made it
-ASSIGNED = "assigned"  # every format is explicit: no region is left
-STAGES = (READ, ASSIGNED)
 
-
-def verify(program: Program, stage: str = READ) -> None:
+def verify(program: Program, assigned: bool = False) -> None:
     """ProgramError for the first thing that is wrong.
 
-    read:     ids are unique, values are made before they are read, regions exist, casts have one floating operand.
-    assigned: besides, no region's edge is left.
+    Ids are unique, values are made before they are read, regions exist, casts have one floating operand. assigned:
+    besides, no region's edge is left.
     """
-    if stage not in STAGES:
-        raise ProgramError(f"stage {stage!r}", "no such stage", advice=f"Give one of: {', '.join(STAGES)}.")
-    _block(program, program.body, stage, set(), frozenset())
+    _block(program, program.body, assigned, set(), frozenset())
 
 
-def _block(program: Program, block: Block, stage: str, seen: set[int], around: Set[int]) -> None:
+def _block(program: Program, block: Block, assigned: bool, seen: set[int], around: Set[int]) -> None:
     here = set(around)
     for value in block.parameters:
         if value.id in seen:
@@ -43,10 +37,10 @@ def _block(program: Program, block: Block, stage: str, seen: set[int], around: S
         if any(n >= len(step.operands) for n in step.aliases):
             raise _wrong(step, "it aliases an operand that it does not have")
         for inner in step.blocks:
-            _block(program, inner, stage, seen, here)
+            _block(program, inner, assigned, seen, here)
         if step.is_cast:
             _cast(program, step)
-        elif stage == ASSIGNED and step.op in (ENTER, EXIT):
+        elif assigned and step.op in (ENTER, EXIT):
             raise _wrong(step, "a region's edge is left")
         seen.add(step.id)
         here.add(step.id)

@@ -85,12 +85,10 @@ def capabilities(device_type: str, backward: bool = False) -> Capabilities:
     backward: backwards are asked about, too, if the profile does not know of them; the first one takes a while.
     """
     device = device_now(device_type)
-    if not is_here(device_type):
-        return shipped_capabilities(device_type, device.units)
     key = (device, _uses_onednn(), backward)
+    if not is_here(device_type) or (key not in _known and is_capturing()):
+        return shipped_capabilities(device_type, device.units)
     if key not in _known:
-        if is_capturing():
-            return shipped_capabilities(device_type, device.units)
         with _lock:
             if key not in _known:
                 _known[key] = _ask(device, _uses_onednn(), backward)

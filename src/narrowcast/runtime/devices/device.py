@@ -70,27 +70,17 @@ def random_state_kept() -> Iterator[None]:
     """
     device = accelerator_in_use()
     module: Any = None if device is None else torch.get_device_module(device)
-    with torch.random.fork_rng(devices=[]), _others_kept():
-        if device is None or not hasattr(module, "get_rng_state"):
-            yield
-            return
-        index = () if device.type == "mps" else (device.index or 0,)  # which has one generator
-        state = module.get_rng_state(*index)
+    index = () if device is None or device.type == "mps" else (device.index or 0,)  # mps has one generator
+    state = module.get_rng_state(*index) if hasattr(module, "get_rng_state") else None
+    python, common = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            module.set_rng_state(state, *index)
-
-
-@contextmanager
-def _others_kept() -> Iterator[None]:
-    """What models draw besides torch's: Python's random numbers, and those of numpy's common generator."""
-    python, common = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(common)
+            random.setstate(python)
+            np.random.set_state(common)
+            if state is not None:
+                module.set_rng_state(state, *index)
 
 
 def accelerator_in_use() -> torch.device | None:

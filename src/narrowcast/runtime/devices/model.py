@@ -50,7 +50,7 @@ class CostModel:
     def _interpolate(self, family: str, format: str, backward: bool, work: Work) -> Estimate:
         group = self._group(family, format, backward)
         if group is not None:
-            return group.estimate(work)
+            return group.estimate(work.flops, work.moved_bytes)
         if backward:  # twice the forward's work, and the forward
             alone = self._interpolate(family, format, False, work)
             return replace(alone, ns=alone.ns * 3, factor=alone.factor * 1.5)
@@ -73,7 +73,6 @@ class _Group:
     def __init__(self, samples: list[Sample]) -> None:
         from scipy.optimize import nnls  # half a second, so only where it is used
 
-        self.samples = samples
         rows = np.array([[1.0, s.flops, s.moved_bytes] for s in samples])
         times = np.array([s.ns for s in samples])
         scale = np.maximum(rows.max(axis=0), 1e-12)
@@ -82,10 +81,7 @@ class _Group:
         self.where = np.array([_position(s.flops, s.moved_bytes) for s in samples])
         fitted = np.maximum(rows @ self.terms, 1.0)
         self.off = np.log(times / fitted)
-        self._estimate = lru_cache(maxsize=4096)(self._compute)
-
-    def estimate(self, work: Work) -> Estimate:
-        return self._estimate(work.flops, work.moved_bytes)
+        self.estimate = lru_cache(maxsize=4096)(self._compute)
 
     def _compute(self, flops: float, moved: float) -> Estimate:
         distance = np.abs(self.where - np.array(_position(flops, moved))).sum(axis=1)

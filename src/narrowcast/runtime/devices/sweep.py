@@ -57,9 +57,7 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
         yield calls
 
 
-def _call(
-    op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str, kwargs: Any = None
-) -> Any:
+def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str) -> Any:
     """A function of format and direction that gives the call."""
     constants = ", ".join(map(str, more))
 

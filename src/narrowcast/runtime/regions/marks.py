@@ -9,28 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from narrowcast.runtime.regions.stack import Prepared
 from narrowcast.runtime.torch_surface.dispatch import ASSERT_METADATA
 from narrowcast.runtime.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
 from narrowcast.runtime.torch_surface.fx import keep_calls
 from narrowcast.runtime.torch_surface.patches import held, note_staying, once
 from narrowcast.runtime.torch_surface.state import autocast_nesting
-
-
-class Markable(Protocol):
-    """A region that can be entered and left: `narrowcast.autocast`."""
-
-    @property
-    def prepared(self) -> Prepared:
-        """What the region decides by: its facts and its policy."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exc: Any) -> None: ...
 
 
 class _OpenMarks(threading.local):
@@ -40,11 +27,11 @@ class _OpenMarks(threading.local):
         self.keys: list[str] = []
 
 
-_in_graphs: dict[str, Markable] = {}  # by key: equal keys mean equal regions, so any of them will do
+_in_graphs: dict[str, Any] = {}  # of narrowcast.autocast, by key: equal keys mean equal regions, so any of them will do
 _open = _OpenMarks()
 
 
-def hold(key: str, region: Markable) -> None:
+def hold(key: str, region: Any) -> None:
     """Hold a region from here on: a graph is about to name it by this key."""
     _keep_marks()
     _in_graphs.setdefault(key, region)
@@ -56,7 +43,7 @@ def _keep_marks() -> None:
     note_staying("torch.fx.node: calls that stay in graphs", "regions of ours are calls in graphs")
 
 
-def find_marked(key: str) -> Markable:
+def find_marked(key: str) -> Any:
     """The region that graphs name by that key."""
     return _in_graphs[key]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from weakref import WeakSet
 
 import torch
 
 from narrowcast.core.decide import Region
-from narrowcast.core.policy import DEVICE_TYPES, Policy
+from narrowcast.core.ledger import TO_RULE_INSIDE
+from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.runtime.regions.recomputation import carried_region
 from narrowcast.runtime.regions.stack import OpenRegion, Prepared, stack
+from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.runtime.weights.cache import WeightCache
 
@@ -77,17 +82,34 @@ _NO_CASTS = WeightCache()  # of native regions: torch's own, and native_cache.py
 
 def native_region(device_type: str) -> OpenRegion:
     """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
-    prepared = _native_prepared(
-        device_type,
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_enabled(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
+    prepared = _native_prepared(_native_facts(device_type))
     return OpenRegion(prepared, autocast_nesting(), None, None, None, kept=_NO_CASTS)
 
 
 @lru_cache(maxsize=64)
-def _native_prepared(device_type: str, low: torch.dtype, enabled: bool, cache: bool) -> Prepared:
+def _native_prepared(facts: Region) -> Prepared:
     """Shared, so that what was decided for native regions is remembered like the rest."""
-    facts = Region(device_type, FORMATS[low], enabled, cache)
-    return Prepared(facts, Policy.native(device_type))
+    return Prepared(facts, Policy.native(facts.device_type))
+
+
+_told: WeakSet[object] = WeakSet()
+"""Regions of which it was said: a plugin's is entered for each step of a training run."""
+
+
+def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> None:
+    """RegionWarning, once for each region that was made, if its policy changes this op, and is hidden."""
+    region = shadowed_region(device_type)
+    if region is None or op not in region.prepared.changed or current_graph_task() != -1 or region.owner in _told:
+        return
+    _told.add(region.owner)
+    warn_at(
+        f"narrowcast: a torch.autocast block inside your region hides policy {region.prepared.policy.name}: {op} runs "
+        f"as torch decides. {TO_RULE_INSIDE}; narrowcast.record says where the block is opened",
+        find_site(),
+    )
+
+
+def hidden_policy(device_type: str) -> str:
+    """The name of the policy that a region of torch's, just entered, keeps from ruling; empty if it keeps none."""
+    hidden = shadowed_region(device_type)
+    return hidden.prepared.policy.name if hidden is not None and hidden.prepared.differs else ""

@@ -53,15 +53,10 @@ def begins_here(called: tuple[Module, ...]) -> bool:
 NO_OUTSIDE = Outside()
 
 
-@dataclass(frozen=True, slots=True)
-class GraphCall:
-    """The call of a module that a node of a graph stands in: of all that one run of the graph makes.
-
-    run: that run. key: what Dynamo and torch.export tell calls of one module apart by (`...@1` is the second).
-    """
-
-    run: object
-    key: str
+GraphCall = tuple[object, str]
+"""The call of a module that a node of a graph stands in: the run of the graph, and what Dynamo and torch.export tell
+calls of one module apart by (`...@1` is the second).
+"""
 
 
 class _NodeNow(threading.local):
@@ -103,7 +98,7 @@ def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
     if not modules:
         return None
     key, (source, _) = next(reversed(modules.items()))
-    return None if _is_root(source) else GraphCall(run, key)
+    return None if _is_root(source) else (run, key)
 
 
 def current_site() -> Site | None:

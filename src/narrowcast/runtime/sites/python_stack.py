@@ -8,7 +8,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -98,16 +98,14 @@ def modules_on_stack() -> list[Module]:
     Where a checkpoint recomputes its forward, those of the forward.
     """
     found: list[Module] = []
-    frame: FrameType | None = sys._getframe(1)
     code = module_call_code()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is code:
             found.append(frame.f_locals["self"])
         carried = _carried(frame)
         if carried is not None:
             found += carried.modules
             break
-        frame = frame.f_back
     return found
 
 
@@ -121,14 +119,12 @@ def called_modules() -> list[Module]:
 
 def in_generated_code() -> bool:
     """Whether the call comes from the code of a graph, so that the modules it stands in are not on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_filename.startswith("<eval_with_key>"):
             return True
         if code is _CALL or is_user_file(code.co_filename):
             return False
-        frame = frame.f_back
     return False
 
 
@@ -225,14 +221,12 @@ _CALLERS = 6  # a method of the model calls its parts at once, or through a few 
 def path_around(called: list[Module]) -> str:
     """The path of the outermost of these modules, which are being called, in the one whose method called it."""
     callers: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
     codes = (_CALL, module_call_code())
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code in codes:
             callers.clear()
         elif len(callers) < _CALLERS and _may_call_modules(frame.f_code.co_filename):
             callers.append(frame)
-        frame = frame.f_back
     return _path_around(called[_outermost(called)], callers)
 
 

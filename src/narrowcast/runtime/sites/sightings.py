@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -52,7 +52,9 @@ class Sightings:
         if not count or not (self._rules or self._numbers):
             return
         self._before = count
-        sites = [*self._sites.values(), *_sites_in(self._roots)]
+        modules = (found for root in self._roots for found in root.named_modules(remove_duplicate=False))
+        named = (Site(path, (f"{type(m).__module__}.{type(m).__qualname__}",)) for path, m in modules)
+        sites = [*self._sites.values(), *named]
         found = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
         is_known = bool(self._roots) or count == before
         said = [rule for rule, text in found.items() if "did you mean" in text or is_known]
@@ -69,14 +71,6 @@ class Sightings:
                 "narrowcast.explain lists what each rule matched",
                 find_site(with_names=False),
             )
-
-
-def _sites_in(roots: Iterable[Module]) -> Iterator[Site]:
-    """Where each module of these models may be called."""
-    for root in roots:
-        for path, module in root.named_modules(remove_duplicate=False):
-            kind = type(module)
-            yield Site(path, classes=(f"{kind.__module__}.{kind.__qualname__}",))
 
 
 def see_all(program: Program, policies: Mapping[str, Policy]) -> None:

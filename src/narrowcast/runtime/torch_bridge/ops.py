@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from narrowcast.core.ops import named
+from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.runtime.torch_surface.dispatch import (
     OpOverload,
     OpOverloadPacket,
     all_op_names,
+    can_decompose,
     op_name,
     overload_name,
     schema_of,
@@ -138,15 +140,10 @@ def overloads_of(identity: str) -> tuple[OpOverload, ...]:
 @cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
     """The overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
-    names = [a.name for a in schema_of(op).arguments]
-    packet = op.overloadpacket
-    for overload in packet.overloads():
-        other = getattr(packet, overload)
-        arguments = schema_of(other).arguments
-        if [a.name for a in arguments] == [*names, "dtype"] and not op_facts(other).writes:
-            found: OpOverload = other
-            return found
-    return None
+    names = [*(a.name for a in schema_of(op).arguments), "dtype"]
+    others: Any = (getattr(op.overloadpacket, overload) for overload in op.overloadpacket.overloads())
+    fitting = (o for o in others if [a.name for a in schema_of(o).arguments] == names)
+    return next((o for o in fitting if not op_facts(o).writes), None)
 
 
 def id_with_dtype(identity: str) -> str:
@@ -169,3 +166,25 @@ def is_random(op: OpOverload) -> bool:
 def is_pointwise(op: OpOverload) -> bool:
     """Whether each element of the result comes of one of each argument, as torch says of the op."""
     return torch.Tag.pointwise in op.tags
+
+
+@cache
+def alias_names(op: OpOverload) -> frozenset[str] | None:
+    """The arguments whose memory the result may share; None if that may be any."""
+    schema = schema_of(op)
+    if any(r.alias_info is not None for r in schema.returns):
+        return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
+    if (
+        op_name(op) in named("memory.fresh")
+        or not _has_composite_kernel(op)
+        or any(Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES)
+    ):
+        return frozenset()  # what autocast lists computes something new
+    return None  # einsum may give a view, dropout what it was given; their schemas do not say so
+
+
+def _has_composite_kernel(op: OpOverload) -> bool:
+    try:
+        return can_decompose(op)
+    except RuntimeError:  # an op that only TorchScript has
+        return any("Tensor" in str(r.type) for r in schema_of(op).returns)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -28,21 +29,12 @@ current_graph_task = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1 if none does."""
 
 
-def next_sequence_number() -> int:
-    """The sequence number that the next autograd node of this thread will get."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
-def sequence_number(node: Any) -> int:
-    """The sequence number of an autograd node."""
-    return int(node._sequence_nr())
-
-
-def current_autograd_node() -> Any | None:
-    """The autograd node that is running its backward on this thread, if any."""
-    return torch._C._current_autograd_node()
-
+next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The sequence number that the next autograd node of this thread will get."""
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The sequence number of an autograd node."""
+current_autograd_node: Callable[[], Any | None] = torch._C._current_autograd_node
+"""The autograd node that is running its backward on this thread, if any."""
 
 _MOST = 20_000
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
-from torch._dispatch.python import enable_python_dispatcher
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._C import DispatchKey as DispatchKey, DispatchKeySet as DispatchKeySet
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
+    keystr as keystr,
+    tree_flatten as tree_flatten,
+    tree_flatten_with_path as tree_flatten_with_path,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    tree_map_only as tree_map_only,
+    tree_unflatten as tree_unflatten,
 )
 
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.patches import stay
 from narrowcast.runtime.torch_surface.state import autocast_key, autocast_key_name, excluding
-
-__all__ = [  # what comes from torch under its own name
-    "DispatchKey", "DispatchKeySet", "StorageWeakRef", "enable_python_dispatcher", "keystr", "tree_flatten",
-    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-]  # fmt: skip
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -93,29 +89,16 @@ step_in = torch._C._push_on_torch_dispatch_stack
 # -- overloads ---------------------------------------------------------------------------------------------------------
 
 
-def schema_of(op: OpOverload) -> Any:
-    """The overload's schema."""
-    return op._schema
-
-
-def op_name(op: OpOverload) -> str:
-    """`mm` of aten.mm.default."""
-    return str(op._opname)
-
-
-def overload_name(op: OpOverload) -> str:
-    """`default` of aten.mm.default."""
-    return str(op._overloadname)
-
-
-def higher_order_name(op: Any) -> str:
-    """`wrap_with_autocast`: the name of a higher-order op."""
-    return str(op._name)
-
-
-def can_decompose(op: OpOverload) -> bool:
-    """Whether the overload is made of calls of others on some device type."""
-    return bool(op._can_decompose())
+schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
+"""The overload's schema."""
+op_name: Callable[[OpOverload], str] = attrgetter("_opname")
+"""`mm` of aten.mm.default."""
+overload_name: Callable[[OpOverload], str] = attrgetter("_overloadname")
+"""`default` of aten.mm.default."""
+higher_order_name: Callable[[Any], str] = attrgetter("_name")
+"""`wrap_with_autocast`: the name of a higher-order op."""
+can_decompose: Callable[[OpOverload], bool] = methodcaller("_can_decompose")
+"""Whether the overload is made of calls of others on some device type."""
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
@@ -189,24 +172,15 @@ def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
 _NUMBER = property(_wrapped_number, _set_wrapped_number)
 
 
-def registered_ops(device_type: str) -> tuple[str, ...]:
-    """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
-    key = autocast_key_name(device_type)
-    found = []
-    for name in all_op_names():
-        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            if not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key):
-                short = name.removeprefix("aten::")
-                found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
-    return tuple(sorted(found))
-
-
-def release(library: torch.library.Library) -> None:
-    """Give the ops of a library the kernels back that they had before it."""
-    library._destroy()
+release = torch.library.Library._destroy
+"""Give the ops of a library the kernels back that they had before it."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether the tensor is a view of another, to autograd."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -218,11 +192,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def holds_others(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of a class are made of others: it says itself what ops do with it."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a view of another, to autograd."""
-    return bool(tensor._is_view())
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:

@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from types import CodeType, FrameType
+from functools import cache, partial
+from traceback import walk_stack
+from types import CodeType
 from typing import Any
 
 import torch
@@ -208,12 +209,7 @@ def in_compiled_code() -> bool:
     """Whether torch.compile compiled the code that calls this, be it that it runs as eager code now."""
     if "torch._dynamo" not in sys.modules:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COMPILED_CALLS):
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_filename.endswith(_COMPILED_CALLS) for f, _ in walk_stack(sys._getframe(1)))
 
 
 _COMPILED_CALLS = f"torch{os.sep}_dynamo{os.sep}eval_frame.py"
@@ -262,27 +258,20 @@ def know_torchs_call(call: Callable[..., Any]) -> None:
         vars(importlib.import_module(name))["unpatched_nn_module_call_impl"] = call
 
 
-def never_trace(*functions: Callable[..., Any]) -> None:
+def never_trace(*functions: Callable[..., Any], with_calls: bool = True) -> None:
     """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
 
-    What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second. A torch without the
-    means to say so is left alone.
+    What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second.
     """
-    _skip(functions, with_calls=True)
-
-
-def never_begin_at(*functions: Callable[..., Any]) -> None:
-    """Dynamo compiles no frame of these functions by itself. What they call it may; inside others it follows them."""
-    _skip(functions, with_calls=False)
-
-
-def _skip(functions: tuple[Callable[..., Any], ...], with_calls: bool) -> None:
     frames: Any = torch._C._dynamo.eval_frame
-    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        for function in functions:
-            strategy = frames._FrameExecStrategy(skip, skip if with_calls else default)
-            frames.set_code_exec_strategy(function.__code__, strategy)
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    for function in functions:
+        strategy = frames._FrameExecStrategy(skip, skip if with_calls else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+never_begin_at = partial(never_trace, with_calls=False)
+"""Dynamo compiles no frame of these functions by itself. What they call it may; inside others it follows them."""
 
 
 def tracing_compiled_code() -> bool:

@@ -52,11 +52,6 @@ class NativeScaler(torch.amp.GradScaler):
         return scale_of(self)
 
     @property
-    def tracker(self) -> torch.Tensor | None:
-        """Steps since the last skipped one or the last growth, on the device."""
-        return self._growth_tracker
-
-    @property
     def first_scale(self) -> float:
         """The scale that the first scaled loss will be scaled by."""
         return float(self._init_scale)
@@ -124,10 +119,8 @@ def local_part(tensor: Any) -> torch.Tensor:
     return getattr(local, "elem", local) if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
-def stored_values(sparse: torch.Tensor) -> torch.Tensor:
-    """The values that a sparse tensor stores, of equal indices each on its own."""
-    values: torch.Tensor = sparse._values()
-    return values
+stored_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+"""The values that a sparse tensor stores, of equal indices each on its own."""
 
 
 # -- what a loss was computed in ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -142,9 +143,8 @@ def compiled_methods(module: Any) -> dict[str, Any]:
     return {name: compiled_method(module, name) for name in method_names(module)} | hooks
 
 
-def compiled(module: Any) -> Any:
-    """The compiled module behind a script module: `getattr`, `hasattr` and `setattr` of its attributes."""
-    return module._c
+compiled: Callable[[Any], Any] = attrgetter("_c")
+"""The compiled module behind a script module: `getattr`, `hasattr` and `setattr` of its attributes."""
 
 
 def find_type(module: Any) -> str:
@@ -282,9 +282,8 @@ def script_classes(interface: Any = None) -> dict[str, type]:
     return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}
 
 
-def class_method(name: str) -> Any:
-    """A method of such a class, by qualified name."""
-    return _state._python_cu.find_function(name)
+class_method: Callable[[str], Any] = _state._python_cu.find_function
+"""A method of such a class, by qualified name."""
 
 
 def compiled_functions() -> list[Any]:

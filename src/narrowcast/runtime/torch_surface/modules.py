@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -38,9 +39,8 @@ def compiled_of(model: Any) -> Module | None:
     return found
 
 
-def children(module: Module) -> dict[str, Module | None]:
-    """The modules inside one, by name."""
-    return module._modules
+children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
+"""The modules inside one, by name."""
 
 
 def mutators() -> tuple[tuple[Any, str], ...]:

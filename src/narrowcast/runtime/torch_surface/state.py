@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey
 
 autocast_off = torch._C._DisableAutocast
 """`with autocast_off():` autocast is off inside, for every device type."""
@@ -44,13 +45,12 @@ def autocast_nesting() -> int:
 
 
 def is_enabled(region: Any) -> bool:
-    """Whether a region, torch's or ours, is on while it is entered."""
+    """Whether a region, torch's or ours, is on while it is entered: torch takes whatever is true."""
     return bool(region._enabled)
 
 
-def caches(region: Any) -> bool:
-    """Whether a region of torch's keeps casts of weights."""
-    return bool(region._cache_enabled)
+caches: Callable[[Any], bool] = attrgetter("_cache_enabled")
+"""Whether a region of torch's keeps casts of weights."""
 
 
 def tell_export(what: Any, args: tuple[Any, ...]) -> None:
@@ -78,11 +78,8 @@ def autocast_key(device_type: str) -> DispatchKey:
     return key
 
 
-def below(key: DispatchKey) -> DispatchKeySet:
-    """All keys that come after this one."""
-    return torch._C._dispatch_keyset_full_after(key)
-
-
+below = torch._C._dispatch_keyset_full_after
+"""All keys that come after this one."""
 excluding = torch._C._ExcludeDispatchKeyGuard
 """`with excluding(keyset):` ops inside skip these keys."""
 

@@ -113,11 +113,6 @@ class WeightsAtRest:
             if not ids or key[0] in ids:
                 self._give_up(key)
 
-    @property
-    def bytes(self) -> int:
-        """Memory that the kept casts take."""
-        return sum(kept.low.nbytes for kept in list(self._copies.values()) if kept.low is not None)
-
     def __len__(self) -> int:
         return len(self._copies)
 

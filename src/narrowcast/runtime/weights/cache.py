@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,11 +123,11 @@ class WeightCache:
         if the weight was changed behind its version counter.
         """
         try:
-            address = weight.data_ptr() if type(weight) in _PLAIN else storage_key(weight)
+            address = weight.data_ptr() if type(weight) in PLAIN else storage_key(weight)
         except (NotImplementedError, RuntimeError):  # without memory of its own: wrappers of torch.func, sparse tensors
             return cast(weight, dtype)
         trace = tracing_state()
-        checks = checks and trace is None and type(weight) in _PLAIN  # what is fake has no bits
+        checks = checks and trace is None and type(weight) in PLAIN  # what is fake has no bits
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
         made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
         limit = min((each for each in (limit_bytes, self.limit_bytes) if each is not None), default=None)
@@ -203,18 +204,10 @@ class WeightCache:
             self.bytes -= entry.result.nbytes
 
 
-class _Mutations:
-    """How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
-
-    count = 0
-
-
-mutations = _Mutations()
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # fake ones, and other subclasses, may have no pointer
-
-
+mutations = SimpleNamespace(count=0)
+"""How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Fake tensors, and other subclasses, may have no pointer."""
 _CHUNK = 2**20
 
 
