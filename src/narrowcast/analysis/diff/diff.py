@@ -16,6 +16,7 @@ from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.outcomes import (
     OF_OTHERS,
+    OF_PARTS,
     UNEXPLAINED,
     WIDEST,
     EndDifference,
@@ -45,7 +46,9 @@ from narrowcast.reports.results.run_differences import (
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
-_BAND_OF_LOW = 1e-3
+_BAND_OF_LOW, _OF_SAMPLES = 1e-3, 4.0
+"""Of low formats; how many times larger an error may look in the rows of a view than in those of what it is a view of.
+"""
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
@@ -249,7 +252,19 @@ class _Judging:
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
         made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
+        is_compared = made[0] | made[1] <= self._found.keys()  # not a later call, in a turn before
+        if pair.a[0].id.direction == FORWARD and (is_compared or not all(made)):
+            if made[0] != made[1]:
+                return OF_OTHERS
+            return OF_PARTS if apart > _OF_SAMPLES * self._explained(pair, a, b) * self._of_whole(read[0], a) else ""
         return "" if made[0] & made[1] or not all(made) else OF_OTHERS
+
+    def _of_whole(self, read: Sequence[int], made: Upstream) -> float:
+        """How many times larger a part's relative error may be than that of what it is a part of, in the first run."""
+        pieces = [[self.values.sides[0].piece(0, n) for n in numbers]
+                  for numbers in (read, [n for x in made.known for _, n in x.call.outputs[:1]])]  # fmt: skip
+        parts, wholes = ([math.sqrt(p.elements) * p.rms for p in side if p.rms > 0] for side in pieces)
+        return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
     def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
         """What made these tensors of both runs."""

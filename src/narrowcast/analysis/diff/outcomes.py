@@ -19,6 +19,7 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED
 
 UNEXPLAINED = "its inputs do not explain that"
 OF_OTHERS = "its inputs are outputs of other calls"
+OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
 _PLAIN = 8.0
 """A difference of this many times the widest band of what programs come to would be seen there."""
