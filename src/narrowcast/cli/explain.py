@@ -14,7 +14,7 @@ from narrowcast.cli.shown import show, write_trace
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
-from narrowcast.output.console import print_all, terminal
+from narrowcast.output.console import terminal
 from narrowcast.output.files import replace_text
 
 
@@ -63,7 +63,9 @@ def explain_command(
     if graphs.programs and not result.json:
         from narrowcast.reports.render.programs import program_parts
 
-        print_all(terminal(), program_parts(explanation))
+        console = terminal()
+        for part in program_parts(explanation):
+            console.print(part)
 
 
 def _exported(case: nc.Case, under: str | None) -> Any:
