@@ -41,12 +41,12 @@ def to_data(record: Any) -> Any:
 def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
     """The record of that kind. One of BROKEN for data that are none.
 
-    is_whole: nothing may lack but the fields that were `ADDED` to a class after files had been written.
+    is_whole: nothing may lack, not even what has a default.
     """
     if not isinstance(data, Mapping):
         raise TypeError(f"{type(data).__name__} where a {kind.__name__} is wanted")
     if is_whole:
-        wanted = [field for field in fields(kind) if field.compare and "added" not in field.metadata]  # type: ignore[arg-type]
+        wanted = [field for field in fields(kind) if field.compare]  # type: ignore[arg-type]
         if lacking := [name for field in wanted if (name := field.metadata.get("name", field.name)) not in data]:
             raise KeyError(", ".join(lacking))
     return _converter().structure(data, kind)
@@ -124,10 +124,7 @@ def _plain(record: Any) -> Row:
 def _counts(kinds: tuple[Any, Any], rows: Iterable[Row]) -> dict[Any, Any]:
     kind, count = kinds
     return {
-        of_data(kind, {**row, "moved_bytes": 0}): row["times"]
-        if count is int
-        else of_data(Tally, {"multiplications": None, **row})
-        for row in rows
+        of_data(kind, {**row, "moved_bytes": 0}): row["times"] if count is int else of_data(Tally, row) for row in rows
     }
 
 
@@ -143,7 +140,7 @@ def _placed_row(call: PlacedCall) -> Row:
 def _placed_call(row: Row) -> PlacedCall:
     shape, costs = row["shape"], row["costs_ns"]
     return PlacedCall(
-        row.get("step", -1), row["op"], Site(row["module"], file=row["file"], line=row["line"]),
+        row["step"], row["op"], Site(row["module"], file=row["file"], line=row["line"]),
         None if shape is None else tuple(shape), tuple(FORMATS[name] for name in costs),
         tuple(map(float, costs.values())), FORMATS[row["chosen"]],
     )  # fmt: skip

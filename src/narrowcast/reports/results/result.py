@@ -14,8 +14,6 @@ from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES
 
 T = TypeVar("T")
-ADDED = {"added": True}
-"""Metadata of a field that older files of the same schema lack."""
 
 
 def renderer(name: str) -> Any:
