@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
@@ -24,7 +24,7 @@ from narrowcast.programs.placement.place import PlacedCall
 from narrowcast.reports.results.graphs import GraphFlow
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.repair import RepairRule
-from narrowcast.reports.results.run_records import TensorFacts
+from narrowcast.reports.results.run_records import Histogram, TensorFacts
 from narrowcast.reports.results.scaler_history import KEPT, ScaledStep
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ def _converter() -> Converter:
     _register(made, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
     _register(made, Policy, Policy.to_toml, Policy.parse)
     _register(made, RunMapping, str, RunMapping.parse)
+    _register(made, Histogram, lambda found: [found.first, *found.counts], _histogram)
     _register(made, GraphFlow, GraphFlow.data, GraphFlow.of_data)
     _register(made, PlacedCall, _placed_row, _placed_call)
     _register(made, RepairRule, _repair_row, _repair_rule)
@@ -93,6 +94,11 @@ def _writer(kind: Any, made: Converter) -> Callable[[Any], Any]:
 
 def _reader(kind: Any, made: Converter) -> Callable[[Any, Any], Any]:
     return make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
+
+
+def _histogram(row: Sequence[int]) -> Histogram:
+    first, *counts = map(int, row)
+    return Histogram(first, tuple(counts))
 
 
 def _scaled_steps(rows: Iterable[Row]) -> deque[ScaledStep]:
