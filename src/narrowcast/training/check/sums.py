@@ -30,7 +30,6 @@ class Sums:
     """Which sums are added up in a low format."""
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
-        self.gradients: list[SeenCall] = []
         self._was_there = was_there
         self._sums: ByStorage[_Sum] = ByStorage()
         self._casts: ByStorage[bool] = ByStorage()  # of gradients
