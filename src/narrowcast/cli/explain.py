@@ -57,7 +57,8 @@ def explain_command(
             backend=graphs.backend, times=trace is not None or model_explorer is not None,
         )  # fmt: skip
         if model_explorer is not None:
-            _write_model_explorer(explanation, _exported(case, model.under), model_explorer)
+            module: Any = case.model
+            _write_model_explorer(explanation, nc.export(module, case.inputs, under=model.under), model_explorer)
     write_trace(explanation, trace)
     show(explanation, result)
     if graphs.programs and not result.json:
@@ -68,14 +69,8 @@ def explain_command(
             console.print(part)
 
 
-def _exported(case: nc.Case, under: str | None) -> Any:
-    """The program whose nodes the explanation names: the same that the front end has made of a copy."""
-    model: Any = case.model
-    return nc.export(model, case.inputs, under=under)
-
-
 def _write_model_explorer(explanation: nc.Explanation, program: Any, folder: Path) -> None:
-    """The program, and a file of node data for each thing that is known of its nodes."""
+    """The program, whose nodes the explanation names, and a file of data for each thing that is known of them."""
     folder.mkdir(exist_ok=True)
     for name, text in explanation.to_model_explorer().items():
         replace_text(folder / f"{name}.json", text + "\n")
