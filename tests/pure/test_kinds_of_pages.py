@@ -25,10 +25,9 @@ from page_results import (
 from program_text import parse_program
 
 from narrowcast.analysis.explain.flow import graph_flow
-from narrowcast.reports.documents.ledgers import format_bars, shares
+from narrowcast.reports.documents.ledgers import cast_series, format_bars, shares
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.documents.times import cast_series
 from narrowcast.reports.documents.words import in_count, in_time
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.repair import Repair

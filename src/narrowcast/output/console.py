@@ -45,6 +45,7 @@ def in_bytes(count: float) -> str:
     return ""
 
 
-def short_place(file: str, line: int | str) -> str:
-    """`model.py:12`; nothing where no line of the user's was on the stack: torch's modules alone make up the model."""
-    return f"{Path(file).name}:{line}" if file else ""
+def short_place(site: str) -> str:
+    """`model.py:12` of `/home/me/model.py:12`; what is no line of a file, as it is."""
+    file, _, line = site.rpartition(":")
+    return f"{Path(file).name}:{line}" if file else site

@@ -14,8 +14,7 @@ from narrowcast.reports.documents.profiles import profile_document
 from narrowcast.reports.documents.repairs import repair_document
 from narrowcast.reports.documents.run_differences import run_differences_document
 from narrowcast.reports.documents.runs import run_document
-from narrowcast.reports.documents.scales import scaler_document
-from narrowcast.reports.documents.training import training_document
+from narrowcast.reports.documents.training import scaler_document, training_document
 from narrowcast.reports.documents.watches import watch_document
 from narrowcast.reports.results.result import Result
 
