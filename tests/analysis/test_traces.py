@@ -8,7 +8,8 @@ import torch
 import narrowcast as nc
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RegionError, RunError
-from narrowcast.reports.render.trace import TimedCall, trace_text
+from narrowcast.reports.render.trace import trace_text
+from narrowcast.reports.results.run_records import CallRecord
 from narrowcast.reports.results.saved import load
 
 
@@ -63,9 +64,9 @@ def test_a_trace_that_is_none_is_told():
 def test_modules_are_slices_around_their_calls_and_casts_are_slices_of_their_own():
     """In nanoseconds; a module that is called again is another slice."""
     linear = CallId("encoder.layer.0.query", "aten.linear.default")
-    call = TimedCall(linear, "fp32", "bf16", "m.py", 3, "lower", "fast", 900, "measured", (("fp32", "bf16", 100),))
-    again = TimedCall(CallId("encoder.layer.0.query", "aten.linear.default", turn=2), "", "", "", 0, "", "", 50, "x")
-    slices = checked(trace_text("m", [call, again]))
+    call = CallRecord(linear, "m.py", 3, "fp32", "bf16", "lower", "fast")
+    again = CallRecord(CallId("encoder.layer.0.query", "aten.linear.default", turn=2), "", 0, "", "")
+    slices = checked(trace_text("m", [(call, 900, "measured", [("fp32", "bf16", 100)]), (again, 50, "x", [])]))
     found = [(event["name"], event["ts"], event["dur"]) for event in slices]
     assert found == [
         ("m", 0.0, 0.95), ("encoder", 0.0, 0.9), ("layer.0", 0.0, 0.9), ("query", 0.0, 0.9),

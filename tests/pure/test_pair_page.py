@@ -103,17 +103,6 @@ def test_the_mapping_that_was_given_is_on_the_page_and_in_the_file(tmp_path):
     assert again.compared_runs == () and page(again).pair.mapping == str(given)
 
 
-def test_a_file_of_before_has_a_page(tmp_path):
-    """Without the mapping that was given, and without formats of calls that have no partner."""
-    data = json.loads(a_pair().to_json())
-    del data["by_hand"]
-    for one in data["unaligned"]:
-        del one["format"]
-    (tmp_path / "d.json").write_text(json.dumps(data))
-    made = page(load(tmp_path / "d.json"))
-    assert len(made.graph.nodes) == 8 and len(made.pair.rows) == 5
-
-
 def test_a_text_of_many_rows_is_in_the_file_once():
     """Rows have its number, in the columns that say so."""
     made = page(a_pair())

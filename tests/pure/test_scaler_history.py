@@ -5,7 +5,7 @@ import json
 import pytest
 
 from narrowcast.errors import RunError
-from narrowcast.reports.documents.scales import scaler_document
+from narrowcast.reports.documents.training import scaler_document
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.scaler_history import KEPT, History, ScaledStep
 from narrowcast.training.scaler.stuck import AT_FLOOR, Streak, advice_text, found_text, why_skipped

@@ -14,7 +14,7 @@ from narrowcast.cli.shown import show, write_trace
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
-from narrowcast.output.console import print_all, terminal
+from narrowcast.output.console import terminal
 from narrowcast.output.files import replace_text
 
 
@@ -57,23 +57,20 @@ def explain_command(
             backend=graphs.backend, times=trace is not None or model_explorer is not None,
         )  # fmt: skip
         if model_explorer is not None:
-            _write_model_explorer(explanation, _exported(case, model.under), model_explorer)
+            module: Any = case.model
+            _write_model_explorer(explanation, nc.export(module, case.inputs, under=model.under), model_explorer)
     write_trace(explanation, trace)
     show(explanation, result)
     if graphs.programs and not result.json:
         from narrowcast.reports.render.programs import program_parts
 
-        print_all(terminal(), program_parts(explanation))
-
-
-def _exported(case: nc.Case, under: str | None) -> Any:
-    """The program whose nodes the explanation names: the same that the front end has made of a copy."""
-    model: Any = case.model
-    return nc.export(model, case.inputs, under=under)
+        console = terminal()
+        for part in program_parts(explanation):
+            console.print(part)
 
 
 def _write_model_explorer(explanation: nc.Explanation, program: Any, folder: Path) -> None:
-    """The program, and a file of node data for each thing that is known of its nodes."""
+    """The program, whose nodes the explanation names, and a file of data for each thing that is known of them."""
     folder.mkdir(exist_ok=True)
     for name, text in explanation.to_model_explorer().items():
         replace_text(folder / f"{name}.json", text + "\n")

@@ -11,7 +11,7 @@ import typer
 from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible
 from narrowcast.cli.shown import write_page
 from narrowcast.errors import Origin, ProfileError, TargetError
-from narrowcast.output.console import print_all, print_text, terminal
+from narrowcast.output.console import print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def compare(
 
     a, b = Profile.read(first), _profile(second, device)
     if whole:
-        print_all(terminal(), comparison_parts(a, b))
+        terminal().print(*comparison_parts(a, b), sep="\n")
     else:
         print_text(comparison_screen(a, b, columns()))
 

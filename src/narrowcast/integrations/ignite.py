@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,6 @@ import torch
 
 from narrowcast.errors import TrainingError
 from narrowcast.integrations.training import TrainingPrecision, find_framework
-
-
-def _call(model: Any, x: Any) -> Any:
-    return model(x)
 
 
 def _same(output: Any) -> Any:
@@ -54,7 +51,7 @@ class IgnitePrecision(TrainingPrecision):
         amp_mode: str | None = None,
         scaler: Any = False,
         gradient_accumulation_steps: int = 1,
-        model_fn: Callable[[Any, Any], Any] = _call,
+        model_fn: Callable[[Any, Any], Any] = operator.call,
         clip: Callable[[], object] | None = None,
     ) -> Any:
         """`create_supervised_trainer`, with the same arguments; forward and loss run in the region.
@@ -97,7 +94,7 @@ class IgnitePrecision(TrainingPrecision):
         model: torch.nn.Module,
         metrics: dict[str, Any] | None = None,
         *,
-        model_fn: Callable[[Any, Any], Any] = _call,
+        model_fn: Callable[[Any, Any], Any] = operator.call,
         amp_mode: str | None = None,
         **options: Any,
     ) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -59,22 +59,12 @@ def take_up(
     return state["steps"], state["scaler"]
 
 
-class Resumable(Protocol):
-    """What has a state: `TrainingPrecision`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was saved."""
-
-
-def save_precision(precision: Resumable, folder: str | Path) -> None:
+def save_precision(precision: Any, folder: str | Path) -> None:
     """Write the state into the checkpoint's folder, without the scaler's, which the framework writes."""
     torch.save({**precision.state_dict(), "scaler": None}, Path(folder) / STATE_FILE)
 
 
-def load_precision(precision: Resumable, folder: str | Path) -> None:
+def load_precision(precision: Any, folder: str | Path) -> None:
     """Go on from a checkpoint's folder; one that a framework saved by itself says nothing of precision, and that is
     said. TrainingError if the file cannot be read.
     """

@@ -68,11 +68,15 @@ class TrainingPrecision:
     def __init__(self, **settings: Unpack[Settings]) -> None:
         unknown = [name for name in settings if name not in Settings.__annotations__]
         if unknown:
+            there = ", ".join(Settings.__annotations__)
             raise TrainingError(
-                f"{type(self).__name__}({unknown[0]}=...)", "no such setting", advice=f"There are {_names()}."
+                f"{type(self).__name__}({unknown[0]}=...)", "no such setting", advice=f"There are {there}."
             )
         self.policy: Policy = as_policy(settings.get("policy"))
-        self.every = _checked_every(settings.get("ledger_every", 0))
+        self.every = every = settings.get("ledger_every", 0)
+        if every < 0:
+            found = "steps are counted from 1"
+            raise TrainingError(f"ledger_every={every}", found, advice="Give 1 or more; 0 is none.")
         self.steps = 0
         self.ledger: Ledger | None = None
         self.watching: Watching | None = None
@@ -310,16 +314,6 @@ def find_framework(module: str, package: str, asked: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TrainingError(asked, f"{error}", advice=f"Install it: pip install {package}") from error
-
-
-def _names() -> str:
-    return ", ".join(Settings.__annotations__)
-
-
-def _checked_every(every: int) -> int:
-    if every < 0:
-        raise TrainingError(f"ledger_every={every}", "steps are counted from 1", advice="Give 1 or more; 0 is none.")
-    return every
 
 
 def _device_type(model: Any) -> str:

@@ -95,10 +95,7 @@ def assert_formats(
         found = take_snapshot(model, inputs, **asked)
         _check_expected(found, given)
         return found
-    check = _check(model, inputs, given, asked, torch_versions)
-    if not check.is_same:
-        raise failure(check)
-    return check.now
+    return _held(_check(model, inputs, given, asked, torch_versions))
 
 
 def assert_no_new_casts(
@@ -119,10 +116,7 @@ def assert_no_new_casts(
     __tracebackhide__ = True
     given = _one_of("assert_no_new_casts", snapshot, expected)
     asked: dict[str, Any] = {"under": under, "device": device}
-    check = _check(model, inputs, given, asked, torch_versions).new_casts()
-    if not check.is_same:
-        raise failure(check)
-    return check.now
+    return _held(_check(model, inputs, given, asked, torch_versions).new_casts())
 
 
 def check_formats(
@@ -158,10 +152,13 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def failure(check: SnapshotCheck) -> CheckError:
-    """The error that says what changed."""
+def _held(check: SnapshotCheck) -> Snapshot:
+    """What was found. CheckError, which says what changed, if it is not as it was."""
+    __tracebackhide__ = True
+    if check.is_same:
+        return check.now
     notes = f"\n\n{check.now.notes}" if check.now.notes else ""
-    return CheckError(f"formats: {check_text(check)}{notes}\n", advice=ANEW if check.was.line else "")
+    raise CheckError(f"formats: {check_text(check)}{notes}\n", advice=ANEW if check.was.line else "")
 
 
 def _check(

@@ -87,15 +87,11 @@ def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCa
         if not any(graph.after is not None for graph in graphs):
             why = next((graph.fallback for graph in graphs if graph.fallback), "Dynamo captured no graph")
             raise CheckError("compile", f"the model ran as eager code: {why}")
-        return _seen(calls, front_end)
-    if front_end == "export":
+    elif front_end == "export":
         program = export(trial.model, (trial.args, trial.kwargs), under=region)  # type: ignore[arg-type]  # it refuses
-        return _seen(_calls(Trial(program.module(), trial.args, trial.kwargs), None, region.policy), front_end)
-    scripted = script(trial.model, under=region)
-    return _seen(_calls(Trial(scripted, trial.args, trial.kwargs), None, region.policy), front_end)
-
-
-def _seen(calls: list[RanCall], front_end: str) -> list[RanCall]:
+        calls = _calls(Trial(program.module(), trial.args, trial.kwargs), None, region.policy)
+    else:
+        calls = _calls(Trial(script(trial.model, under=region), trial.args, trial.kwargs), None, region.policy)
     if not calls:
         raise CheckError(front_end, "none of its calls was seen")
     return calls

@@ -38,7 +38,8 @@ def assert_finite(
     it.
     """
     __tracebackhide__ = True
-    trial, opened = _asked("assert_finite", model, inputs, under, backward)
+    trial = Trial.of("assert_finite", model, inputs, backward)
+    opened = observed_region("assert_finite", trial, under, "native")
     watching = watch(at="op")
     trial.run(opened, watching)
     first = watching.found.first
@@ -71,7 +72,8 @@ def assert_close_to(
     """
     __tracebackhide__ = True
     _check_budget(budget, reference)
-    trial, opened = _asked("assert_close_to", model, inputs, under, False)
+    trial = Trial.of("assert_close_to", model, inputs, False)
+    opened = observed_region("assert_close_to", trial, under, "native")
     is_own = isinstance(reference, str)
     other = trial if is_own else Trial.of("assert_close_to", reference, (trial.args, trial.kwargs))
     around = autocast(opened.device, policy=NOTHING) if is_own else opened
@@ -92,12 +94,6 @@ def assert_close_to(
             advice="Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32.",
         )  # fmt: skip
     return errors
-
-
-def _asked(verb: str, model: Any, inputs: Inputs, under: Under, backward: bool | Loss) -> tuple[Trial, autocast]:
-    """The model with its input, and the region: native's where none is named."""
-    trial = Trial.of(verb, model, inputs, backward)
-    return trial, observed_region(verb, trial, under, "native")
 
 
 def _check_budget(budget: float, reference: Any) -> None:

@@ -57,14 +57,12 @@ class CallFormats:
         return self.came, self.computes, self.result, self.rule, self.casts, self.times
 
     @property
-    def formats(self) -> str:
-        """`fp32 -> bf16 -> bf16`."""
-        return " -> ".join(names or "-" for names in (self.came, self.computes, self.result))
-
-    @property
-    def decision(self) -> str:
-        """`lower: input, weight`."""
-        return f"{self.rule}: {', '.join(self.casts)}" if self.casts else self.rule
+    def said(self) -> str:
+        """`fp32 -> bf16 -> bf16 | lower: input, weight | 2 times`."""
+        formats = " -> ".join(names or "-" for names in (self.came, self.computes, self.result))
+        casts = f": {', '.join(self.casts)}" if self.casts else ""
+        times = f" | {self.times} times" if self.times > 1 else ""
+        return f"{formats} | {self.rule}{casts}{times}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +84,6 @@ class Snapshot:
     notes: str = field(default="", compare=False)
     file: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
-
-    def holds_for(self, torch: str) -> bool:
-        """Whether it is of that version of torch (`2.13.0+cpu`)."""
-        return holds_for(self.torch, torch)
 
 
 def holds_for(versions: str, torch: str) -> bool:
@@ -114,7 +108,9 @@ def minor_of(torch: str) -> str:
 def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gradients: bool) -> Snapshot:
     """The calls of an explained run that have floating tensors. rules: all of the policy, built-in ones included."""
     ledger = explanation.ledger
-    casts = _casts_by_site(ledger)
+    casts: dict[_Site, list[Cast]] = {}
+    for cast, _ in ledger.kinds():
+        casts.setdefault((cast.op, cast.module_path, cast.file, cast.line, cast.direction), []).append(cast)
     known = tuple(rules)
     calls = [
         CallFormats(
@@ -148,13 +144,6 @@ def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:
 
 
 _Site = tuple[str, str, str, int, str]
-
-
-def _casts_by_site(ledger: Ledger) -> dict[_Site, list[Cast]]:
-    found: dict[_Site, list[Cast]] = {}
-    for cast, _ in ledger.kinds():
-        found.setdefault((cast.op, cast.module_path, cast.file, cast.line, cast.direction), []).append(cast)
-    return found
 
 
 def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
@@ -197,7 +186,7 @@ class Snapshots:
 
     def of(self, device_type: str, torch: str) -> Snapshot | None:
         """The section of a device type that holds for a version. SnapshotError if there are two."""
-        found = [s for s in self.sections if s.device_type == device_type and s.holds_for(torch)]
+        found = [s for s in self.sections if s.device_type == device_type and holds_for(s.torch, torch)]
         if len(found) > 1:
             where = tuple(Origin(self.file, s.line, f"torch {s.torch}") for s in found)
             raise SnapshotError(

@@ -228,7 +228,7 @@ def check_text(found: SnapshotCheck, most: int | None = SHOWN) -> str:
     """
     if found.is_same:
         return _same(found)
-    alike = _causes_first(found)
+    alike = _alike(found)
     blocks = [[summary(found)], *_moved(found), *(_change_lines(c, found.was.file) for c in alike[:most])]
     if most is not None and len(alike) > most:
         blocks.append([f"... and {sum(len(c) for c in alike[most:])} more, of {len(alike) - most} other kinds"])
@@ -239,7 +239,7 @@ def check_screen(found: SnapshotCheck, width: int, room: int = LINES) -> str:
     """The same on at most `room` lines of `width` columns: the first kinds of change."""
     if found.is_same:
         return first_screen([Part(wrapped(_same(found), width=width))], None, room)
-    blocks = [*_moved(found), *(_change_lines(changes, found.was.file) for changes in _causes_first(found))]
+    blocks = [*_moved(found), *(_change_lines(changes, found.was.file) for changes in _alike(found))]
     parts = [Part(wrapped(summary(found), width=width))]
     parts += [Part(["", *block], min(n, 1), step=len(block) + 1) for n, block in enumerate(blocks)]
     since = Part(["", *wrapped(since_then(found), width=width)])
@@ -260,11 +260,6 @@ def _moved(found: SnapshotCheck) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _causes_first(found: SnapshotCheck) -> list[list[Change]]:
-    """Changes that are alike, those that follow from others last."""
-    return sorted(_alike(found.changes), key=lambda changes: changes[0].follows)
-
-
 def summary(found: SnapshotCheck) -> str:
     """`BertModel on cpu does not compute as formats.txt says: 2 changed, 1 new (91 calls)`."""
     now, file = found.now, found.was.file
@@ -277,24 +272,24 @@ def summary(found: SnapshotCheck) -> str:
     return f"{model} does not compute as {file} says: {said} ({len(now.calls)} calls)"
 
 
-def _alike(changes: tuple[Change, ...]) -> list[list[Change]]:
-    """Changes that say the same of other modules, together."""
-    found: dict[tuple[object, ...], list[Change]] = {}
-    for change in changes:
+def _alike(found: SnapshotCheck) -> list[list[Change]]:
+    """Changes that say the same of other modules, together; those that follow from others last."""
+    groups: dict[tuple[object, ...], list[Change]] = {}
+    for change in found.changes:
         facts = tuple(call.facts if call is not None else None for call in (change.was, change.now))
         seen = change.now.found if change.now is not None else None
         key = (change.kind, change.id.op, facts, seen.rule if seen is not None else "")
-        found.setdefault(key, []).append(change)
-    return list(found.values())
+        groups.setdefault(key, []).append(change)
+    return sorted(groups.values(), key=lambda changes: changes[0].follows)
 
 
 def _change_lines(changes: list[Change], file: str) -> list[str]:
     first = changes[0]
     lines = [f"{'follows' if first.follows else first.kind:<8} {first.id}"]
     if first.was is not None:
-        lines.append(f"  was    {_said(first.was)}" + (f"    {file}:{first.was.line}" if first.was.line else ""))
+        lines.append(f"  was    {first.was.said}" + (f"    {file}:{first.was.line}" if first.was.line else ""))
     if first.now is not None:
-        lines += [f"  now    {_said(first.now)}", *_found_lines(first.now)]
+        lines += [f"  now    {first.now.said}", *_found_lines(first.now)]
     if len(changes) > 1:
         paths = [change.id.module_path or "(the root)" for change in changes]
         last = f", the last in {paths[-1]}" if paths[-1] != paths[0] else ""
@@ -313,11 +308,6 @@ def _found_lines(call: CallFormats) -> list[str]:
     return [*lines, f"  at     {seen.file}:{seen.line}" if seen.file else "  at     no line of yours"]
 
 
-def _said(call: CallFormats) -> str:
-    times = f" | {call.times} times" if call.times > 1 else ""
-    return f"{call.formats} | {call.decision}{times}"
-
-
 def unmet_text(entries: Iterable[Unmet]) -> str:
     """Each entry, and of the calls that compute otherwise the first few."""
     blocks = []
@@ -328,7 +318,7 @@ def unmet_text(entries: Iterable[Unmet]) -> str:
             continue
         lines = [f"{head}: {len(entry.calls)} calls do not"]
         for call in entry.calls[:LISTED]:
-            lines += [f"  {call.id}", f"  now    {_said(call)}", *_found_lines(call)]
+            lines += [f"  {call.id}", f"  now    {call.said}", *_found_lines(call)]
         if len(entry.calls) > LISTED:
             lines.append(f"  ... and {len(entry.calls) - LISTED} more")
         blocks.append("\n".join(lines))

@@ -36,8 +36,7 @@ def snapshots_text(snapshots: Snapshots) -> str:
 
 def call_text(call: CallFormats) -> str:
     """One line: `encoder aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight`."""
-    times = f" | {call.times} times" if call.times > 1 else ""
-    return f"{call.id} | {call.formats} | {call.decision}{times}"
+    return f"{call.id} | {call.said}"
 
 
 def load_snapshots(path: str | Path) -> Snapshots:

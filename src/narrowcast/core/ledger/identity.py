@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from narrowcast.errors import RunError
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
-DIRECTIONS = (FORWARD, BACKWARD, RECOMPUTATION)
 
 
 @dataclass(frozen=True, slots=True, order=True)

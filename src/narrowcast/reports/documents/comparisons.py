@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
@@ -223,8 +222,8 @@ def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     ]  # fmt: skip
     at = {id(row): n for n, row in enumerate(compared.rows)}
     rules = map(_rule, compared.rows)
-    made = table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes)
-    return [replace(one, first=[at[id(row)] for row in compared.worst]) for one in made]
+    first = [at[id(row)] for row in compared.worst]
+    return table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes, first)
 
 
 def error_series(nodes: list[Node]) -> list[Series]:
@@ -232,10 +231,6 @@ def error_series(nodes: list[Node]) -> list[Series]:
     at = [i for i, n in enumerate(nodes) if n.own is not None and n.direction == "forward"]
     if len(at) < 2:
         return []
-    lines = [
-        ("own", [nodes[i].own or None for i in at]),
-        ("inherited", [nodes[i].inherited or None for i in at]),
-        ("total", [nodes[i].total or None for i in at]),
-    ]
+    lines = [(name, [getattr(nodes[i], name) or None for i in at]) for name in ("own", "inherited", "total")]
     xs = [float(n) for n in range(1, len(at) + 1)]
     return [Series("Error by depth", "call, in order", "relative error", xs, lines, "whole", "relative", True, at)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.reports.documents.comparisons import (
@@ -15,6 +17,7 @@ from narrowcast.reports.documents.comparisons import (
 from narrowcast.reports.documents.ledgers import (
     advice_todos,
     cast_figures,
+    cast_series,
     cast_todos,
     format_bars,
     ledger_graph,
@@ -30,8 +33,7 @@ from narrowcast.reports.documents.placements import (
     placement_verdict,
 )
 from narrowcast.reports.documents.tables import edge_cast_table, table
-from narrowcast.reports.documents.times import cast_series
-from narrowcast.reports.documents.words import number, place, spent_text
+from narrowcast.reports.documents.words import in_time, number, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
@@ -171,8 +173,14 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
 
 
 def spent(comparison: Comparison) -> str:
-    """On what the region's time is spent; nothing of files that do not say it."""
-    return spent_text(comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, comparison.region_ms)
+    """On what the region's time is spent: what is not casts and not kernels is calls, and overhead."""
+    if not math.isfinite(comparison.casts_ms):
+        return ""
+    rest = comparison.region_ms - comparison.casts_ms - comparison.kernels_ms
+    known = (comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, rest)
+    casts, kernels, reference, left = (in_time(1e6 * ms) for ms in known)
+    left = left if rest > 0 else "too little to tell"
+    return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
 
 
 def _time(ms: float) -> str:
@@ -191,7 +199,8 @@ def _todos(found: Explanation) -> list[Todo]:
     todos += _break_todos(found.graph_rows())
     for row in found.rules:
         if not row.calls:
-            todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({_short_site(row.origin)})"))
+            at = short_place(row.origin) or "no file"
+            todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({at})"))
     todos += advice_todos(found.ledger)
     of_casts = cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
@@ -208,11 +217,6 @@ def _todos(found: Explanation) -> list[Todo]:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
         todos.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
     return todos
-
-
-def _short_site(site: str) -> str:
-    file, _, line = site.rpartition(":")
-    return short_place(file, line) if file else site or "no file"
 
 
 def _break_todos(graphs: list[GraphRow]) -> list[Todo]:

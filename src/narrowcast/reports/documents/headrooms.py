@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.reports.documents.ledgers import shares
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_of
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_at
 from narrowcast.reports.documents.rules import Shown, call_rule, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
@@ -22,7 +22,7 @@ def headroom_document(found: Headroom) -> Document:
     rows = [row for row in found.rows if row.scale == UNSCALED]
     losing = [row for row in rows if row.overflow > 0 or row.underflow > found.tolerance]
     lost = {name: {row.id for row in losing if row.format == name} for name in NAMES}
-    nodes = {call: _node(call, at) for call, at in found.places.items()}
+    nodes = {call: node_at(call, at) for call, at in found.places.items()}
     for call, node in nodes.items():
         node.computes = next((name for name in NAMES if call not in lost[name]), "fp32")
     worst = sorted((row for row in losing if row.format == "fp16"), key=lambda r: (-r.overflow, -r.underflow))
@@ -53,11 +53,6 @@ def _figure(found: Headroom, format: str, unfit: int) -> Figure:
     rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
     detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
     return Figure(format, unfit, detail, "bad" if unfit else "good")
-
-
-def _node(call: CallId, at: str) -> Node:
-    file, _, line = at.rpartition(":")
-    return node_of(call, file=file, line=int(line))
 
 
 def _loss(row: TensorHeadroom) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from operator import attrgetter
 
-from narrowcast.core.ledger.records import CallKind, Cast, Tally, Totals
+from narrowcast.core.ledger.records import Cast, Tally, Totals
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Table, Todo
+from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Series, Table, Todo
 from narrowcast.reports.documents.rules import call_rule, cast_changes
 from narrowcast.reports.documents.tables import (
     advice_table,
@@ -24,6 +25,12 @@ from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import counted
 
 ORDER = "The calls are in the order in which each first ran; what flows between them was not recorded."
+TIMED = (
+    "The time is that of the calls before, one after the other, as it was measured or predicted for each; calls that "
+    "could not choose their format, and casts, are not in it."
+)
+MOST_ARROWS = 5
+"""So many kinds of casts have lines of their own, those that move most."""
 
 
 def ledger_document(ledger: Ledger) -> Document:
@@ -47,41 +54,26 @@ def ledger_document(ledger: Ledger) -> Document:
 def ledger_graph(ledger: Ledger) -> Graph:
     """Its calls as nodes in order, and its casts as edges from outside: who made what is cast is not known."""
     nodes: list[Node] = []
-    at: dict[tuple[str, ...], list[tuple[int, set[int]]]] = {}
+    at: dict[tuple[str, str], list[tuple[int, set[int]]]] = {}
     for kind, tally in ledger.calls.items():
-        node = call_node(kind, tally)
-        at.setdefault((node.path, node.op), []).append((len(nodes), tally.numbers))
-        nodes.append(node)
-    edges: dict[Edge, list[int]] = {}
+        at.setdefault((kind.module_path, kind.op), []).append((len(nodes), tally.numbers))
+        label = f"#{next(iter(tally.numbers))}" if len(tally.numbers) == 1 else ""
+        nodes.append(
+            Node(kind.module_path, kind.op, label, tally.calls, kind.direction, kind.came, kind.computes, kind.result,
+                 kind.action, "", kind.reason, kind.file, kind.line, tally.moved_bytes, tally.multiplications)
+        )  # fmt: skip
+    edges: dict[Edge, Tally] = {}
     for cast, times in ledger.kinds():
-        end = _asking(at, cast)
-        if end is None:
-            end = len(nodes)
+        asking = at.get((cast.module_path, cast.op))
+        if asking is None:
+            asking = at[cast.module_path, cast.op] = [(len(nodes), set())]
             nodes.append(Node(cast.module_path, cast.op, file=cast.file, line=cast.line))
-            at[cast.module_path, cast.op] = [(end, set())]
+        # The node whose call asked for it: by its number, where both know one.
+        end = next((node for node, numbers in asking if cast.number in numbers), asking[0][0])
         edge = Edge(OUTSIDE, end, cast.argument, cast.src, cast.dst, 0, cast.kind, cast.how)
-        sums = edges.setdefault(edge, [0, 0])
-        sums[0] += times.calls
-        sums[1] += times.moved_bytes
-    made = [replace(edge, bytes=moved, times=times) for edge, (times, moved) in edges.items()]
+        edges.setdefault(edge, Tally()).add(times)
+    made = [replace(edge, bytes=tally.moved_bytes, times=tally.calls) for edge, tally in edges.items()]
     return Graph(nodes, made, flow=False, note=ORDER)
-
-
-def call_node(kind: CallKind, tally: Tally) -> Node:
-    """The node of a tally of calls."""
-    label = f"#{next(iter(tally.numbers))}" if len(tally.numbers) == 1 else ""
-    return Node(
-        kind.module_path, kind.op, label, tally.calls, kind.direction, kind.came, kind.computes, kind.result,
-        kind.action, "", kind.reason, kind.file, kind.line, tally.moved_bytes, tally.multiplications,
-    )  # fmt: skip
-
-
-def _asking(at: Mapping[tuple[str, ...], list[tuple[int, set[int]]]], cast: Cast) -> int | None:
-    """The node whose call asked for a cast: by its number where both know one."""
-    known = at.get((cast.module_path, cast.op))
-    if not known:
-        return None
-    return next((node for node, numbers in known if cast.number in numbers), known[0][0])
 
 
 def cast_figures(totals: Totals) -> list[Figure]:
@@ -186,3 +178,30 @@ def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = (
         *refusal_table(ledger.refusals),
         *advice_table(ledger.advice),
     ]
+
+
+def cast_series(graph: Graph) -> list[Series]:
+    """The bytes that casts move, over the time at which their calls run, or over the order of the calls.
+
+    The time is known where each forward call with a format has one: calls run one after the other, and a cast is made
+    when its call begins. Nothing where there are fewer than two casts.
+    """
+    moved: dict[int, dict[str, int]] = {}
+    whole: dict[str, int] = {}
+    for edge in graph.edges:
+        if edge.src != edge.dst and edge.bytes:
+            at = moved.setdefault(edge.end, {})
+            name = f"{edge.src} to {edge.dst}"
+            at[name] = at.get(name, 0) + edge.bytes
+            whole[name] = whole.get(name, 0) + edge.bytes
+    if len(moved) < 2:
+        return []
+    nodes = sorted(moved)
+    shown = sorted(whole, key=lambda name: -whole[name])[:MOST_ARROWS]
+    lines: list[tuple[str, list[float | None]]] = [(name, [moved[n].get(name) for n in nodes]) for name in shown]
+    if any(node.ns for node in graph.nodes):
+        begins = list(accumulate((node.ns or 0.0 for node in graph.nodes), initial=0.0))
+        xs, x, unit, note = [begins[n] for n in nodes], "time", "ns", TIMED
+    else:
+        xs, x, unit, note = [float(n + 1) for n in nodes], "call, in order", "whole", ""
+    return [Series("Casts along the run", x, "bytes", xs, lines, unit, "bytes", True, nodes, kind="stems", note=note)]

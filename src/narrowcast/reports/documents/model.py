@@ -133,6 +133,12 @@ def node_of(call: CallId, computes: str = "", file: str = "", line: int = 0) -> 
     return Node(call.module_path, call.op, label_of(call), 1, call.direction, computes=computes, file=file, line=line)
 
 
+def node_at(call: CallId, place: str, computes: str = "") -> Node:
+    """The same of a call at `file:line`."""
+    file, _, line = place.rpartition(":")
+    return node_of(call, computes, file, int(line or 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     """A value that one call gives another; a cast if src and dst differ. Each end is a number among the nodes.

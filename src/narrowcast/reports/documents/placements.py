@@ -10,7 +10,7 @@ from narrowcast.programs.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.reports.documents.model import Bar, Figure, Node, Table
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import in_time, in_unit, place
-from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
+from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.lines import counted
 
 
@@ -121,7 +121,7 @@ def _held(graph: CompiledGraph) -> list[str]:
         return []
     backward = "the backward of " if peak.in_backward else ""
     where = f", reached in {backward}{peak.op.removeprefix('aten.')}" if peak.op else ""
-    line = f", {short_place(peak.site.file, peak.site.line)}" if peak.op and peak.site.file else ""
+    line = f", {short_place(place(peak.site.file, peak.site.line))}" if peak.op and peak.site.file else ""
     parts = [f"{in_bytes(peak.kept)} kept for the backward"] if peak.kept else []
     parts += [f"{in_bytes(peak.workspace)} of its kernel's own"] if peak.workspace else []
     of_these = f" (of these {', '.join(parts)})" if parts else ""
@@ -143,7 +143,8 @@ def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
     ways = [
         [graph.number, c.name, c.name == graph.chosen, c.casts, c.predicted_ns, c.measured_ns or None,
          c.spread if c.measured_ns else None, c.predicted_ns / c.measured_ns if c.measured_ns else None, c.sure,
-         None if c.peak is None else c.peak.bytes, c.dropped or ("" if c.measured_ns else _untimed(c))]
+         None if c.peak is None else c.peak.bytes,
+         c.dropped or ("" if c.measured_ns else "ruled out" if c.casts is None else "not timed")]
         for graph, _ in _placements(graphs)
         for c in graph.candidates
     ]  # fmt: skip
@@ -155,10 +156,6 @@ def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
         *table("placement", "Calls that could choose, the costliest first", columns, calls),
         *table("candidates", "Candidates: each way that was considered", said, ways),
     ]
-
-
-def _untimed(candidate: CandidateTime) -> str:
-    return "ruled out" if candidate.casts is None else "not timed"
 
 
 def add_costs(nodes: Sequence[Node], placement: Placement) -> None:

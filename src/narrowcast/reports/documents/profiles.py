@@ -65,7 +65,9 @@ def profile_document(found: Profile) -> Document:
     for (family, backward), calls in groups.items():
         series, crossed = _plot(family, backward, calls)
         page.series += series
-        crossings += [_crossing_row(family, backward, one) for one in crossed]
+        crossings += [
+            [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above] for at in crossed
+        ]
     page.tables = [
         *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
                "calls:number, median:number, least:number, most:number", ratios),
@@ -212,10 +214,6 @@ def _crossings(
             ns = times[HIGH][at] * (times[HIGH][at + 1] / times[HIGH][at]) ** part
             below, above = (low, HIGH) if gaps[first] < 0 else (HIGH, low)
             yield Crossing(low, size, ns, below, above)
-
-
-def _crossing_row(family: str, backward: bool, at: Crossing) -> list[Any]:
-    return [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above]
 
 
 def _abilities(rows: Iterable[Ability]) -> list[Table]:

@@ -66,17 +66,13 @@ def _figures(found: Repair) -> list[Figure]:
         figures.append(Figure("output error", after.error, f"before: {number_text(before.error)}", unit="relative"))
     for name, value in after.metric.items():
         known = [("fp32", found.reference.get(name)), ("before", before.metric.get(name))]
-        detail = ", ".join(f"{said} {_metric(figure)}" for said, figure in known if figure is not None)
+        detail = ", ".join(f"{said} {figure:.6g}" for said, figure in known if figure is not None)
         figures.append(Figure(name, value, detail))
     cost = sum(row.cost_ns for row in found.rules)
     if found.rules and math.isfinite(cost):
         detail = "by the profile of the device, casts left out"
         figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
     return figures
-
-
-def _metric(value: float) -> str:
-    return f"{value:.6g}"
 
 
 def _product_figures(found: Repair) -> list[Figure]:
@@ -141,7 +137,7 @@ def _rule_table(rows: list[RepairRule], rules: list[dict[str, str]]) -> list[Tab
 def _step_table(steps: list[RepairStep]) -> list[Table]:
     rows = [
         [at, step.what, step.found, number(step.error), *_low(step),
-         ", ".join(f"{name} {_metric(value)}" for name, value in step.metric.items()),
+         ", ".join(f"{name} {value:.6g}" for name, value in step.metric.items()),
          "; ".join(step.added), "; ".join(step.left_out)]
         for at, step in enumerate(steps, 1)
     ]  # fmt: skip

@@ -40,11 +40,8 @@ def is_low(formats: str) -> bool:
 
 def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
     """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
-    return _high(call.op, call.module_path, computes, call.direction, reason)
-
-
-def _high(op: str, path: str, computes: str, direction: str, reason: str) -> Shown:
-    return call_rule(op, path, "full" * (is_low(computes) and direction != BACKWARD), reason)
+    action = "full" if is_low(computes) and call.direction != BACKWARD else ""
+    return call_rule(call.op, call.module_path, action, reason)
 
 
 def keeping(op: str, path: str) -> str:
@@ -52,9 +49,9 @@ def keeping(op: str, path: str) -> str:
     return f"Keep {op} in {path or 'the root'} in fp32"
 
 
-def high_rule(node: Node, reason: str = "") -> Shown:
+def high_rule(node: Node) -> Shown:
     """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
-    return _high(node.op, node.path, node.computes, node.direction, reason)
+    return rule_of_call(CallId(node.path, node.op, direction=node.direction), node.computes)
 
 
 def changing_action(computes: str, direction: str) -> str:

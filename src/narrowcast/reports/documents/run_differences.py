@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -139,19 +140,13 @@ def _of_tokens(found: TokenDifference) -> str:
 
 def _bars(found: RunDifferences) -> list[Bar]:
     """Calls by format in either run, then what changed from one to the other, and what came of it."""
-    bars = [Bar(f"Calls by format, {run}", "calls", _counts(_formats(found, run))) for run in "ab"]
-    changes = _counts(f"{row.format_a} → {row.format_b}" for row in found.formats)
-    verdicts = _counts(row.verdict for row in found.rows)
-    bars.append(Bar("What changed: pairs in other formats, a → b", "pairs", changes))
-    bars.append(Bar("Pairs by verdict", "pairs", tuple(sorted(verdicts, key=lambda part: VERDICTS.index(part[0])))))
+    bars = [Bar(f"Calls by format, {run}", "calls", tuple(Counter(_formats(found, run)).most_common())) for run in "ab"]
+    changes = Counter(f"{row.format_a} → {row.format_b}" for row in found.formats)
+    verdicts = Counter(row.verdict for row in found.rows)
+    bars.append(Bar("What changed: pairs in other formats, a → b", "pairs", tuple(changes.most_common())))
+    ordered = sorted(verdicts.items(), key=lambda part: VERDICTS.index(part[0]))
+    bars.append(Bar("Pairs by verdict", "pairs", tuple(ordered)))
     return [bar for bar in bars if bar.parts]
-
-
-def _counts(names: Iterable[str]) -> tuple[tuple[str, float], ...]:
-    found: dict[str, float] = {}
-    for name in names:
-        found[name] = found.get(name, 0) + 1
-    return tuple(sorted(found.items(), key=lambda part: -part[1]))
 
 
 def _formats(found: RunDifferences, run: str) -> Iterable[str]:

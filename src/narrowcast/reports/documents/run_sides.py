@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node, node_of
+from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node, node_at
 from narrowcast.reports.documents.run_flow import flow_of
 from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 
@@ -79,16 +79,11 @@ def _listed(found: RunDifferences, side: str) -> Graph:
     for row in found.rows:
         calls, at, computes = (row.a, row.place_a, row.format_a) if side == "a" else (row.b, row.place_b, row.format_b)
         for call in calls:
-            nodes.append(_named(call, at, computes))
+            nodes.append(node_at(call, at, computes))
             nodes += [_alone(one) for one in after.pop(str(call), [])]
     nodes += [_alone(one) for left in after.values() for one in left]
     return Graph(nodes, [], note=LISTED)
 
 
 def _alone(one: Unaligned) -> Node:
-    return _named(one.id, one.place, one.format)
-
-
-def _named(call: CallId, place: str, computes: str) -> Node:
-    file, _, line = place.rpartition(":")
-    return node_of(call, computes, file, int(line or 0))
+    return node_at(one.id, one.place, one.format)

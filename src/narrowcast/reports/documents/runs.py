@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.documents.ledgers import format_bars
+from narrowcast.reports.documents.ledgers import cast_series, format_bars
 from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo
 from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
-from narrowcast.reports.documents.times import cast_series
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.run import Run
@@ -88,4 +85,4 @@ def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:
         "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
     )
     largest = sorted(range(len(rows)), key=lambda n: -flow.results[n][2].largest)
-    return [replace(one, first=largest) for one in table("tensors", "Output of each call", columns, rows)]
+    return table("tensors", "Output of each call", columns, rows, first=largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from narrowcast.core.ledger.records import Advice, Cast, Refusal
+from narrowcast.core.ledger.records import Advice, Refusal, Tally
 from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Table
 from narrowcast.reports.documents.rules import (
     Shown,
@@ -23,14 +23,18 @@ from narrowcast.reports.results.ledger import Ledger
 
 def table(
     name: str, title: str, columns: str, rows: Iterable[Sequence[Any]], rules: Iterable[Shown] = (),
-    nodes: Sequence[Node] = (),
+    nodes: Sequence[Node] = (), first: Iterable[int] = (),
 ) -> list[Table]:  # fmt: skip
-    """A table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if rules are about some."""
+    """A table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if rules are about some.
+    first: numbers of the rows to be looked at first.
+    """
     found = [list(row) for row in rows]
+    if not found:
+        return []
     made = tuple(Column(*column.strip().split(":")) for column in columns.split(","))
     kept = agreeing(rules)
     shown = kept if any(kept) else []
-    return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes))] if found else []
+    return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes), list(first))]
 
 
 def _why(action: str, reason: str) -> str:
@@ -78,14 +82,16 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
 
 def cast_table(ledger: Ledger, nodes: Sequence[Node]) -> list[Table]:
     """Casts; alike ones of one place together."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], Tally] = {}
     for cast, times in ledger.kinds():
         is_again = cast.repeated and cast.how == "copied" and cast not in ledger.counted
-        sums = groups.setdefault(_cast_key(cast, "again" if is_again else cast.how), [0, 0])
-        sums[0] += times.calls
-        sums[1] += times.moved_bytes
-    ordered = sorted(groups.items(), key=lambda group: -group[1][1])
-    rows = [[*key[:8], times, moved, *key[8:]] for key, (times, moved) in ordered]
+        key = (
+            cast.module_path, cast.op, cast.argument, cast.kind, cast.src, cast.dst, "again" if is_again else cast.how,
+            cast.direction, cast.rule, cast.reason, place(cast.file, cast.line),
+        )  # fmt: skip
+        groups.setdefault(key, Tally()).add(times)
+    ordered = sorted(groups.items(), key=lambda group: -group[1].moved_bytes)
+    rows = [[*key[:8], tally.calls, tally.moved_bytes, *key[8:]] for key, tally in ordered]
     columns = (
         "module:module, op:op, argument, kind, from:format, to:format, how, direction, times:number, bytes:bytes, "
         "rule, reason, line:line"
@@ -102,13 +108,6 @@ def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) 
     rows = [[n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)] for e, n in casts]
     columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
     return table(name, title, columns, rows)
-
-
-def _cast_key(cast: Cast, how: str) -> tuple[Any, ...]:
-    return (
-        cast.module_path, cast.op, cast.argument, cast.kind, cast.src, cast.dst, how, cast.direction, cast.rule,
-        cast.reason, place(cast.file, cast.line),
-    )  # fmt: skip
 
 
 def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[RuleRow] = ()) -> list[Table]:

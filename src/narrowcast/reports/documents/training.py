@@ -1,12 +1,16 @@
-"""The page of a checked training loop: what is wrong, where, and what to write instead."""
+"""The pages of training: what is wrong with a checked loop and what to write instead; the scale of a scaler by step."""
 
 from __future__ import annotations
 
-from narrowcast.reports.documents.model import Document, Figure, Todo
-from narrowcast.reports.documents.tables import advice_table
+from narrowcast.reports.documents.model import Document, Figure, Series, Todo
+from narrowcast.reports.documents.tables import advice_table, table
 from narrowcast.reports.documents.words import place
 from narrowcast.reports.results.lines import counted
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
+
+LATEST = 5
+"""So many of the steps that were skipped are told first, the last ones."""
 
 
 def training_document(found: TrainingCheck) -> Document:
@@ -37,3 +41,22 @@ def training_verdict(found: TrainingCheck) -> str:
         return f"{counted(number, 'thing')} wrong with the precision of this loop"
     costs = f", and {counted(slow, 'thing')} {'cost' if slow > 1 else 'costs'} time" if slow else ""
     return f"Nothing is wrong with the precision of this loop{costs}"
+
+
+def scaler_document(found: History) -> Document:
+    """The page of `scaler.history`; it has no graph."""
+    rows, skipped = found.rows, found.skipped
+    verdict = f"{skipped} of {found.steps} steps were skipped" if skipped else f"None of {found.steps} steps skipped"
+    page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
+    page.facts = [("steps", str(found.steps))]
+    last = rows[-1].scale if rows else 0.0
+    page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]
+    for loss in dict.fromkeys(row.loss for row in rows):
+        own = [row for row in rows if row.loss == loss]
+        title = f"Scale by step: {loss}" if loss else "Scale by step"
+        lines: list[tuple[str, list[float | None]]] = [("scale", [row.scale for row in own])]
+        page.series.append(Series(title, "step", "scale", [row.step for row in own], lines, "whole", log=True))
+    lost = [[row.step, row.loss, row.scale, ", ".join(row.parameters), row.why] for row in rows if row.skipped]
+    columns = "step:number, loss, scale:number, parameters, why"
+    page.tables = table("skipped", "Skipped steps", columns, lost, first=range(len(lost))[-LATEST:])
+    return page

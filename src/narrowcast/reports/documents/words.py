@@ -30,16 +30,6 @@ def in_time(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
-def spent_text(casts_ms: float, kernels_ms: float, reference_ms: float, whole_ms: float) -> str:
-    """On what the time of a run is spent: what is not casts and not kernels is calls, and overhead."""
-    if not math.isfinite(casts_ms):
-        return ""
-    rest = whole_ms - casts_ms - kernels_ms
-    casts, kernels, reference, left = (in_time(1e6 * ms) for ms in (casts_ms, kernels_ms, reference_ms, rest))
-    left = left if rest > 0 else "too little to tell"
-    return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
-
-
 def in_count(count: float) -> str:
     """`950`, `16.8 M`, `1.2 G`."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

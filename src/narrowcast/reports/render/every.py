@@ -16,7 +16,8 @@ from narrowcast.reports.results.lines import number_text
 
 LEAST = 16
 """So much room a column of words has at least."""
-_TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
+TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
+"""Kinds of columns whose cells are words and names, and not numbers."""
 
 
 def whole_text(page: Document, width: int) -> str:
@@ -31,22 +32,12 @@ def cell(value: Any, kind: str) -> str:
     if value is True:
         return "yes"
     if kind in _SAID:
-        return str(value) if isinstance(value, str) and kind not in _TEXTS else _SAID[kind](value)
+        return str(value) if isinstance(value, str) and kind not in TEXTS else _SAID[kind](value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def is_text(kind: str) -> bool:
-    """Whether cells of that kind are words and names, and not numbers."""
-    return kind in _TEXTS
-
-
-def _place(value: str) -> str:
-    file, _, line = value.rpartition(":")
-    return short_place(file, line) if file else value
-
-
 _SAID: dict[str, Callable[[Any], str]] = {
-    "op": lambda op: op.removesuffix(".default"), "line": _place, "bytes": in_bytes, "ns": in_time,
+    "op": lambda op: op.removesuffix(".default"), "line": short_place, "bytes": in_bytes, "ns": in_time,
     "error": number_text, "decibels": lambda db: f"{db:.1f} dB", "bits": lambda bits: f"{bits:+.1f}",
     "share": lambda share: f"{share:.2%}" if 0 < share < 0.01 else f"{share:.0%}",
 }  # fmt: skip
@@ -56,7 +47,10 @@ def _table(found: Table, width: int) -> list[str]:
     """Its title and its rows, one on a line if there is room, for which one column of words may be wrapped; else, and
     where calls have names of their own, each on several. A column that says the same of all rows is said once, above.
     """
-    cells = _cells(found)
+    cells = [
+        [cell(value, column.kind) for value, column in zip(row, found.columns, strict=True)]
+        for row in alike_rows(found)
+    ]
     columns = list(zip(*cells, strict=True))
     is_long = any(column.kind in ("call", "call_b") for column in found.columns)
     differ = [n for n, column in enumerate(columns) if len(set(column)) > 1 or (len(cells) == 1 and column[0])]
@@ -80,7 +74,7 @@ def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: S
 
     def line(texts: Sequence[str]) -> str:
         pairs = zip(texts, columns, widths, strict=True)
-        return " " + "  ".join(f"{text:{'<' if is_text(c.kind) else '>'}{width}}" for text, c, width in pairs).rstrip()
+        return " " + "  ".join(f"{text:{'<' if c.kind in TEXTS else '>'}{width}}" for text, c, width in pairs).rstrip()
 
     lines = ["", line([column.name for column in columns]), f" {'─' * (sum(widths) + 2 * len(widths) - 2)}"]
     for row in cells:
@@ -107,18 +101,13 @@ def _is_place(column: Column) -> bool:
     return column.kind in ("module", "op") or (column.name == "call" and column.kind == "text")
 
 
-def _cells(found: Table) -> list[list[str]]:
-    rows = alike_rows(found)
-    return [[cell(value, column.kind) for value, column in zip(row, found.columns, strict=True)] for row in rows]
-
-
 def alike_rows(found: Table) -> list[list[Any]]:
     """The rows; those of modules that differ by the number of their layer alone, and that say the same, as one, if what
     they count can be added.
     """
     if found.columns[0].kind != "module" or any(column.kind in ("error", "share") for column in found.columns):
         return found.rows
-    counts = [n for n, column in enumerate(found.columns) if not is_text(column.kind)]
+    counts = [n for n, column in enumerate(found.columns) if column.kind not in TEXTS]
     groups: dict[tuple[Any, ...], list[list[Any]]] = {}
     for row in found.rows:
         words = tuple(alike_module(str(value)) if not n else value for n, value in enumerate(row) if n not in counts)

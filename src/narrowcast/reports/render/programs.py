@@ -5,25 +5,20 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.programs.program import Program, print_program
+from narrowcast.programs.program import print_program
 from narrowcast.reports.results.explanation import Explanation
-from narrowcast.reports.results.graphs import CompiledGraph
 
 
 def program_parts(explanation: Explanation) -> list[RenderableType]:
     """The programs of every graph before and after the passes, in their text form."""
     parts: list[RenderableType] = []
     for graph in explanation.graphs:
-        for title, program in _programs(graph):
-            parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(print_program(program))]
+        for title, program in (
+            ("as captured", graph.before),
+            ("with explicit casts", graph.after),
+            ("joint graph, as autograd made it", graph.joint_before),
+            ("joint graph, after the passes", graph.joint_after),
+        ):
+            if program is not None:
+                parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(print_program(program))]
     return parts
-
-
-def _programs(graph: CompiledGraph) -> list[tuple[str, Program]]:
-    named = [
-        ("as captured", graph.before),
-        ("with explicit casts", graph.after),
-        ("joint graph, as autograd made it", graph.joint_before),
-        ("joint graph, after the passes", graph.joint_after),
-    ]
-    return [(title, program) for title, program in named if program is not None]

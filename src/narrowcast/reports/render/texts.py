@@ -8,7 +8,7 @@ from typing import Any
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.render.every import alike_rows, cell, is_text, whole_text
+from narrowcast.reports.render.every import TEXTS, alike_rows, cell, whole_text
 from narrowcast.reports.render.overview import overview_parts
 from narrowcast.reports.results.result import Result
 
@@ -65,7 +65,7 @@ def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
     calls = [f"{column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
     names = [text for column, text in known if column.kind in ("module", "op") or column.name in _NAMES]
     formats = [text for column, text in known if column.kind == "format"]
-    figures = [f"{column.name} {text}" for column, text in known if not is_text(column.kind) and text != "0"]
+    figures = [f"{column.name} {text}" for column, text in known if column.kind not in TEXTS and text != "0"]
     others = [text for column, text in known if column.name in _WORDS and text != FORWARD]
     places = [text for column, text in known if column.kind == "line"]
     rest = "  ".join(filter(None, [" -> ".join(formats[:2]), *figures[:FIGURES], *others, *places]))

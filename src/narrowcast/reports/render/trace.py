@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
@@ -17,6 +17,7 @@ from narrowcast.errors import RunError
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
 from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord
 
 _COLOURS = {"fp64": "rail_idle", "fp32": "thread_state_running", "bf16": "thread_state_iowait", "fp16": "bad"}
 """Names of colours that chrome://tracing knows; Perfetto takes one by the name of the slice, which has the format."""
@@ -25,34 +26,19 @@ _NUMBERED = re.compile(r"[^.]+(?:\.\d+(?![^.]))*")
 """A part of a module's path with the numbers of layers behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedCall:
-    """A call with its time.
-
-    elapsed_ns: with the casts of its arguments. time: `measured`, or `predicted` and how. casts: of its arguments: from
-    which format to which, nanoseconds. is_cast: it is a conversion itself, from `came` to `computes`.
-    """
-
-    id: CallId
-    came: str
-    computes: str
-    file: str
-    line: int
-    rule: str
-    reason: str
-    elapsed_ns: int
-    time: str
-    casts: tuple[tuple[str, str, int], ...] = ()
-    is_cast: bool = False
+Timed = tuple[CallRecord, int, str, Sequence[tuple[str, str, int]]]
+"""A call, nanoseconds with the casts of its arguments, `measured` or `predicted` and how, and these casts: from which
+format to which, nanoseconds. A call that is a conversion itself computes in the format that it gives.
+"""
 
 
-def trace_text(name: str, calls: Sequence[TimedCall]) -> str:
+def trace_text(name: str, calls: Sequence[Timed]) -> str:
     """The trace as JSON text. name: of what ran, the outermost slice."""
     track = _Track(name)
     for call in calls:
-        track.add(call)
+        track.add(*call)
     track.close(0)
-    how = sorted({call.time.partition(" ")[0] for call in calls})
+    how = sorted({time.partition(" ")[0] for _, _, time, _ in calls})
     said = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls are side by side, without gaps"}
     named = {"ph": "M", "pid": 1, "tid": 1}
     head = [
@@ -67,10 +53,7 @@ def trace_text(name: str, calls: Sequence[TimedCall]) -> str:
 
 
 def run_trace(run: Run) -> str:
-    """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
-
-    RunError for a run whose calls were not timed: `nc.capture(..., times=True)` does.
-    """
+    """The text of `Run.to_trace`."""
     if not run.elapsed_ns:
         raise RunError(
             f"a trace of a run of {len(run.calls)} calls", "they were not timed",
@@ -79,19 +62,16 @@ def run_trace(run: Run) -> str:
     casts: dict[int, list[tuple[str, str, int]]] = {}
     for number, src, dst, ns in run.cast_elapsed_ns:
         casts.setdefault(number, []).append((src, dst, ns))
-    rows = []
-    for number, (c, ns) in enumerate(zip(run.calls, run.elapsed_ns, strict=True)):
-        gave = run.tensors[c.outputs[0][1]].format if c.is_cast and c.outputs else c.computes
-        row = TimedCall(c.id, c.came, gave, c.file, c.line, c.rule, c.reason, ns, "measured")
-        rows.append(replace(row, casts=tuple(casts.get(number, ())), is_cast=c.is_cast))
+    rows: list[Timed] = []
+    for number, (call, ns) in enumerate(zip(run.calls, run.elapsed_ns, strict=True)):
+        if call.is_cast and call.outputs:
+            call = replace(call, computes=run.tensors[call.outputs[0][1]].format)
+        rows.append((call, ns, "measured", casts.get(number, ())))
     return trace_text("a captured run", rows)
 
 
 def explanation_trace(found: Explanation) -> str:
-    """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
-
-    RunError without times: `explain(..., times=True)` has them.
-    """
+    """The text of `Explanation.to_trace`."""
     if found.timed is not None:
         return run_trace(found.timed)
     rows = [call for graph in found.graphs for call in _timed_calls(graph)]
@@ -103,11 +83,11 @@ def explanation_trace(found: Explanation) -> str:
     return trace_text(found.subject, rows)
 
 
-def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
+def _timed_calls(graph: CompiledGraph) -> list[Timed]:
     """The calls and casts of a graph with their predicted times, in the order of the program."""
     if graph.after is None:
         return []
-    rows = []
+    rows: list[Timed] = []
     for number, (ns, source) in graph.costs.items():
         step = graph.after.steps[number]
         operands = [graph.after.values[operand.value] for operand in step.operands]
@@ -116,8 +96,8 @@ def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
         came = floating_formats([values[o.value] for o in known.operands if o.value in values])
         id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
         gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
-        how = f"predicted ({source})"
-        rows.append(TimedCall(id, came, gave, at.file, at.line, "", "", round(ns), how, is_cast=step.is_cast))
+        call = CallRecord(id, at.file, at.line, came, gave, is_cast=step.is_cast)
+        rows.append((call, round(ns), f"predicted ({source})", ()))
     return rows
 
 
@@ -132,17 +112,17 @@ class _Track:
         self.slices: list[tuple[int, int, int, dict[str, Any]]] = []
         self.open: list[tuple[str, tuple[str, int, str], int]] = [(name, ("", 1, FORWARD), 0)]
 
-    def add(self, call: TimedCall) -> None:
+    def add(self, call: CallRecord, elapsed_ns: int, time: str, casts: Sequence[tuple[str, str, int]]) -> None:
         """The modules that end and begin before it, the casts of its arguments, the call."""
         self._enter(call.id)
         place = f"{call.file}:{call.line}" if call.file else ""
         args = {
-            "call": str(call.id), "format": call.computes, "came": call.came, "time": call.time, "line": place,
+            "call": str(call.id), "format": call.computes, "came": call.came, "time": time, "line": place,
             "rule": call.rule, "reason": call.reason,
         }  # fmt: skip
         args = {key: value for key, value in args.items() if value}
-        left = call.elapsed_ns
-        for src, dst, ns in call.casts:
+        left = elapsed_ns
+        for src, dst, ns in casts:
             ns = min(ns, left)
             left -= ns
             self._slice(f"cast {src} -> {dst}", "cast", ns, CAST, {**args, "format": dst, "from": src})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
@@ -24,7 +24,7 @@ from narrowcast.programs.placement.place import PlacedCall
 from narrowcast.reports.results.graphs import GraphFlow
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.repair import RepairRule
-from narrowcast.reports.results.run_records import TensorFacts
+from narrowcast.reports.results.run_records import Histogram, TensorFacts
 from narrowcast.reports.results.scaler_history import KEPT, ScaledStep
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ def to_data(record: Any) -> Any:
 def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
     """The record of that kind. One of BROKEN for data that are none.
 
-    is_whole: nothing may lack but the fields that were `ADDED` to a class after files had been written.
+    is_whole: nothing may lack, not even what has a default.
     """
     if not isinstance(data, Mapping):
         raise TypeError(f"{type(data).__name__} where a {kind.__name__} is wanted")
     if is_whole:
-        wanted = [field for field in fields(kind) if field.compare and "added" not in field.metadata]  # type: ignore[arg-type]
+        wanted = [field for field in fields(kind) if field.compare]  # type: ignore[arg-type]
         if lacking := [name for field in wanted if (name := field.metadata.get("name", field.name)) not in data]:
             raise KeyError(", ".join(lacking))
     return _converter().structure(data, kind)
@@ -62,6 +62,7 @@ def _converter() -> Converter:
     _register(made, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
     _register(made, Policy, Policy.to_toml, Policy.parse)
     _register(made, RunMapping, str, RunMapping.parse)
+    _register(made, Histogram, lambda found: [found.first, *found.counts], _histogram)
     _register(made, GraphFlow, GraphFlow.data, GraphFlow.of_data)
     _register(made, PlacedCall, _placed_row, _placed_call)
     _register(made, RepairRule, _repair_row, _repair_rule)
@@ -95,6 +96,11 @@ def _reader(kind: Any, made: Converter) -> Callable[[Any, Any], Any]:
     return make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
 
 
+def _histogram(row: Sequence[int]) -> Histogram:
+    first, *counts = map(int, row)
+    return Histogram(first, tuple(counts))
+
+
 def _scaled_steps(rows: Iterable[Row]) -> deque[ScaledStep]:
     return deque((of_data(ScaledStep, row) for row in rows), KEPT)
 
@@ -124,10 +130,7 @@ def _plain(record: Any) -> Row:
 def _counts(kinds: tuple[Any, Any], rows: Iterable[Row]) -> dict[Any, Any]:
     kind, count = kinds
     return {
-        of_data(kind, {**row, "moved_bytes": 0}): row["times"]
-        if count is int
-        else of_data(Tally, {"multiplications": None, **row})
-        for row in rows
+        of_data(kind, {**row, "moved_bytes": 0}): row["times"] if count is int else of_data(Tally, row) for row in rows
     }
 
 
@@ -143,7 +146,7 @@ def _placed_row(call: PlacedCall) -> Row:
 def _placed_call(row: Row) -> PlacedCall:
     shape, costs = row["shape"], row["costs_ns"]
     return PlacedCall(
-        row.get("step", -1), row["op"], Site(row["module"], file=row["file"], line=row["line"]),
+        row["step"], row["op"], Site(row["module"], file=row["file"], line=row["line"]),
         None if shape is None else tuple(shape), tuple(FORMATS[name] for name in costs),
         tuple(map(float, costs.values())), FORMATS[row["chosen"]],
     )  # fmt: skip

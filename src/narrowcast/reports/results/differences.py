@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.reports.results.result import ADDED, Result, codec
+from narrowcast.reports.results.result import Result, codec
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SHOWN = 5
@@ -163,10 +163,10 @@ class Differences(Result):
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     runs: int = 0
-    by: str = field(default="op", metadata=ADDED)
-    not_finite: NotFinite | None = field(default=None, metadata=ADDED)
-    reference_not_finite: str = field(default="", metadata=ADDED)
-    compiled: float = field(default=0.0, metadata=ADDED)
+    by: str = "op"
+    not_finite: NotFinite | None = None
+    reference_not_finite: str = ""
+    compiled: float = 0.0
 
     @property
     def worst(self) -> list[CallError]:

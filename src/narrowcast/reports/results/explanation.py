@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Cast, Tally
 from narrowcast.core.policy import Rule
-from narrowcast.programs.placement.place import Placement
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
-from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, DecisionDifference, GraphFlow, GraphRow
+from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference, GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.result import Result, codec, renderer
 from narrowcast.reports.results.run import Run
@@ -162,16 +162,6 @@ class Comparison:
         found = own.pop("differences")
         return {"calls": found.pop("rows"), "worst": to_data(self.worst), **found, **own}
 
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any], explained: Mapping[str, Any]) -> Comparison:
-        """The comparison in the data of an explanation. In older files there are the worst calls alone, and what was
-        compared is said by the explanation.
-        """
-        said = {name: explained[name] for name in ("subject", "device_type", "policy", "low")} | {"reference": "fp32"}
-        found = {**said, **data, "rows": data.get("calls", data["worst"])}
-        made: Comparison = codec().of_data(cls, {**data, "differences": found})
-        return made
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Result):
@@ -297,22 +287,18 @@ class Explanation(Result):
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Explanation:
         """The explanation that such data say; the programs of its graphs are not among them."""
-        of_data = codec().of_data
-        placed = {row["graph"]: row for row in data["placements"]}
-        flows = data.get("flows") or [None] * len(data["graphs"])
-        graphs = [_graph(row, placed.get(row["number"]), flow) for row, flow in zip(data["graphs"], flows, strict=True)]
-        comparison, failure = data["comparison"], data["failure"]
-        said: dict[str, Any] = {name: str(data[name]) for name in _SAID}
-        return Explanation(
-            **said,
-            gradients=bool(data.get("gradients", True)),
-            ledger=Ledger.of_data(data["ledger"]),
-            comparison=None if comparison is None else Comparison.of_data(comparison, data),
-            graphs=tuple(graphs),
-            differences=tuple(of_data(DecisionDifference, row) for row in data["differences"]),
-            rules=tuple(of_data(RuleRow, row) for row in data["rules"]),
-            failure=None if failure is None else of_data(Failure, failure),
-        )
+        placed = {
+            row["graph"]: {**row, "placement": row, "returned": row["returned_casts"]} for row in data["placements"]
+        }
+        graphs = [{**placed.get(row["number"], {}), "number": row["number"], "row": row} for row in data["graphs"]]
+        for graph, flow in zip(graphs, data["flows"], strict=True):
+            graph["flow"] = flow
+        compared = data["comparison"]
+        if compared is not None:
+            compared = {**compared, "differences": {**compared, "rows": compared["calls"]}}
+        whole = {**data, "graphs": graphs, "comparison": compared, "ledger": {}}
+        made: Explanation = codec().of_data(cls, whole, is_whole=True)
+        return replace(made, ledger=Ledger.of_data(data["ledger"]))
 
 
 _SAID = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
@@ -325,20 +311,6 @@ def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
     own = {name: to_data(getattr(graph, name)) for name in _PLACED}
     gap = 0.0 if graph.placement is None else graph.placement.gap
     return {"graph": graph.number, "returned_casts": graph.returned, **to_data(graph.placement), "gap": gap, **own}
-
-
-def _graph(row: Mapping[str, Any], placed: Mapping[str, Any] | None, flow: Mapping[str, Any] | None) -> CompiledGraph:
-    """A graph with its line, what flows in it, and what was placed."""
-    of_data = codec().of_data
-    graph = CompiledGraph(row["number"], row=of_data(GraphRow, row))
-    graph.flow = graph.flow if flow is None else of_data(GraphFlow, flow)
-    if placed is not None:
-        graph.goal, graph.chosen, graph.placement = placed["goal"], placed["chosen"], of_data(Placement, placed)
-        graph.candidates = tuple(of_data(CandidateTime, each) for each in placed["candidates"])
-        graph.candidates_seconds = placed.get("candidates_seconds", 0.0)
-        count, written_bytes = placed.get("returned_casts", (0, 0))
-        graph.returned, graph.from_disk = (int(count), int(written_bytes)), placed.get("from_disk", False)
-    return graph
 
 
 def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
@@ -354,8 +326,5 @@ def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
 
 def _kinds(casts: Iterable[Cast]) -> str:
     """`3 fp32 -> bf16, 1 bf16 -> fp32`."""
-    counts: dict[str, int] = {}
-    for cast in casts:
-        arrow = f"{cast.src} -> {cast.dst}"
-        counts[arrow] = counts.get(arrow, 0) + 1
+    counts = Counter(f"{cast.src} -> {cast.dst}" for cast in casts)
     return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
-from narrowcast.reports.results.result import ADDED, Result
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
@@ -87,8 +87,8 @@ class Watching(Result):
     calls: int = 0
     spread: int = 0
     steps: int = 0
-    repeated: int = field(default=0, metadata=ADDED)
-    not_inspected: int = field(default=0, metadata=ADDED)
+    repeated: int = 0
+    not_inspected: int = 0
 
     @property
     def first(self) -> Finding | None:

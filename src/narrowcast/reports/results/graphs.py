@@ -71,11 +71,6 @@ class CompiledGraph:
     flow: GraphFlow = field(default_factory=lambda: GraphFlow())
     returned: tuple[int, int] = (0, 0)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether there is a program with explicit casts, here or where the explanation was saved."""
-        return self.after is not None or (self.row is not None and self.row.calls > 0)
-
 
 @dataclass(frozen=True, slots=True)
 class CandidateTime:

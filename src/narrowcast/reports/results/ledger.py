@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
-from narrowcast.reports.results.result import ADDED, Result
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import RECORDED, REFUSED
 
 LISTED = 100_000
@@ -50,11 +50,11 @@ class Ledger(Result):
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     calls: dict[CallKind, Tally] = field(default_factory=dict)
-    edits: list[EditRecord] = field(default_factory=list, metadata=ADDED)
-    advice: dict[Advice, int] = field(default_factory=dict, metadata=ADDED)
-    matches: dict[str, dict[str, int]] = field(default_factory=dict, metadata=ADDED)
-    notes: list[str] = field(default_factory=list, metadata=ADDED)
-    counted: dict[Cast, Tally] = field(default_factory=dict, metadata=ADDED)
+    edits: list[EditRecord] = field(default_factory=list)
+    advice: dict[Advice, int] = field(default_factory=dict)
+    matches: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    counted: dict[Cast, Tally] = field(default_factory=dict)
 
     def add(self, cast: Cast) -> None:
         """Append one cast; or count it, once LISTED are there."""

@@ -1,10 +1,8 @@
-"""Lines of reports for people: shortened, numbers in a few digits; and numbers that JSON lacks, as text."""
+"""Lines of reports for people: numbers in a few digits, things that are counted; and the order of errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 
 def number_text(value: float) -> str:
@@ -20,22 +18,3 @@ def counted(count: int, one: str) -> str:
 def or_infinity(error: float) -> float:
     """An error by which rows are put in order: NaN is the largest."""
     return error if math.isfinite(error) else math.inf
-
-
-def cut(text: str, width: int) -> str:
-    """The text's end, where the whole of it is too long."""
-    return text if len(text) <= width else "..." + text[3 - width :]
-
-
-def cut_end(text: str, width: int) -> str:
-    """The text's beginning, where the whole of it is too long."""
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def without_specials(value: Any) -> Any:
-    """NaN and infinities are no JSON: they become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(k): without_specials(v) for k, v in value.items()}
-    return [without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -18,6 +18,7 @@ from narrowcast.output.files import replace_text
 ROOT = "(root)"
 NOTHING = "-"
 _SECTIONS = re.compile(r"\*")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +172,9 @@ def generalised(entries: Iterable[MappingLine]) -> Iterator[MappingLine]:
     """The same entries, those that differ in equal numbers only as one with *. What stands alone stays as it is."""
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[MappingLine]] = {}
     for entry in entries:
-        pattern = MappingLine(tuple(map(_starred, entry.a)), tuple(map(_starred, entry.b)))
+        pattern = MappingLine(tuple(_NUMBER.sub("*", n) for n in entry.a), tuple(_NUMBER.sub("*", n) for n in entry.b))
         groups.setdefault((pattern.a, pattern.b), []).append(entry)
     for (a, b), members in groups.items():
         is_one = len({name.count("*") for name in (*a, *b)}) == 1 and len(members) > 1 and {"*"}.isdisjoint((*a, *b))
-        alike = all(len({tuple(_numbers(n)) for n in (*m.a, *m.b)}) == 1 for m in members)
+        alike = all(len({tuple(_NUMBER.findall(n)) for n in (*m.a, *m.b)}) == 1 for m in members)
         yield from [MappingLine(a, b)] if is_one and alike and not members[0].is_of_calls else members
-
-
-def _starred(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
-def _numbers(path: str) -> list[str]:
-    return re.findall(r"(?<![^.])\d+(?![^.])", path)

@@ -8,14 +8,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
+from narrowcast.output.collector import collector_paused
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES
-
-T = TypeVar("T")
-ADDED = {"added": True}
-"""Metadata of a field that older files of the same schema lack."""
 
 
 def renderer(name: str) -> Any:
@@ -30,9 +27,9 @@ def codec() -> Any:
     return importlib.import_module("narrowcast.reports.results.codec")
 
 
-def by_kind(known: Mapping[type[Any], T], found: Result) -> T | None:
-    """What is known of the first of its classes; None if of none."""
-    return next((known[kind] for kind in type(found).__mro__ if kind in known), None)
+def _document(found: Result) -> Any:
+    """What it says, made by a module above the results, too."""
+    return importlib.import_module("narrowcast.reports.documents.of_results").document_of(found)
 
 
 class Result(ABC):
@@ -54,7 +51,7 @@ class Result(ABC):
     @property
     def todos(self) -> list[Any]:
         """What is worth doing, most of all first: `what`, `why`, and the `rule` that does it, if one does."""
-        return list(importlib.import_module("narrowcast.reports.documents.of_results").document_of(self).todos)
+        return list(_document(self).todos)
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON: the schema, and its fields; parts of it may be its own: copy before you change."""
@@ -67,10 +64,12 @@ class Result(ABC):
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
-        return str(renderer("pages").html_of(self))
+        with collector_paused():
+            return str(renderer("html").page_html(_document(self)))
 
     def _repr_html_(self) -> str:
-        return str(renderer("pages").notebook_of(self))
+        with collector_paused():
+            return str(renderer("notebook").notebook_html(_document(self)))
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """The first screen, at most this many lines and columns (80); or, with every, all that was found."""

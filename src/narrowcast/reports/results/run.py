@@ -11,18 +11,17 @@ from typing import Any, ClassVar
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.headroom import Headroom, headroom_of
-from narrowcast.reports.results.result import Result, renderer
+from narrowcast.reports.results.result import Result, codec, renderer
 from narrowcast.reports.results.run_records import (
     CALL_COLUMNS,
     TENSOR_COLUMNS,
     CallRecord,
     TensorFacts,
-    call_of,
     call_row,
     short,
-    tensor_of,
     tensor_row,
 )
+from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
 ENDING = ".json.gz"
@@ -146,20 +145,23 @@ class Run(Result):
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Run:
         """The run that such data say. One of `codec.BROKEN`, or RunError, for others."""
-        tensors = [tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
-        calls = [call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
-        parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
+        of_data = codec().of_data
+        tensors = [of_data(TensorFacts, dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
+        calls = [of_data(CallRecord, dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
+        for tensor in tensors:
+            sketch_rows(tensor.sketch, tensor.shape)
+        own = {"elapsed_ns": [], "cast_elapsed_ns": [], **data, "calls": [], "tensors": []}
+        made: Run = of_data(cls, own, is_whole=True)
         named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
-        named += [number for row in parameters.values() for number in row.values()]
+        named += [number for row in made.parameters.values() for number in row.values()]
         if named and not 0 <= min(named) <= max(named) < len(tensors):
             raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
-        run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
-        run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
-        run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
-        run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
-        if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
-            raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
-        return run
+        if len(made.tokens) != len(made.log_probabilities):
+            raise ValueError(f"{len(made.tokens)} tokens with {len(made.log_probabilities)} log-probabilities")
+        if made.elapsed_ns and len(made.elapsed_ns) != len(calls):
+            raise ValueError(f"{len(made.elapsed_ns)} times of {len(calls)} calls")
+        made.calls, made.tensors = calls, tensors
+        return made
 
     def save(self, path: str | Path) -> Path:
         """Write it into a file, compressed, replacing it at once; the ending `.json.gz` is added where it lacks."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.reports.results.mapping import RunMapping
-from narrowcast.reports.results.result import ADDED, Result
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.verdicts import ALIKE, FORMATS_DIFFER, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
@@ -132,7 +132,7 @@ class RunDifferences(Result):
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
     mapping: RunMapping = field(default_factory=RunMapping)
-    by_hand: RunMapping = field(default_factory=RunMapping, metadata=ADDED)
+    by_hand: RunMapping = field(default_factory=RunMapping)
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property

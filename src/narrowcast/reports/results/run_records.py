@@ -9,7 +9,6 @@ from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.formats import FORMATS, Format
-from narrowcast.reports.results.sketch import sketch_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,35 +130,11 @@ def short(value: Any) -> Any:
     return value
 
 
-def tensor_of(row: dict[str, Any]) -> TensorFacts:
-    """What such a row says."""
-    known = {f.name: row[f.name] for f in fields(TensorFacts) if f.name in row}
-    for name in ("exponents", "below"):
-        first, *counts = known[name]
-        known[name] = Histogram(int(first), tuple(int(n) for n in counts))
-    known["shape"] = tuple(int(size) for size in known["shape"])
-    for name in ("low", "high", "mean", "rms"):
-        known[name] = float(known[name])
-    sketch_rows(known.get("sketch", ""), known["shape"])
-    return TensorFacts(**known)
-
-
 def call_row(call: CallRecord) -> list[Any]:
     """The row of a file."""
     row = list(_call_values(call))
     row[_ID], row[_FORWARD] = str(call.id), str(call.forward or "")
     return row
-
-
-def call_of(row: dict[str, Any]) -> CallRecord:
-    """What such a row says."""
-    known = {f.name: row[f.name] for f in fields(CallRecord) if f.name in row}
-    known["id"] = CallId.parse(known["id"])
-    known["forward"] = CallId.parse(known["forward"]) if known.get("forward") else None
-    for name in ("inputs", "outputs"):
-        known[name] = tuple((str(a), int(n)) for a, n in known[name])
-    known["given"] = tuple((str(a), str(v)) for a, v in known["given"])
-    return CallRecord(**known)
 
 
 def tensor_text(tensor: TensorFacts) -> str:
@@ -170,8 +145,3 @@ def tensor_text(tensor: TensorFacts) -> str:
         if share:
             parts.append(f"{share:.2g} {name}")
     return ", ".join(parts)
-
-
-def short_file(file: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(file.split("/")[-2:])

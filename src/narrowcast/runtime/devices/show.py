@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.table import Table
 
 from narrowcast.core.ops import FAMILIES
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.output.console import as_text, table
 from narrowcast.output.screen import Part, first_screen
 from narrowcast.reports.documents.words import without_format
 from narrowcast.reports.results.profile import Profile, Sample
@@ -33,7 +34,10 @@ def rows_of(profile: Profile) -> dict[str, list[Row]]:
 
 def comparison_screen(a: Profile, b: Profile, width: int) -> str:
     """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
-    whole = as_text(comparison_parts(a, b), width).rstrip("\n")
+    console = Console(width=width, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(*comparison_parts(a, b), sep="\n")
+    whole = captured.get().rstrip("\n")
     return first_screen([Part(whole.split("\n"))], lambda: whole)
 
 
@@ -52,8 +56,18 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
     for key in common:
         sample = a.samples[key]
         groups.setdefault((sample.family, sample.format), []).append(b.samples[key].ns / sample.ns)
-    made = table(f"time of B over A, {len(common)} calls in common", "family", "format", ">calls", ">median", ">least",
-                 ">most")  # fmt: skip
+    made = Table(
+        title=f"time of B over A, {len(common)} calls in common",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("family", "format"):
+        made.add_column(column, overflow="fold")
+    for column in ("calls", "median", "least", "most"):
+        made.add_column(column, justify="right", no_wrap=True, overflow="fold")
     for (family, name), found in sorted(groups.items()):
         made.add_row(
             family, name, str(len(found)), f"{statistics.median(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"

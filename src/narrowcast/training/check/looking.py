@@ -33,13 +33,12 @@ from narrowcast.runtime.torch_surface.dispatch import (
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.backwards import Backwards
-from narrowcast.training.check.batch_norm import low_statistics
 from narrowcast.training.check.exact import Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.sharded import Reduced, casts_beside
 from narrowcast.training.check.stale import Stale
-from narrowcast.training.check.sums import Sums
+from narrowcast.training.check.sums import Sums, low_statistics
 from narrowcast.training.check.underflow import Underflow
 from narrowcast.training.check.updates import Updates
 
@@ -179,9 +178,7 @@ class LoopObserver(Observer):
         if call.facts.id == UNSCALE:
             self._scales = self._scales or loop_line()
             self._backwards.unscales(call)
-            clip = self._gradients.unscaled(call)
-            if clip is not None:
-                self.add(*clip)
+            self._say(self._gradients.unscaled(call))
         elif call.facts.id == UPDATE_SCALE:
             is_known = storage_key(call.args[0]) in self._kept.scales()
             self.updates.add(float(call.args[0]), bool(call.args[2]), is_known, loop_line())

@@ -1,4 +1,4 @@
-"""Looks at sums that a loop adds up term by term: of losses and of gradients, in a low format."""
+"""Looks at sums in a low format that a loop adds up term by term: of losses, gradients, statistics of batch norm."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, schema_of, storage_key
 from narrowcast.training.check.gradients import Found
 
 _TERMS = 3
@@ -30,7 +31,6 @@ class Sums:
     """Which sums are added up in a low format."""
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
-        self.gradients: list[SeenCall] = []
         self._was_there = was_there
         self._sums: ByStorage[_Sum] = ByStorage()
         self._casts: ByStorage[bool] = ByStorage()  # of gradients
@@ -101,3 +101,23 @@ def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.T
     return [
         row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in LOW
     ]
+
+
+def low_statistics(call: SeenCall) -> Found | None:
+    """Whether a call adds to statistics that are in a low format. Nothing is added to those of a frozen one."""
+    if "batch_norm" not in call.facts.id:
+        return None
+    names = [argument.name for argument in schema_of(call.facts.op).arguments]
+    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+    if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
+        return None
+    for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
+        if name in ("running_mean", "running_var") and tensor.dtype in LOW:
+            return (
+                "batch norm statistics in a low format",
+                f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds to "
+                "it is soon lost in rounding",
+                "Keep the module in fp32 (module.float()): a region gives it what it needs.",
+                call.site,
+            )
+    return None

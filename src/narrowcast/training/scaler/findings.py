@@ -16,12 +16,7 @@ from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_surface.grad_scaling import formats_of_graph, tell_of_clips
 from narrowcast.runtime.torch_surface.modules import optimized_by
 
-CLIPPED = "clip before unscale_"
-NOT_NEEDED = "scaler not needed"
 MISSING = "loss not scaled"
-NOT_STEPPED = "update without step"
-NO_CUDA = "no CUDA"
-LOW_GRADIENTS = "fp16 gradients"
 
 
 class Findings:
@@ -64,7 +59,7 @@ class Findings:
         formats = set().union(*(formats_of_graph(loss) for loss in graphs))
         if self._scales and torch.bfloat16 in formats and torch.float16 not in formats:
             self.say(
-                NOT_NEEDED,
+                "scaler not needed",
                 "the backward of this loss runs in bf16 and nowhere in fp16: bf16 has the range of fp32, and its "
                 "gradients need no scale",
                 "Give enabled=False, or use no scaler: it reads every gradient.",
@@ -91,7 +86,7 @@ class Findings:
             for clipped, site in self._clips:
                 if own & clipped:
                     self.say(
-                        CLIPPED,
+                        "clip before unscale_",
                         "gradients are clipped here while they are still scaled, so they come out far too small",
                         "Call scaler.unscale_(optimizer) before the clip, or scaler.clip_grad_norm_(optimizer, norm), "
                         "which unscales once.",
@@ -111,7 +106,7 @@ class Findings:
             low = next((p.grad for p in parameters if p.grad is not None and p.grad.dtype is torch.float16), None)
             if low is not None:
                 self.say(
-                    LOW_GRADIENTS,
+                    "fp16 gradients",
                     "gradients are fp16: unscaled they hold nothing below 6e-8, and what the scale had saved is lost "
                     "again",
                     "Keep weights in fp32 and open a region (nc.autocast) instead of model.half().",
@@ -125,7 +120,7 @@ class Findings:
     def not_stepped(self, site: Site) -> None:
         """An iteration ended whose gradients were unscaled, finite, and no optimizer stepped with them."""
         self.say(
-            NOT_STEPPED,
+            "update without step",
             "an update ends an iteration whose gradients were unscaled and finite, and no optimizer stepped with them",
             "Call scaler.step(optimizer) before update().",
             site,

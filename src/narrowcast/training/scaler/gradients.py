@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch.nn import Parameter
 
+from narrowcast.observation.trial.output_errors import as_real
 from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.grad_scaling import check_and_unscale, dtensor_class, norms_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -38,7 +39,7 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
             if part.is_sparse and dtype is torch.float16:
                 parameter.grad = part = part.coalesce()  # equal indices may overflow when they are added
             if type(part) is not torch.Tensor or part.is_sparse or dtype.is_complex:
-                part = _real_values_of(part)
+                part = as_real(values_of(part))
                 dtype = part.dtype
             by_dtype = sorted_out.get(part.device)
             if by_dtype is None:
@@ -59,12 +60,6 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
         if groups:
             _agree(flags, found, groups)
     return flags
-
-
-def _real_values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores on this rank, as real numbers; writing to it writes to the gradient."""
-    values = values_of(gradient)
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _groups(meshes: dict[Any, None], group: Any) -> list[Any]:
@@ -119,7 +114,7 @@ class Culprits:
         by_kind: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for number, parameter in enumerate(optimized_by(optimizer)):
             if parameter.grad is not None:
-                part = _real_values_of(parameter.grad)
+                part = as_real(values_of(parameter.grad))
                 if part.numel():
                     by_kind.setdefault((part.device, part.dtype), []).append((number, parameter, part))
         for rows in by_kind.values():

@@ -1,13 +1,14 @@
-"""What `step` gives: whether the optimizer stepped and why not, read from the device when it is asked for."""
+"""What `step` gives: whether the optimizer stepped and why not, read from the device when it is asked for; by names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed
 
+from narrowcast.runtime.torch_surface.modules import without_wrapper
 from narrowcast.training.scaler.gradients import Culprits
 from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.stuck import why_skipped
@@ -104,3 +105,19 @@ class StepResult:
         if self._reading is not None and not self._reading.is_here:
             return "<StepResult: not known yet, the device has not reported>"
         return f"<StepResult: {'skipped: ' + self.why if self.skipped else 'stepped'}>"
+
+
+def name_of(parameter: torch.Tensor, number: int, optimizer: Any, models: Iterable[torch.nn.Module]) -> str:
+    """The name under which the user knows a parameter, by identity. number: in the optimizer, from 0."""
+    for model in models:
+        for name, other in model.named_parameters():
+            if other is parameter:
+                return without_wrapper(name)
+    for index, group in enumerate(optimizer.param_groups):
+        if number < len(group["params"]):
+            names = group.get("param_names")
+            if names is not None:
+                return str(names[number])
+            return f"parameter {number} of group {index} {tuple(parameter.shape)}"
+        number -= len(group["params"])
+    return f"a parameter {tuple(parameter.shape)}"

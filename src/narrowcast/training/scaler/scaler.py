@@ -21,9 +21,8 @@ from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.closures import closure_in, step_with_closure
 from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of
 from narrowcast.training.scaler.losses import LossScale, backward_of
-from narrowcast.training.scaler.naming import name_of
 from narrowcast.training.scaler.readings import HostNumbers
-from narrowcast.training.scaler.results import StepResult
+from narrowcast.training.scaler.results import StepResult, name_of
 from narrowcast.training.scaler.state import ScalerState
 from narrowcast.training.scaler.steps import EndedStep
 
@@ -271,15 +270,15 @@ class Scaler(ScalerState):
         for name in sorted(self._named):
             loss = self._losses[name]
             if loss.scale is not None and loss.found is not None:
-                numbers = HostNumbers(loss.scale), HostNumbers(loss.found)
-                self._steps.add(EndedStep(number, numbers[0], loss.floor, results, numbers[1], name, watched))
+                numbers, flag = HostNumbers(loss.scale), HostNumbers(loss.found)
+                self._steps.waiting.append(EndedStep(number, numbers, loss.floor, results, flag, name, watched))
             loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         if not self._named:
             unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
             left = [flag for flags in unscaled for flag in flags.values()]
             found = HostNumbers(in_one(left, scale.device)) if left else None
             tell = partial(self._findings.not_stepped, loop_line()) if left else None
-            self._steps.add(EndedStep(number, HostNumbers(scale), floor, results, found, "", watched, tell))
+            self._steps.waiting.append(EndedStep(number, HostNumbers(scale), floor, results, found, "", watched, tell))
         if self._named and new_scale is None:
             self.forget_states()
             return

@@ -12,7 +12,7 @@ from narrowcast.errors import ScalerError
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.grad_scaling import NativeScaler, is_definitely_without_cuda
-from narrowcast.training.scaler.findings import NO_CUDA, Findings
+from narrowcast.training.scaler.findings import Findings
 from narrowcast.training.scaler.losses import LossScale
 from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
@@ -58,7 +58,7 @@ class ScalerState(NativeScaler):
         self.begin_iteration()
         if without:
             todo = "Write nc.Scaler('cpu') to train on the CPU."
-            self._findings.say(NO_CUDA, "this scaler is for CUDA, there is none, and it is off", todo, loop_line())
+            self._findings.say("no CUDA", "this scaler is for CUDA, there is none, and it is off", todo, loop_line())
 
     def begin_iteration(self) -> None:
         """Forget what is known of the iteration that ends."""

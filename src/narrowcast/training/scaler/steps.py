@@ -59,19 +59,15 @@ class EndedStep:
 
 
 class Steps:
-    """History and pending steps of one scaler; says when it is stuck."""
+    """History and pending steps of one scaler; says when it is stuck. waiting: steps that ended, the latest last."""
 
     def __init__(self, patience: int, on_stuck: str) -> None:
         self.patience, self.on_stuck = patience, on_stuck
         self.history = History()
         self.number = 0
         self.streaks: dict[str, Streak] = {}
-        self._waiting: deque[EndedStep] = deque()
+        self.waiting: deque[EndedStep] = deque()
         self._stuck: Callable[[Site], ScalerError] | None = None
-
-    def add(self, step: EndedStep) -> None:
-        """A step has ended."""
-        self._waiting.append(step)
 
     @property
     def was_skipped(self) -> bool:
@@ -80,7 +76,7 @@ class Steps:
 
     def let_go(self) -> None:
         """New gradients are about to be computed."""
-        for step in self._waiting:
+        for step in self.waiting:
             for result in step.results:
                 result.let_go()
 
@@ -88,12 +84,12 @@ class Steps:
         """Note every step whose numbers have come, or all of them; all of them, too, where many are waiting, as on a
         device that cannot say what has come.
         """
-        wait = wait or len(self._waiting) > _MOST_WAITING
-        for step in self._waiting:
+        wait = wait or len(self.waiting) > _MOST_WAITING
+        for step in self.waiting:
             for result in step.results:
                 result.look_if_skipped()
-        while self._waiting and (wait or self._waiting[0].is_here):
-            step = self._waiting.popleft()
+        while self.waiting and (wait or self.waiting[0].is_here):
+            step = self.waiting.popleft()
             row = step.row()
             self.history.add(row)
             if step.not_stepped is not None and not row.skipped:
