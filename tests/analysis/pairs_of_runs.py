@@ -469,6 +469,30 @@ SOUND: dict[str, Pair] = {
 }
 
 
+def _steep(function: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+    """A function that may grow as fast as any, in fp32 and in fp16."""
+
+    def made() -> tuple[Run, Run]:
+        parts, x = _seeded(lambda: ({"a": nn.Linear(8, 12), "b": nn.Linear(12, 4)}, torch.randn(64, 8)))
+        return both(Function(lambda m, x: m.b(function(m.a(x).float())), **parts), (x,), "fp16")
+
+    return made
+
+
+SOUND |= {
+    f"{name} in fp16": _steep(function)
+    for name, function in {
+        "tan": lambda h: torch.tan(2 * h).clamp(-20, 20),
+        "sinc": lambda h: torch.sinc(30 * h),
+        "a quotient by what has two signs": lambda h: (h.roll(1, -1) / h).clamp(-50, 50),
+        "lgamma": lambda h: torch.lgamma(3 * h),
+        "a floor": lambda h: torch.div(h, 0.1, rounding_mode="floor"),
+        "hardshrink": lambda h: F.hardshrink(h, 0.5),
+        "places": lambda h: h.argsort(-1).float() * h,
+    }.items()
+}
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -555,3 +579,46 @@ FAULTS: dict[str, tuple[Pair, str]] = {
     "a softmax of columns": (lambda: _seeded(_other_dimension), "softmax"),
     "gelu by tanh": (_changed(_activation), "blocks.1 aten.gelu"),
 }
+
+
+def _of_parts(function: Callable[..., torch.Tensor], **parts: Callable[[], nn.Module]) -> Callable[[], tuple[Run, Run]]:
+    """One program, right and with an argument that is another part, or comes from elsewhere. function: with a flag."""
+
+    def made() -> tuple[Run, Run]:
+        there, x = _seeded(lambda: ({name: make() for name, make in parts.items()}, torch.randn(2, 9, WIDTH)))
+        runs = [nc.capture(Function(lambda m, x, w=wrong: function(m, x, w), **there), (x,)) for wrong in (False, True)]
+        return runs[0], runs[1]
+
+    return made
+
+
+def _halves(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
+    gate, up = m.up(x).chunk(2, -1)
+    return m.down(F.silu(up) * gate if is_wrong else F.silu(gate) * up)
+
+
+def _keys_for_values(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
+    q, k, v = (part[:, None] for part in m.qkv(x).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, v if is_wrong else k, k if is_wrong else v)
+
+
+def _continued(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
+    first, state = m.gru(x[:, :4])
+    return torch.cat([first, m.gru(x[:, 4:], None if is_wrong else state)[0]], 1)
+
+
+FAULTS |= {
+    "halves of a projection": (
+        _of_parts(_halves, up=lambda: nn.Linear(WIDTH, 64), down=lambda: nn.Linear(32, 8)), "silu"),
+    "keys for values": (_of_parts(_keys_for_values, qkv=lambda: nn.Linear(WIDTH, 96)), "scaled_dot_product_attention"),
+    "another token": (
+        _of_parts(lambda m, x, w: m.head(m.norm(x)[:, 0 if w else -1]), norm=lambda: nn.LayerNorm(WIDTH),
+                  head=lambda: nn.Linear(WIDTH, 5)), "head"),
+    "a residual of the norm": (
+        _of_parts(lambda m, x, w: m.head((m.norm(x) if w else x) + F.gelu(m.norm(x))), norm=lambda: nn.LayerNorm(WIDTH),
+                  head=lambda: nn.Linear(WIDTH, 5)), "add"),
+    "a state that is dropped": (_of_parts(_continued, gru=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)), "gru"),
+    "an imaginary part": (
+        _of_parts(lambda m, x, w: m.head(getattr(torch.fft.rfft(m.norm(x), dim=1), "imag" if w else "real")),
+                  norm=lambda: nn.LayerNorm(WIDTH), head=lambda: nn.Linear(WIDTH, 5)), "head"),
+}  # fmt: skip

@@ -32,11 +32,14 @@ QUICK_SOUND = (
     "a norm by hand in bf16", "post-norm encoder in bf16", "graph in bf16", "experts in bf16",
     "images in bf16, backward", "a cell by hand", "copies", "a cell in bf16, backward",
     "heads one by one in bf16, backward", "a transposed weight in bf16, backward", "folded norms in bf16",
+    "tan in fp16", "sinc in fp16", "a quotient by what has two signs in fp16", "lgamma in fp16", "a floor in fp16",
+    "hardshrink in fp16", "places in fp16",
 )  # fmt: skip
 QUICK_FAULTS = (
     "scale of attention", "a missing mask", "a softcap", "a temperature", "dropout left on", "tied weights broken",
     "the order of norms", "a stale row of the cache", "a rounding at the end", "a rounding between",
-    "a softmax of columns",
+    "a softmax of columns", "halves of a projection", "keys for values", "another token", "a residual of the norm",
+    "a state that is dropped", "an imaginary part",
 )  # fmt: skip
 
 

@@ -26,12 +26,16 @@ _LIKELIHOODS = frozenset([
 ])  # fmt: skip
 """What is left of two numbers as large as what they read."""
 _DISTANCES = frozenset(["cdist", "_cdist_forward", "_euclidean_dist", "dist", "pairwise_distance"])
+_QUOTIENTS = frozenset(["div", "true_divide", "floor_divide", "addcdiv", "remainder", "fmod"])
 _RECIPROCALS = frozenset(["reciprocal", "rsqrt"])
+_WITH_POLES = frozenset(["lgamma", "digamma", "polygamma", "mvlgamma"])
+"""Among the numbers below zero."""
 _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
     "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
-    "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside",
+    "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside", "floor_divide", "hardshrink",
+    "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "atan2", "angle", "tan",
     "linalg_eig", "linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "svd", "linalg_qr", "qr",
 ])  # fmt: skip
 _OF_MATRICES = re.compile(
@@ -39,6 +43,14 @@ _OF_MATRICES = re.compile(
     r"|triangular_solve|lu_solve|_?(log|slog)?det|qr|svd"
 )
 """Solutions, inverses, factors and determinants: off by as many times more as a matrix is nearer to one without."""
+_FLAT = re.compile(
+    r"_?fft_\w+|real|imag|view_as_\w+|complex|polar|hypot|copysign|softshrink|nan_to_num|fill\w*|copy|lift\w*|where|_?to_\w+"
+    r"|\w*(scatter|index|sort|topk|kthvalue|median|mode|upsample|interpolate|grid_sampler|pool|embedding|dropout|pad)\w*"
+    r"|\w*(gru|lstm|rnn|loss|stft|shuffle|quantize|einsum|tensordot|trace|diag|kron|cross|renorm|pairwise|cosine)\w*"
+    r"|bernoulli|multinomial|asinh|atan|erfc?|sinh|cosh|expit|ndtr|cummax|cummin|logcumsumexp|logaddexp2?|std_mean"
+)
+"""Ops of no family whose relative errors are not known to be much larger than those of what they read."""
+_STEEP = frozenset(["tan", "logit"])
 _OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
 """No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
@@ -63,7 +75,8 @@ def jump(op: str, came: float, chosen_by: float = 0.0) -> float:
     of elements lies on the other side, each as wrong as it is large. chosen_by: how far off the floats are of which its
     conditions were made.
     """
-    off = max(chosen_by, came if op_kind(op).name in _JUMPS else 0.0)
+    is_jump = op_kind(op).name in _JUMPS or op.endswith("_mode")  # a quotient that is rounded
+    off = max(chosen_by, came if is_jump else 0.0)
     return math.sqrt(off) if off < 1 else 0.0
 
 
@@ -84,8 +97,15 @@ def growth(
     if not out or not seen:
         return 1.0
     least = _OF_BACKWARD if "backward" in op else _STEEPEST if _OF_MATRICES.fullmatch(op_kind(op).name) else 1.0
-    steepness = 1.0 if is_equal else _steepness(op, seen)
+    steepness = 1.0 if is_equal else max(_STEEPEST * _is_steep(op), _steepness(op, seen))
     return max(least, _size(op, position, seen, gave, is_backward) / out, steepness)
+
+
+def _is_steep(op: str) -> bool:
+    """Whether a function may be as steep as any: tan, atanh, sinc, polygamma, those that nobody lists."""
+    kind = op_kind(op)
+    is_known = kind.family or "backward" in op or kind.name in _JUMPS | _LIKELIHOODS | _DISTANCES | _OF_DIFFERENCES
+    return kind.name in _STEEP or not (is_known or _FLAT.fullmatch(kind.name) or bound_kind(op))
 
 
 def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_backward: bool) -> float:
@@ -163,9 +183,11 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
-    divisor = came.get("other") if kind.name == "div" else read if kind.name in _RECIPROCALS else None
-    if divisor is not None and divisor.low > 0:
-        return _over_smallest(divisor)
+    divisor = came.get("other") if kind.name in _QUOTIENTS else read if kind.name in _RECIPROCALS else None
+    if divisor is not None and divisor.high > 0:  # with zero among them they may be as large as any
+        return _over_smallest(divisor) if divisor.low > 0 else math.inf
+    if read.low < 0 and kind.name in _WITH_POLES:
+        return math.inf
     if kind.family == NORM:
         spread = read.rms**2 - read.mean**2
         return read.rms / math.sqrt(spread) if spread > read.rms**2 / _STEEPEST**2 else _STEEPEST

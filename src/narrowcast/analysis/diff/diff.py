@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
+from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
-from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.environments import environments
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.outcomes import (
-    OF_OTHERS,
-    OF_PARTS,
-    UNEXPLAINED,
-    WIDEST,
-    EndDifference,
     Outcomes,
     are_written_otherwise,
 )
-from narrowcast.analysis.diff.pieces import Distance
-from narrowcast.analysis.diff.sides import Bundle, Side, read_name
+from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
+from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.tokens import tokens
-from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
-from narrowcast.core.ops.facts import NORM, SOFTMAX
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.changes import RuleChange
 from narrowcast.errors import RunError
@@ -37,18 +28,12 @@ from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import (
     DIFFERS,
-    EQUAL,
-    INHERITED,
     RunDifferences,
-    RunRow,
     Unaligned,
 )
 from narrowcast.reports.results.saved import load
-from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
+from narrowcast.reports.results.verdicts import NOT_COMPARED
 
-_BAND_OF_LOW, _OF_SAMPLES = 1e-3, 4.0
-"""Of low formats; how many times larger an error may look in the rows of a view than in those of what it is a view of.
-"""
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
@@ -86,14 +71,12 @@ def diff(
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     while True:
-        judging = _Judging(Values(sides[0], sides[1], kept), pairs)
+        judging = Judging(Values(sides[0], sides[1], kept), pairs)
         found.rows = [judging.row(pair) for pair in pairs]
         differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, found.rows, strict=True)]
         if not any(differ):
             break
-        pairs = [
-            pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none
-        ]  # ranges alone said it is one
+        pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
     _let_agree(found, judging, pairs, left_out)
     found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
     found.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
@@ -105,7 +88,7 @@ def diff(
     return found
 
 
-def _let_agree(found: RunDifferences, judging: _Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
+def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
     """Compare what the programs come to; where that is alike, what differs on the way is another step."""
     sides = judging.values.sides
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
@@ -140,239 +123,6 @@ def _runs_of(given: Runs, name: str) -> list[Run]:
     return runs
 
 
-class _Judging:
-    """Rows, one after the other: what earlier ones differed by represents inputs that cannot be compared."""
-
-    def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
-        self.values = values
-        self.apart: dict[Bundle, float] = {}
-        """Of calls without a partner that make a difference: how far apart is what comes of them."""
-        self._makers = Makers(values.sides[0]), Makers(values.sides[1])
-        self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
-        self._found: dict[Aligned, float] = {}
-        self._read: dict[Aligned, float] = {}
-        self._largest = self._jumped = 0.0
-        self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
-        """The widest band of a call, as far as it says anything."""
-
-    def row(self, pair: Aligned) -> RunRow:
-        """The row of a pair."""
-        given, band = self.values.given(pair, self._largest), self.values.band(pair)
-        inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
-        (format_a, format_b), (place_a, place_b) = (
-            [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
-        )
-        is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
-        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
-        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
-        gave = self.values.results(pair, is_one and is_equal)
-        is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
-        known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
-        is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
-        came = max(known) if known and not is_of_a_part else math.nan
-        reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
-        before = max(self._largest if math.isnan(came) else came, self._jumped)
-        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
-            before = max(before, self._largest)
-        if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
-            before = max(before, self._largest)
-        self._read[pair] = before
-        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
-        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
-            self._jumped = max(self._jumped, jumped)
-        before = max(before, jumped)
-        if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
-            band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
-        band *= gave.growth
-        reason = next(filter(None, reads_other), "")
-        verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
-        self._found[pair] = gave.relative if gave.is_known else math.nan
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
-        return RunRow(
-            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
-            band, gave.by, gave.is_part, given, why,
-        )  # fmt: skip
-
-    def _verdict(
-        self,
-        pair: Aligned,
-        gave: Distance,
-        band: float,
-        came: float,
-        is_given: bool,
-        is_proved: bool,
-        reads_other: str,
-    ) -> tuple[str, str]:
-        if not gave.is_known:
-            return NOT_COMPARED, "what both runs kept of it cannot be compared"
-        if gave.relative == 0:
-            return EQUAL, ""
-        if gave.relative <= band and not is_proved:
-            return ROUND_OFF, ""
-        if pair.a[0].id.direction == RECOMPUTATION:
-            return INHERITED, "it repeats a call of the forward, which is compared"
-        if reads_other:
-            return DIFFERS, reads_other
-        if is_given and gave.relative > came:
-            return DIFFERS, "it was given something else"
-        if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
-            return INHERITED, ""
-        is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
-        if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
-            is_by_place = is_among_others and not self._largest
-            return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
-        return DIFFERS, UNEXPLAINED
-
-    def _chosen_by(self, pair: Aligned) -> list[float]:
-        """How far apart the floats are of which the conditions and places were made that the calls read."""
-        made = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
-        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in made]
-
-    def _is_fed_back(self, pair: Aligned, band: float) -> bool:
-        """Whether later turns choose by what comes of the first, which agrees."""
-        later = any(x.position > of.position for n, of in enumerate((pair.a[0], pair.b[0]))
-                    for x in self._makers[n].choosers(of))  # fmt: skip
-        return later and self.values.results(turns_of(pair)[0]).relative <= band
-
-    # -- between calls that are pairs ----------------------------------------------------------------------------------
-
-    def _reads_other(self, pair: Aligned, name: str, apart: float) -> str:
-        """Why an argument differs by more than what made it explains: because of calls without a partner, which are
-        noted; or, as the text says, since another call made it, or none.
-        """
-        read = [makers.read(bundles[0], name or read_name(bundles[0].call))
-                for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
-        a, b = self._upstream(read)
-        if apart <= self._explained(pair, a, b) or self._is_by_casts(read, apart):
-            return ""
-        if a.alone or b.alone:
-            for bundle in (*a.alone, *b.alone):
-                self.apart.setdefault(bundle, apart)
-            return ""
-        if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
-            return "its inputs differ already, and no call of the runs made them"
-        made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
-        is_compared = made[0] | made[1] <= self._found.keys()  # not a later call, in a turn before
-        if pair.a[0].id.direction == FORWARD and (is_compared or not all(made)):
-            if made[0] != made[1]:
-                return OF_OTHERS
-            return OF_PARTS if apart > _OF_SAMPLES * self._explained(pair, a, b) * self._of_whole(read[0], a) else ""
-        return "" if made[0] & made[1] or not all(made) else OF_OTHERS
-
-    def _of_whole(self, read: Sequence[int], made: Upstream) -> float:
-        """How many times larger a part's relative error may be than that of what it is a part of, in the first run."""
-        pieces = [[self.values.sides[0].piece(0, n) for n in numbers]
-                  for numbers in (read, [n for x in made.known for _, n in x.call.outputs[:1]])]  # fmt: skip
-        parts, wholes = ([math.sqrt(p.elements) * p.rms for p in side if p.rms > 0] for side in pieces)
-        return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
-
-    def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
-        """What made these tensors of both runs."""
-        (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
-        return m.upstream(a, one), n.upstream(b, other)
-
-    def _is_by_casts(self, numbers: Sequence[Sequence[int]], apart: float) -> bool:
-        """Whether tensors are that far apart since one run alone rounds them to a format in which it computes nothing;
-        its casts are noted.
-        """
-        sides = self.values.sides
-        casts = [side.strange_casts(read) for side, read in zip(sides, numbers, strict=True)]
-        if len(casts[0]) == len(casts[1]):
-            return False
-        more = max((0, 1), key=lambda n: len(casts[n]))
-        for cast in casts[more]:
-            self.apart.setdefault(sides[more].by_itself(cast), apart)
-        return True
-
-    def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
-        """How far apart tensors may be that these calls made; those that no call made may be copies of any."""
-        if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
-            return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
-        before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
-        came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
-        alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
-        bands = sum(self.values.band_of(n, x) for n, x in alone)
-        growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
-        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
-
-    def outputs(self, rows: Sequence[RunRow]) -> list[EndDifference]:
-        """What both runs come to. Where that is not made by calls that are pairs, what else comes to it is noted."""
-        ends = [makers.ends for makers in self._makers]
-        left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
-        outcomes = []
-        for a, b in self._nearest(*left):
-            if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                outcomes.append(EndDifference(math.inf))  # one program goes on, to probabilities or a loss
-                continue
-            pair = Aligned((a,), (b,), "")
-            found = self.values.results(pair)
-            known = EndDifference.of(found.relative, self.values.band(pair), found.growth)
-            outcomes.append(known if found.is_known else EndDifference(math.inf))
-            made = self._upstream(
-                [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
-            )
-            if found.is_known and found.relative > self._explained(pair, *made):
-                for bundle in (*made[0].alone, *made[1].alone):
-                    self.apart.setdefault(bundle, found.relative)
-        by_calls = {row.a: row for row in rows}
-        for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
-            last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
-            read, apart = [[number] for number in last], self.values.between(*last).relative
-            row = by_calls[_ids(pair.a)]
-            if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
-                outcomes.append(EndDifference(math.inf))
-            elif row.verdict in (EQUAL, ROUND_OFF):
-                band = self.values.band(pair)
-                outcomes.append(EndDifference.of(row.difference, band, row.band / band))
-            else:  # within what rounding makes in the formats before it, as a loss in fp32 is
-                outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
-        return outcomes
-
-    def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
-        """In order; where one run has more, for each of the other what it is nearest to: some may be read by nobody."""
-        if len(a) == len(b):
-            return list(zip(a, b, strict=True))
-
-        def distance(x: Bundle, y: Bundle) -> float:
-            found = self.values.results(Aligned((x,), (y,), ""))
-            return found.relative if found.is_known and x.elements == y.elements else math.inf
-
-        if len(a) < len(b):
-            return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
-        return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
-
-    def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
-        """The calls of a backward, and the names of those that are pairs, that give the gradient of an input."""
-        calls: set[object] = set(self._makers[0].of_inputs | self._makers[1].of_inputs)
-        return calls | {_ids(pair.a) for pair in pairs if any(x in calls for x in (*pair.a, *pair.b))}
-
-    def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
-        """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
-        forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
-        if not forward:
-            return math.inf
-        last = max((x for x in self._paired[0] if x.id == forward[-1].a[0]), key=lambda x: x.position)
-        largest = max(1.0, abs(last.low), abs(last.high))
-        return largest * (forward[-1].band + GAIN * max(row.difference for row in forward))
-
-    def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
-        """Whether its partner is an output, too."""
-        pair = self._paired[side].get(bundle)
-        return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
-
-
-def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
-    return tuple(bundle.id for bundle in bundles)
-
-
-def _formats(bundles: Sequence[Bundle]) -> str:
-    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.came for bundle in bundles))
-
-
-def _place(bundles: Sequence[Bundle]) -> str:
-    return f"{bundles[0].call.file}:{bundles[0].call.line}"
-
-
 def _unaligned(
     sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], apart: dict[Bundle, float]
 ) -> list[Unaligned]:
@@ -387,8 +137,8 @@ def _unaligned(
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle]}" if bundle in left_out else why
-            format, before = _formats([bundle]), "" if bundle.call.is_cast else after
-            found.append(Unaligned(name, bundle.id, _place([bundle]), before, why, format, apart.get(bundle, 0.0)))
+            format, before = formats_of([bundle]), "" if bundle.call.is_cast else after
+            found.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, apart.get(bundle, 0.0)))
     return found
 
 

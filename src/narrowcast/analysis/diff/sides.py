@@ -131,6 +131,11 @@ class Side:
             is_cast = call is not None and call.is_cast and call.inputs
             number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
 
+    def are_whole(self, numbers: Iterable[int]) -> bool:
+        """Whether some of these tensors were cast from whole numbers or flags."""
+        formats = (self.runs[0].tensors[n].format for number in numbers for n in self._before(0, number))
+        return any(name.startswith(("i", "u", "bool")) for name in formats)
+
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
         """Casts to formats in which no call of the run computes, between these tensors and what made them."""
         casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._made(0, n))]
