@@ -336,6 +336,7 @@ def _low(a: nn.Module, b: nn.Module, x: torch.Tensor) -> tuple[Run, Run]:
     """Forward and backward of both in bf16."""
     runs = []
     for model in (a, b):
+        model.zero_grad()  # they may share weights
         with nc.capture() as run, nc.autocast("cpu", "bf16"):
             model(x).float().square().mean().backward()
         runs.append(run)

@@ -11,10 +11,7 @@ from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, map
 from narrowcast.analysis.diff.environments import environments
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.outcomes import (
-    Outcomes,
-    are_written_otherwise,
-)
+from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.tokens import tokens
@@ -95,11 +92,17 @@ def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], le
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in found.rows)
     are_others = are_written_otherwise(pairs, found.rows, unpaired, is_low)
-    outcomes = Outcomes(judging.outputs(found.rows), are_others)
-    found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
     found.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    if outcomes.are_alike and gradients_are_alike(found.gradients, parameters):
+    are_gradients_alike = gradients_are_alike(found.gradients, parameters)
+    are_others |= are_gradients_alike and not any(row.difference for row in found.gradients)
+    ends = judging.outputs(found.rows, with_losses=not (are_others and are_gradients_alike))
+    if are_gradients_alike:  # a loss in other parts, or times a number, trains alike
+        ends.append(EndDifference(0.0, judging.widest))
+        judging.apart = {x: one for x, one in judging.apart.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
+    outcomes = Outcomes(ends, are_others)
+    found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
+    if outcomes.are_alike and are_gradients_alike:
         found.rows, judging.apart = outcomes.backward(
             found.rows,
             judging.apart,

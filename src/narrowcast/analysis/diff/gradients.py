@@ -12,12 +12,15 @@ from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 _STEPS, _WIDEST = 8.0, 0.05
 """Rounding explains of gradients this many times what it explains of one call; in low formats so much at most."""
+_MOST = 0.25
+"""However far apart calls are, of runs in the same formats: a micro-batch that one run lacks is more."""
 
 
 def band_along(rows: list[RunRow]) -> float:
     """They are made of all calls, one after the other."""
     differences = [row.difference for row in rows if not math.isnan(row.difference)]
-    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+    band = GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+    return band if any(row.differs_in_format for row in rows) else min(band, _MOST)
 
 
 def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:

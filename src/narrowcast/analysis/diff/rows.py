@@ -191,9 +191,9 @@ class Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def outputs(self, rows: Sequence[RunRow]) -> list[EndDifference]:
+    def outputs(self, rows: Sequence[RunRow], with_losses: bool) -> list[EndDifference]:
         """What both runs come to. Where that is not made by calls that are pairs, what else comes to it is noted."""
-        ends = [makers.ends for makers in self._makers]
+        ends = [[x for x in makers.ends if with_losses or not x.is_loss] for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
         for a, b in self._nearest(*left):

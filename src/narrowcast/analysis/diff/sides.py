@@ -61,6 +61,11 @@ class Bundle:
         return self.call.id
 
     @property
+    def is_loss(self) -> bool:
+        """Whether it is a call of a forward that gives one number."""
+        return self.id.direction == FORWARD and self.elements == sum(map(len, self.turns))
+
+    @property
     def path(self) -> str:
         """Its module."""
         return self.id.module_path
