@@ -13,7 +13,7 @@ from narrowcast.analysis.diff.pieces import Distance, Piece, Whole, beside, dist
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
-from narrowcast.core.ops.facts import CONV, GEMM
+from narrowcast.core.ops.facts import CONV, GEMM, NORM
 from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord
@@ -121,6 +121,9 @@ class Values:
         numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
         found = [(n, x, y) for n, x in numbers_a.items()
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
+        if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be in what comes after it
+            names = [{n for n, _ in call.inputs if n in ("weight", "bias")} for call in (a, b)]
+            found += [(n, *("there" if n in side else "not there" for side in names)) for n in names[0] ^ names[1]]
         if a.id.op != b.id.op:
             return (*found, *self._other_weight(pair.a, pair.b))
         before = before if a.id.direction == BACKWARD else 0.0

@@ -9,7 +9,7 @@ from typing import Any, overload
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
 from narrowcast.analysis.diff.environments import environments
-from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike
+from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
@@ -111,6 +111,8 @@ def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], le
         )
     else:
         found.gradients = gradients(judging.values, pairs, band_along(found.rows))
+        if all(parameters) and not any(row.differs_in_format for row in found.rows):
+            found.gradients += in_one_alone(judging.values)
 
 
 def _name_of(given: Runs, otherwise: str) -> str:

@@ -24,7 +24,7 @@ def band_along(rows: list[RunRow]) -> float:
 
 
 def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
-    """Of parameters with one name, or of modules that are pairs."""
+    """Of parameters with one name, of modules that are pairs, or of one value."""
     a, b = (side.runs[0].parameters for side in values.sides)
     modules = {
         x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b))
@@ -39,8 +39,29 @@ def gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradien
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
+    left = [name for name in b if not any(name in names for _, names in rows)]
+    for name in (name for name in a if not any(name in names for names, _ in rows)):
+        same = (other for other in left if values.between(a[name]["value"], b[other]["value"]).relative == 0)
+        if (other := next(same, None)) is not None:
+            rows[(name,), (other,)] = None
+            left.remove(other)
     found = [(row, *values.gradients(*row)) for row in rows]
     return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
+
+
+def in_one_alone(values: Values) -> list[GradientRow]:
+    """Parameters, of modules that both runs call, of which one run alone has a gradient that is not zero: it is off by
+    all of itself.
+    """
+    found = []
+    for side, other in (values.sides, values.sides[::-1]):
+        there = other.runs[0].parameters
+        for name, row in side.runs[0].parameters.items():
+            is_called = name.rpartition(".")[0] in other.by_path and not any(name in one.a for one in found)
+            if "gradient" in row and "gradient" not in there.get(name, {}) and is_called:
+                if side.piece(0, row["gradient"]).rms > 0:
+                    found.append(GradientRow((name,), (name,), 1.0, "", 0.0))
+    return found
 
 
 def band_of_alike(widest: float) -> float:
