@@ -91,7 +91,18 @@ def decayed_before_unscale(loop: Loop) -> None:
         loss = cross_entropy(loop.net(loop.x), loop.y)
     loop.scaler.scale(loss).backward()
     for weight in loop.net.parameters():
-        weight.grad += 0.01 * weight.detach()  # HERE: weight decay before unscale
+        weight.grad += 0.01 * weight.detach()  # HERE: added before unscale
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+
+
+def noise_before_unscale(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    with region(FP16):
+        loss = cross_entropy(loop.net(loop.x), loop.y)
+    loop.scaler.scale(loss).backward()
+    for weight in loop.net.parameters():
+        weight.grad.add_(torch.randn_like(weight), alpha=0.01)  # HERE: added before unscale
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
 
@@ -163,7 +174,7 @@ WRONG = {
     "forward outside of the region": forward_outside, "no region": no_region,
     "left the region in a low format": loss_outside, "backward in a region": backward_inside,
     "optimizer step in a region": optimizer_inside, "clip before unscale": clip_before_unscale,
-    "weight decay before unscale": decayed_before_unscale,
+    "added before unscale": decayed_before_unscale,
     "weights cast again": cast_again, "evaluation without the region": evaluation_outside,
     "hidden policy": somebody_elses_region, "gradients underflow": underflow,
     "batch norm statistics in a low format": low_statistics, "fp16 without a scaler": without_scaler,
@@ -178,8 +189,9 @@ def line_of(kind: str, step: Callable[[Loop], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [*WRONG.items(), ("clip before unscale", values_clipped_before_unscale)],
-    ids=[*(step.__name__ for step in WRONG.values()), "values_clipped"],
+    ("kind", "step"), [*WRONG.items(), ("clip before unscale", values_clipped_before_unscale),
+                         ("added before unscale", noise_before_unscale)],
+    ids=[*(step.__name__ for step in WRONG.values()), "values_clipped", "noise"],
 )  # fmt: skip
 def test_each_fault_is_found_at_its_line(kind: str, step: Callable[[Loop], None]) -> None:
     with warnings.catch_warnings():

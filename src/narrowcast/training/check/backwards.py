@@ -57,6 +57,7 @@ class Backwards:
         self._reaches: dict[int, torch.Tensor] = {}
         self._is_mixed = self._meets_scale = False
         self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
+        self._of_scaled: ByStorage[bool] = ByStorage()
         self._scaled: dict[int, set[int]] = {}  # by leaf where the gradient lies that a scaled loss has given it
         self.trained: set[int] = set()  # where weights lie that have got a gradient
         self.differentiated: set[int] = set()  # the autograd nodes of what a gradient with a graph of its own is of
@@ -79,6 +80,9 @@ class Backwards:
         """
         if op_name(call.facts.op) in _FACTORS and (scales := find_scales()):
             tensors = [t for t in call.args if isinstance(t, torch.Tensor) and has_storage(t)]
+            if any(t.requires_grad for t in tensors) and any(map(self._of_scaled.get, tensors)):  # as GradCache does
+                self._scaling.add(next_sequence_number() - 1)
+                return None
             by_number = any(isinstance(n, int | float) and float(n) in self._numbers for n in call.args)
             by_number |= any(t.dim() == 0 and t.dtype is torch.float64 and float(t) in self._numbers for t in tensors)
             if by_number or any(storage_key(t) in scales for t in tensors):
@@ -93,6 +97,12 @@ class Backwards:
                         loop_line(),
                     )
         return None
+
+    def gave(self, results: Iterable[torch.Tensor]) -> None:
+        """A call of a backward has given these: of a scaled loss, they are multiplied by its scale."""
+        if self._is_mixed:
+            for tensor in filter(has_storage, results):
+                self._of_scaled.put(tensor, True)
 
     def begins_at(self, root: torch.Tensor) -> None:
         """What torch asks of a backward's root, a gradient of ones, is made."""
@@ -183,6 +193,11 @@ class Backwards:
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Something outside of backwards is about to be written to."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
+        targets = list(targets)
+        if not self._numbers and any(storage_key(t) in self.trained for t in targets):
+            read = {storage_key(t) for t in tensors_in(call.args[1:], call.kwargs) if has_storage(t)}
+            if any(read & lies for lies in self._scaled.values()):
+                self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line."))
         for tensor in targets:
             for lies in self._scaled.values():
                 lies.discard(storage_key(tensor))
@@ -197,13 +212,7 @@ class Backwards:
         if scale_for_kernel(optimizer) is not None:
             self._judge_scales({storage_key(gradient) for gradient in gradients})
         elif any(self._is_scaled(parameter) for parameter in optimized_by(optimizer)):
-            self.found.append((
-                "an optimizer steps with scaled gradients",
-                "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too "
-                "large by the scale",
-                "Step by way of the scaler: scaler.step(optimizer), then scaler.update().",
-                loop_line(),
-            ))  # fmt: skip
+            self.found.append(_steps_with_scaled("Step by way of the scaler: scaler.step(optimizer), scaler.update()."))
         again = [known.added for g in gradients if (known := self._gradients.get(g)) is not None and known.added]
         if again:
             self.found.append((
@@ -244,3 +253,13 @@ class Backwards:
             known = _Gradient()
             self._gradients.put(gradient, known)
         return known
+
+
+def _steps_with_scaled(todo: str) -> Found:
+    return (
+        "an optimizer steps with scaled gradients",
+        "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too large by the "
+        "scale",
+        todo,
+        loop_line(),
+    )

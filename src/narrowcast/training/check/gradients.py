@@ -24,6 +24,7 @@ _MEASURES = frozenset(
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _SCALES = 64.0
 """From here on a number that a loss is multiplied by scales it; below, it is a weight."""
+_SIGNS = ("sign", "sgn", "neg", "clone")
 _TERMS = ("add", "sub", "_foreach_add", "_foreach_sub")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
 Found = tuple[str, str, str, Site]
@@ -33,11 +34,11 @@ _CLIP = (
     "the loss scale",
     "Call scaler.unscale_(optimizer) before the gradients are clipped.",
 )
-_DECAY = (
-    "weight decay before unscale",
-    "adds a multiple of the weights to gradients that are still multiplied by the loss scale: it is too small by the "
-    "loss scale",
-    "Call scaler.unscale_(optimizer) before this line, or leave it to the optimizer's weight_decay.",
+_ADDITION = (
+    "added before unscale",
+    "adds to gradients that are still multiplied by the loss scale what is not (weights, noise): it is too small by "
+    "the loss scale",
+    "Call scaler.unscale_(optimizer) before this line; or leave a decay to the optimizer's weight_decay.",
 )
 
 
@@ -74,7 +75,7 @@ class Gradients:
         """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
         self._changed_scaled: ByStorage[tuple[str, Site, tuple[str, str, str]]] = ByStorage()
-        self._of_weights: ByStorage[bool] = ByStorage()
+        self._unscaled: ByStorage[bool] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
         self._divided: ByStorage[tuple[int, Site | None]] = ByStorage()  # how often by a scale, and where by hand
 
@@ -90,14 +91,21 @@ class Gradients:
         if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
             self._copies.put(call.result, True)
 
+    def drawn(self, result: Any) -> None:
+        """An op has drawn random numbers: noise, which no scale has multiplied."""
+        for tensor in tensors_in(result):
+            if has_storage(tensor):
+                self._unscaled.put(tensor, True)
+
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
         name = op_name(call.facts.op)
-        if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS, *_TERMS):
+        if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS, *_TERMS, *_SIGNS):
             return
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
-        if name in ("mul", "sub") and any(map(self._is_of_weights, given)) and not call.result.requires_grad:
-            self._of_weights.put(call.result, True)
+        keeps = name in ("sub", *_SIGNS) or (name == "mul" and len(given) == 1)  # by a number, that is no scale
+        if keeps and any(map(self._is_not_scaled, given)) and not any(t.requires_grad and t.grad_fn for t in given):
+            self._unscaled.put(call.result, True)
         if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
             by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
             self._is_loss_scaled |= any(float(number) >= _SCALES for number in by)
@@ -114,7 +122,7 @@ class Gradients:
         if not any(storage_key(t) in self.lie_in() or self._copies.get(t) for t in read):
             return False
         others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
-        if name in _TERMS and not any(map(self._is_of_weights, others)):
+        if name in _TERMS and not any(map(self._is_not_scaled, others)):
             return False
         if name in _FACTORS:
             if any(t.numel() != 1 for t in others):
@@ -129,7 +137,7 @@ class Gradients:
                 return True
         if not self._knows_scale:
             for tensor in gives:
-                self._changed_scaled.put(tensor, (call.id.op, call.site, _DECAY if name in _TERMS else _CLIP))
+                self._changed_scaled.put(tensor, (call.id.op, call.site, _ADDITION if name in _TERMS else _CLIP))
         return True
 
     def _divides(self, name: str, factor: Any) -> int:
@@ -169,11 +177,11 @@ class Gradients:
             self._known = self._kept.gradients()
         return self._known
 
-    def _is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a weight, or a multiple of one."""
+    def _is_not_scaled(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight or noise, or a multiple of one."""
         if self._weights is None:
             self._weights = self._kept.names().keys()
-        return has_storage(tensor) and (storage_key(tensor) in self._weights or bool(self._of_weights.get(tensor)))
+        return has_storage(tensor) and (storage_key(tensor) in self._weights or bool(self._unscaled.get(tensor)))
 
     def unscaled(self, call: SeenCall) -> Found | None:
         """Gradients are unscaled: whether these were clipped, or weights were added to them, before."""

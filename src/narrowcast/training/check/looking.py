@@ -146,6 +146,7 @@ class LoopObserver(Observer):
             self._exact.end(begun, result)
         else:
             self._exact.drawn(result)
+            self._gradients.drawn(result)
 
     def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
         targets = self._kept.before_op(facts, args, kwargs)
@@ -196,6 +197,7 @@ class LoopObserver(Observer):
         """Where it stood, and what it gave."""
         if call.id.direction == BACKWARD:
             self._gradients.backward()
+            self._backwards.gave(call.results)
             if self._fp16 is not None:
                 self._underflow.look(call)
         if call.id.direction == FORWARD and not self._is_stepping:
