@@ -123,7 +123,8 @@ class Values:
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
         if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be in what comes after it
             names = [{n for n, _ in call.inputs if n in ("weight", "bias")} for call in (a, b)]
-            found += [(n, *("there" if n in side else "not there" for side in names)) for n in names[0] ^ names[1]]
+            there = ["there", "not there"]
+            found += [(n, there[n not in names[0]], there[n not in names[1]]) for n in sorted(names[0] ^ names[1])]
         if a.id.op != b.id.op:
             return (*found, *self._other_weight(pair.a, pair.b))
         before = before if a.id.direction == BACKWARD else 0.0

@@ -53,7 +53,7 @@ def in_one_alone(values: Values) -> list[GradientRow]:
     """Parameters, of modules that both runs call, of which one run alone has a gradient that is not zero: it is off by
     all of itself.
     """
-    found = []
+    found: list[GradientRow] = []
     for side, other in (values.sides, values.sides[::-1]):
         there = other.runs[0].parameters
         for name, row in side.runs[0].parameters.items():

@@ -11,10 +11,12 @@ import torch
 from narrowcast.analysis.watch.makers import Maker, Rounded
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named
+from narrowcast.formats import fp16
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest, largest_of
+from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.observation.trial.rerun import (
     can_run_again,
     changed,
@@ -198,6 +200,18 @@ def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
 def waits(finding: Finding) -> bool:
     """Whether it is no fault by itself: fp64 gives it, too, or fp32 ends before it."""
     return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
+
+
+def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:
+    """Whether all that a format makes infinite is one number that masks are made with: its readers show whether that is
+    the same to them.
+    """
+    if not is_overflow(finding) or finding.what == "nan":
+        return False
+    wide = [tensor for _, tensor in overflowing_casts(call)[0]]
+    wide = wide or (tensors_in(call.args)[:1] if call.is_cast else run_in(call, torch.float32) or [])
+    values = [t.detach()[t.isfinite() & (t.abs() > fp16.max)].flatten().float() for t in wide if is_floating(t)]
+    return are_mask_numbers(torch.cat(values)) if values else False
 
 
 def is_overflow(finding: Finding) -> bool:

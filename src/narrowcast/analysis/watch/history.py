@@ -26,7 +26,7 @@ Place = tuple[str | int, ...]
 """Where a call is made: module path, op, direction, file, line."""
 
 _EXACT = "an exact limit, masked before it was used"
-_INEXACT = "more than fp32 holds, with a reader to whom that is the same"
+_INEXACT = "more than its format holds, with a reader to whom that is the same"
 FOR_SCALER = "the scale is too high, the scaler skips this step"
 
 

@@ -18,6 +18,7 @@ from narrowcast.analysis.watch.culprit import (
     is_quotient,
     made_besides,
     overflowing_casts,
+    overflows_by_mask,
     sums_all,
     unscales,
     waits,
@@ -215,7 +216,8 @@ class WatchCalls(Observer):
         if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = replace(finding, replay=Replay.of(call))
         why = FOR_SCALER if self._is_skipped and is_overflow(finding) else ""
-        cause = self._history.cause(why, call, finding, is_fault=not waits(finding))
+        is_fault = not (waits(finding) or (call.args and overflows_by_mask(call, finding)))
+        cause = self._history.cause(why, call, finding, is_fault=is_fault)
         self._carry(results, [*besides, cause], call)
         if is_for_scaler(call, finding):
             self._history.at_step.append(cause)
@@ -289,11 +291,10 @@ class WatchCalls(Observer):
 
     def _parameter(self, tensor: torch.Tensor) -> str:
         """`the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
-        names = names_of_parameters(self.roots)
         for root in self.roots:
             for parameter in root.parameters():
                 if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
-                    return f"the parameter {names[id(parameter)]}"
+                    return f"the parameter {names_of_parameters(self.roots)[id(parameter)]}"
         return ""
 
     def _is_allowed(self, call: SeenCall, argument: str = "") -> str:

@@ -54,6 +54,9 @@ def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if _are_plain(ref) and _are_plain(x):
         return off
     same = (ref == x) | (torch.isnan(ref) & torch.isnan(x)) | (is_masked(ref) & is_masked(x))
+    beyond = torch.isinf(x) & torch.isfinite(ref)
+    if are_mask_numbers(ref[beyond]):
+        same |= beyond
     return torch.where(same, torch.zeros_like(ref), off)
 
 
@@ -65,6 +68,18 @@ def _values(ref: torch.Tensor) -> torch.Tensor:
 def _are_plain(x: torch.Tensor) -> bool:
     """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
     return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > MASKED)
+
+
+def are_mask_numbers(values: torch.Tensor) -> bool:
+    """Whether values that a format does not hold are one number, far beyond any score: masks add or fill in -1e9."""
+    sizes = values.abs()
+    if not sizes.numel() or not _FAR <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:
+        return False
+    return bool(sizes.max() - sizes.min() <= 1e-3 * sizes.max())
+
+
+_FAR, _FARTHEST = 1e6, 1e30
+"""What is as large as a format itself is no such number."""
 
 
 def is_masked(x: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
     format, which is made of the dtype at hand; and what is in fp32 though the call computes in a low format: a
     normalization keeps what it is scaled by, its statistics, and what it returns besides its result.
     """
-    if argument == "out" or (argument == "self" and _fills(call.id.op)) or facts.low == -parse_format(facts.format).max:
+    if argument == "out" or (argument == "self" and _fills(call.id.op)) or facts.holds_a_mask:
         return True
     op = call.id.op.replace("_backward.", ".")
     moving = ("input", "grad_out", "grad_output", "result", "result.0")

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.formats import FORMATS, Format
+from narrowcast.formats import FORMATS, Format, fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class Histogram:
     def last(self) -> int:
         """The largest exponent that occurs."""
         return self.first + len(self.counts) - 1
+
+
+_FAR = 20
+"""The exponent of numbers that masks are made with, at least: no score comes near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,16 @@ class TensorFacts:
     def is_mask(self) -> bool:
         """Whether it holds the lowest value of its format, which masks are filled with."""
         return (format := self.fits()) is not None and self.low <= -0.99 * format.max
+
+    @property
+    def holds_a_mask(self) -> bool:
+        """Whether it holds the lowest number of its format; or, beside zeros or scores, one number that fp16 does not
+        hold and that is far beyond any score, as far as exponents tell: masks are made with -1e9.
+        """
+        beyond = [n for e, n in enumerate(self.exponents.counts, self.exponents.first) if e > fp16.max_exponent and n]
+        is_lowest = (format := self.fits()) is not None and self.low == -format.max
+        is_beside = self.zeros > 0 or sum(beyond) < self.exponents.total or not self.shape
+        return is_lowest or (len(beyond) == 1 and self.exponents.last >= _FAR and is_beside)
 
     def fits(self) -> Format | None:
         """Its format, if it is a floating one."""

@@ -1,0 +1,54 @@
+"""Masks of -1e9 become infinite in fp16, which is the same to a softmax: nobody tells of them."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+LENGTH = 9
+SEEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+MASKS = {
+    "a number where it is not seen": lambda s: torch.where(SEEN, s, torch.tensor(-1e9)),
+    "a number that is cast": lambda s: torch.where(SEEN, s, torch.tensor(-1e9).to(s.dtype)),
+    "added": lambda s: s + (1 - SEEN.to(s.dtype)) * -1e9,
+    "subtracted": lambda s: s * SEEN - 1e9 * (1 - SEEN.to(s.dtype)),
+    "a power of two": lambda s: s - (~SEEN).to(s.dtype) * 2.0**30,
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.mask = mask
+
+    def forward(self, x):
+        v = self.v(x)
+        return self.mask(self.q(x) @ self.k(x).mT / 4).softmax(-1).type_as(v) @ v
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_beyond_fp16_is_the_same_to_a_softmax(mask):
+    model, x = Attention(mask), torch.randn(2, LENGTH, 16)
+    with nc.watch() as found, nc.autocast("cpu", "fp16"):
+        model(x)
+    assert found.first is None, str(found.first)
+    assert nc.compare(model, (x,), under="fp16", isolate=0).verdict == "round-off"
+    assert not nc.capture(model, (x,)).headroom().calls("fp16")
+
+
+def test_a_row_in_which_nothing_is_seen_is_told():
+    """Infinities alone make NaN of a softmax."""
+    model = Attention(lambda s: s + torch.full((LENGTH, LENGTH), -1e9).to(s.dtype))
+    with nc.watch() as found, nc.autocast("cpu", "fp16"):
+        model(torch.randn(2, LENGTH, 16))
+    assert found.first is not None and "NaN" in found.first.sentence
+
+
+def test_scores_that_overflow_are_told():
+    """They are not one number, and not that far out."""
+    model = Attention(lambda s: s * 1e5)
+    with nc.watch() as found, nc.autocast("cpu", "fp16"):
+        model(torch.randn(2, LENGTH, 16))
+    assert found.first is not None and found.first.id.op == "aten.mul.Tensor"
