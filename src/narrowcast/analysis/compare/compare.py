@@ -49,7 +49,7 @@ from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
+from narrowcast.observation.trial.output_errors import dense, flat, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.output.progress import Step, long_work
@@ -359,6 +359,13 @@ class _Comparing:
             KERNEL in verdicts,
             bool(worst or found.differing),
         )
+        lost = [name for name, gradient in expected.gradients.items() if not bool(flat(gradient).isfinite().all())]
+        if lost and found.verdict in (EXACT, ROUND_OFF):
+            found.verdict = NOT_COMPARED
+            self._note(
+                f"Gradients are not finite in the reference, too ({lost[0]}, in all {len(lost)}): nothing is said of "
+                "them. nc.watch() around forward and backward names the call that makes them."
+            )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:
             found.verdict = NONDETERMINISTIC

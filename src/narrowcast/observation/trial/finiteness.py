@@ -38,10 +38,17 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
 def reads(call: SeenCall, argument: str) -> bool:
     """Whether the call reads what an argument held, and does not just write to it."""
     _, name, overload = call.facts.id.split(".")
+    if _draws(call, argument):
+        return False
     if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
         return True
     written = call.facts.written
     return argument.partition(".")[0] not in written
+
+
+def _draws(call: SeenCall, argument: str) -> bool:
+    """Whether it draws into that argument, if it draws at all: nobody else reads what is in there."""
+    return argument == "noise" and op_name(call.facts.op).removesuffix("_") in named("finite.draws_noise")
 
 
 def parts_inside(call: SeenCall) -> Named:
@@ -67,7 +74,7 @@ def gave(call: SeenCall) -> list[torch.Tensor]:
     if not call.facts.overwrites:
         return results
     there = {id(t) for t in results}
-    written = call.facts.written
+    written = {name for name in call.facts.written if not _draws(call, name)}
     names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
     pairs = zip(names, came_in(call), strict=True)
     return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
