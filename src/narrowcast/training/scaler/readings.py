@@ -15,21 +15,22 @@ _WITH_EVENTS = ("cuda", "xpu")
 
 
 class HostNumbers:
-    """The numbers of a small tensor as they are now, later on the host."""
+    """The numbers of a small tensor as they are now, later on the host; or one that the host has."""
 
     __slots__ = ("_event", "_host", "_kept", "_values")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor | float) -> None:
         self._values: list[float] | None = None
         self._event: Any = None
         self._kept: torch.Tensor | None = None
-        kind = tensor.device.type
-        if kind in _WITH_EVENTS:
+        if not isinstance(tensor, torch.Tensor):
+            self._values = [tensor]
+        elif tensor.device.type in _WITH_EVENTS:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device)
             self._event.record(torch.accelerator.current_stream(tensor.device))
-        elif kind == "cpu":
+        elif tensor.is_cpu:
             self._values = _numbers(tensor)
         else:
             self._kept = tensor.clone()

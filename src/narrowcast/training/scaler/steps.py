@@ -16,7 +16,6 @@ from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.stuck import Streak, advice_text, found_text
 
-Floor = float | HostNumbers
 _MOST_WAITING = 64
 
 
@@ -29,7 +28,7 @@ class EndedStep:
 
     number: int
     scale: HostNumbers
-    floor: Floor
+    floor: HostNumbers
     results: tuple[StepResult, ...]
     found: HostNumbers | None = None
     loss: str = ""
@@ -39,8 +38,7 @@ class EndedStep:
     @property
     def is_here(self) -> bool:
         """Whether all numbers have come."""
-        readings = (self.scale, self.found, self.floor if isinstance(self.floor, HostNumbers) else None)
-        return all(r is None or r.is_here for r in (*readings, *self.results))
+        return all(each is None or each.is_here for each in (self.scale, self.found, self.floor, *self.results))
 
     def row(self) -> ScaledStep:
         """The row of the history; waits for what has not come."""
@@ -94,8 +92,7 @@ class Steps:
             self.history.add(row)
             if step.not_stepped is not None and not row.skipped:
                 step.not_stepped()
-            floor = step.floor.values()[0] if isinstance(step.floor, HostNumbers) else step.floor
-            streak = self.streaks.get(row.loss, Streak()).after(row, floor)
+            streak = self.streaks.get(row.loss, Streak()).after(row, step.floor.values()[0])
             if streak.is_stuck(self.patience):
                 streak = streak.told()
                 self._stuck = partial(_error, streak, row, step.is_watched)
