@@ -6,6 +6,7 @@ import platform
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -55,10 +56,8 @@ _FLAGS = (
 
 
 def _flag(path: str) -> Any:
-    value: Any = torch
     try:
-        for part in path.split("."):
-            value = getattr(value, part)
+        value: Any = attrgetter(path)(torch)
         value = value() if callable(value) else value
     except (AttributeError, RuntimeError) as error:
         return f"not to be read: {type(error).__name__}"

@@ -16,7 +16,7 @@ from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import called_with
-from narrowcast.runtime.torch_surface.dispatch import tree_map
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
 
@@ -50,7 +50,7 @@ def isolated(
             stack.enter_context(restored_when_called())  # by a hook and a mode, which Dynamo could not pass
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.callback(ScriptState(model).put_back)
-            of_script = _itself
+            of_script = lambda script: script  # noqa: E731
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:
             logger = logging.getLogger(FAKE_TENSOR_LOGGER)
@@ -126,10 +126,6 @@ class _ReplaceTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _itself(script: Any) -> Any:
-    return script
-
-
 def _copied(
     everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor], of_script: Callable[[Any], Any] | None
 ) -> Any:
@@ -145,5 +141,4 @@ def _copied(
         with _ReplaceTensors(stand_in):
             return copy.deepcopy(everything, memo)
     except Exception:
-        replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
-        return model, *replaced
+        return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))

@@ -184,8 +184,8 @@ class Trial:
         """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
             with restored(self.model):
-                args, kwargs = tree_map(_own, (self.args, self.kwargs))
-                yield Isolated(self.model, args, kwargs)
+                # arguments that the run may write to and differentiate without the user's being touched
+                yield Isolated(self.model, *tree_map_only(torch.Tensor, _own, (self.args, self.kwargs)))
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
@@ -203,11 +203,8 @@ def _converted(dtype: torch.dtype) -> StandIns:
     return StandIns(convert)
 
 
-def _own(value: Any) -> Any:
-    """An argument that the run may write to and differentiate without the user's being touched."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
