@@ -6,17 +6,19 @@ It stands above the front ends because each of them will be explained by it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
 from narrowcast.analysis.explain.failed_run import failure_of
 from narrowcast.analysis.explain.flow import with_row_and_flow
-from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of
-from narrowcast.analysis.explain.timing import predict_costs, timed_run
+from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, GoalName, as_goal
@@ -34,7 +36,6 @@ from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case
-from narrowcast.observation.trial.isolation import isolated
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.reports.results.explanation import Comparison, Explanation, Failure, rule_rows
@@ -108,13 +109,14 @@ def explain(
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         methods = methods_of(trial.model) or methods_of(script(trial.model))  # Python code is scripted first
         graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
-        ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs)
+        ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs=graphs)
     else:
         ran = _run(trial, opened, device_type, stands_in, real, front_end, wanted, backend)
     timed = None
     if times and ran.failure is None:
         predict_costs(ran.graphs, device_type)
-        timed = timed_run(trial, opened) if front_end == "eager" else None
+        for is_timed in (False, True) if front_end == "eager" else ():  # what is set up in a first run is not timed
+            timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
     computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
     slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
     return Explanation(
@@ -144,9 +146,9 @@ class _RanOn:
     ledger: Ledger
     on: str
     note: str
+    failure: Failure | None = None
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
-    failure: Failure | None = None
 
 
 def _run(
@@ -154,24 +156,22 @@ def _run(
     backend: str,
 ) -> _RanOn:  # fmt: skip
     """The model as eager code, and through a graph front end if one is to be explained."""
-    ledger, ran_on, note, failure = _record(trial, opened, device_type, stands_in, real)
-    note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
+    ran = _record(trial, opened, device_type, stands_in, real)
+    ledger = ran.ledger
+    note = _sentences(ran.note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
-    if front_end not in ("compile", "export") or failure is not None:
-        return _RanOn(ledger, ran_on, _sentences(note, _script_note(trial)), failure=failure)
-    graphs, eager = graphs_of(front_end, trial.model, trial.args, trial.kwargs, opened, goal, backend)
+    if front_end not in ("compile", "export") or ran.failure is not None:
+        return replace(ran, note=_sentences(note, _script_note(trial)))
+    graphs, eager = graphs_of(front_end, trial, opened, goal, backend)
     found = graph_ledger(graphs)
-    differences: tuple[DecisionDifference, ...] = ()
-    if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
-        differences = decision_differences(ledger, found)
-    others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
-    is_captured = any(graph.after is not None for graph in graphs)
-    other = f"{_OTHER_PATH}: {others}" if others and is_captured else ""
-    if is_captured:
-        ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-    else:
-        ran_on = f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
-    return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(trial)), graphs, differences)
+    is_whole = not goal.places and not any(g.fallback or g.broken_by for g in graphs)
+    differences = decision_differences(ledger, found) if is_whole else ()
+    other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.on}"
+    if any(graph.after is not None for graph in graphs):
+        others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+        other = f"{_OTHER_PATH}: {others}" if others else ""
+        ledger, on = found, f"eager beside it ran on {ran.on}"
+    return _RanOn(ledger, on, _sentences(note, eager, other, _script_note(trial)), None, graphs, differences)
 
 
 _OTHER_PATH = (
@@ -208,42 +208,41 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
         )  # fmt: skip
 
 
-def _record(
-    trial: Trial, region: autocast, device_type: str, stands_in: bool, real: bool
-) -> tuple[Ledger, str, str, Failure | None]:
-    """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
+def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, real: bool) -> _RanOn:
+    """One run of eager code, recorded."""
     why = ""
     failed: Exception | None = None
+    has_meta = any(tensor.is_meta for tensor in trial.weights())
     if not real:
         try:
-            with isolated(trial.model, trial.args, trial.kwargs, fake=True) as run, record() as ledger, region:
+            with trial.isolated(fake=True) as run, record() as ledger, region:
                 run()
             why = _not_shown_by_fakes(ledger)
-            if not why or _has_meta(trial):
+            if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
-                return ledger, where, note, None
+                return _RanOn(ledger, where, note)
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
     itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
-    if _has_meta(trial):
+    if has_meta:
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    with isolated(trial.model, trial.args, trial.kwargs, fake=False) as run, record() as ledger, region:
+    with trial.isolated() as run, record() as ledger, region:
         try:
             run()
         except Exception as error:
             failed = error
         else:
-            return ledger, itself, why, None
+            return _RanOn(ledger, itself, why)
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
-        return ledger, itself, note, None
-    failure = failure_of((trial.model, trial.args, trial.kwargs), region, failed)
+        return _RanOn(ledger, itself, note)
+    failure = failure_of(trial, region, failed)
     if failure is None:
         raise failed
-    return ledger, itself, "", failure
+    return _RanOn(ledger, itself, "", failure)
 
 
 def _sentences(*notes: str) -> str:
@@ -293,32 +292,19 @@ def _script_note(trial: Trial) -> str:
 _NO_COMPUTE = " (no compute)"
 
 
-def _has_meta(trial: Trial) -> bool:
-    if not isinstance(trial.model, torch.nn.Module):
-        return False
-    return any(t.is_meta for t in (*trial.model.parameters(), *trial.model.buffers()))
-
-
 def _compare(trial: Trial, region: autocast) -> Comparison:
     """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
 
-    def in_fp32() -> Any:
-        return detached(trial.call())
-
-    def in_region() -> Any:
-        with region:
+    def run(around: AbstractContextManager[Any]) -> Any:
+        with around:
             return detached(trial.call())
 
+    in_fp32, in_region = partial(run, nullcontext()), partial(run, region)
     differences = compare_with_fp32(trial, region)
     with restored(trial.model):
         before = trial.measure()
         with region:
             after = trial.measure()
-        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(trial))
-
-
-def _weight_bytes(trial: Trial) -> int:
-    """Of the model's parameters and buffers; of a function none."""
-    model = trial.model
-    kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())
+        kept = [t for t in trial.weights() if t.layout is torch.strided]
+        weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
+        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=weight_bytes)

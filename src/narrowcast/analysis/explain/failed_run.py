@@ -6,36 +6,33 @@ what is suggested was tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
 
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.lacks import FULL
 from narrowcast.frontends.eager import autocast
-from narrowcast.observation.trial.isolation import isolated
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.reports.results.explanation import Attempt, Failure
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 
-Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-
-def failure_of(run: Run, region: autocast, error: Exception) -> Failure | None:
+def failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
     """What raised, and what runs instead; None if the model raises in fp32, too.
 
-    run: the model, its args and kwargs. region: the one in which it raised; not open.
+    region: the one in which it raised; not open.
     """
-    if _raised(run, None):
+    if _raised(trial, None):
         return None
-    seen = _watched(run, region, first_line(error))
+    seen = _watched(trial, region, first_line(error))
     site = seen.site or find_site(frame=innermost_frame(error))
-    attempts = tuple(Attempt(policy.name, _raised(run, around)) for policy, around in _others(region))
+    attempts = tuple(Attempt(policy.name, _raised(trial, around)) for policy, around in _others(region))
     return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
-def _watched(run: Run, region: autocast, said: str) -> Raising:
+def _watched(trial: Trial, region: autocast, said: str) -> Raising:
     """The call that raises, seen in another run; nothing if that does not raise the same.
 
     A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
@@ -44,7 +41,7 @@ def _watched(run: Run, region: autocast, said: str) -> Raising:
         seen = Raising()
         try:
             with ExitStack() as stack:
-                again = stack.enter_context(isolated(*run, fake=False))
+                again = stack.enter_context(trial.isolated())
                 stack.enter_context(region)
                 for mode in modes:
                     stack.enter_context(mode(seen))
@@ -55,10 +52,10 @@ def _watched(run: Run, region: autocast, said: str) -> Raising:
     return Raising()
 
 
-def _raised(run: Run, region: autocast | None) -> str:
+def _raised(trial: Trial, region: autocast | None) -> str:
     """What the model raises in the region, or in fp32; empty if it runs."""
     try:
-        with isolated(*run, fake=False) as again, nullcontext() if region is None else region:
+        with trial.isolated() as again, nullcontext() if region is None else region:
             again()
     except Exception as error:
         return first_line(error)

@@ -19,6 +19,9 @@ from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
+Through = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What runs a model, given it, its args and its kwargs, in the place of a call."""
+
 
 @contextmanager
 def isolated(
@@ -26,7 +29,7 @@ def isolated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fake: bool,
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    through: Through | None = None,
     stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
     of_script: Callable[[Any], Any] | None = None,
 ) -> Iterator[Isolated]:
@@ -67,7 +70,7 @@ class Isolated:
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+    through: Through | None = None
 
     def __call__(self) -> Any:
         """The result of the run."""

@@ -18,7 +18,7 @@ from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
-from narrowcast.observation.trial.isolation import Isolated, StandIns, isolated
+from narrowcast.observation.trial.isolation import Isolated, StandIns, Through, isolated
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -88,6 +88,10 @@ class Trial:
         """The model's output on its inputs, as it is here and now."""
         return Isolated(self.model, self.args, self.kwargs)()
 
+    def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
+        """What runs it, and leaves model, arguments and random state as they are; fake, through: see `isolated`."""
+        return isolated(self.model, self.args, self.kwargs, fake, through)
+
     def measure(self) -> dict[str, float]:
         """What `evaluate` gives of the model, by name; nothing without one."""
         if self.evaluate is None:
@@ -98,6 +102,11 @@ class Trial:
     def device_type(self) -> str:
         """Where the model is."""
         return device_type_of(self.model) or device_type_of(self.args, self.kwargs) or "cpu"
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """The parameters and buffers of a model; of a function none."""
+        model = self.model
+        return (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
 
     @property
     def is_made(self) -> bool:
@@ -119,9 +128,7 @@ class Trial:
 
     def fp32_for_low(self) -> torch.dtype | None:
         """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
-        model = self.model
-        buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-        tensors = [*parameters_of(model).values(), *buffers, *tensors_in(self.args, self.kwargs)]
+        tensors = [*self.weights(), *parameters_of(self.model).values(), *tensors_in(self.args, self.kwargs)]
         return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
 
     def run(
