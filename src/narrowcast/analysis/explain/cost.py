@@ -87,9 +87,7 @@ class Observed(DispatchMode):
         self._held = 0
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
         synchronize()
         began = time.perf_counter_ns()
@@ -100,16 +98,11 @@ class Observed(DispatchMode):
             self.casts_ns += elapsed
         else:
             self.kernels_ns += elapsed
-        for tensor in tensors_in(result):
-            if tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage_key(tensor)
-            if key in self._seen or key in before:
-                continue
-            size = storage.nbytes()
-            self._held += size
-            self._seen[key] = weakref.finalize(storage, self._release, key, size)
+        for tensor in [t for t in tensors_in(result) if t.layout is torch.strided]:
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if key not in self._seen and key not in before:
+                self._held += storage.nbytes()
+                self._seen[key] = weakref.finalize(storage, self._release, key, storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self._held)
         return result
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -29,11 +29,21 @@ from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
+def _told(look: Callable[..., None]) -> Callable[..., None]:
+    """A method that looks at what a hook tells, and lets the program go on."""
+
+    @wraps(look)
+    def told(adviser: Adviser, *args: Any) -> None:
+        adviser.door.run(f"what a recording advises ({look.__name__.strip('_')})", look, adviser, *args)
+
+    return told
+
+
 class Adviser:
     """Sees what a recording sees, and notes advice in its ledger."""
 
     def __init__(self, ledger: Ledger, door: Door) -> None:
-        self.ledger, self._door = ledger, door
+        self.ledger, self.door = ledger, door
         self._thread = threading.get_ident()
         self._tasks: set[int] = set()
         self._stepping = False
@@ -58,29 +68,19 @@ class Adviser:
         """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
         try:
             with (
-                told_of_optimizer_steps(partial(self._told, self._step), before=True),
-                told_of_optimizer_steps(lambda _: self._told(self._stepped)),
+                told_of_optimizer_steps(self._step, before=True),
+                told_of_optimizer_steps(self._stepped),
                 told_of_regions(self, "recordings see regions"),
             ):
                 yield
         finally:
-            self._told(self._judge)
-
-    def _told(self, look: Callable[..., None], *args: Any) -> None:
-        """Look at what a hook tells, and let the program go on."""
-        self._door.run(f"what a recording advises ({look.__name__.strip('_')})", look, *args)
+            self._judge()
 
     # -- regions
 
+    @_told
     def entered(self, region: Any) -> None:
         """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
-        self._told(self._entered, region)
-
-    def left(self, region: Any, raised: bool) -> None:
-        """A region is left: add the calls and casts inside to what was seen of it."""
-        self._told(self._left, region, raised)
-
-    def _entered(self, region: Any) -> None:
         if threading.get_ident() != self._thread or current_graph_task() != -1:
             return
         seen = self._regions.get(id(region))
@@ -94,7 +94,9 @@ class Adviser:
         kept = around is not None and around.hiding is not None
         self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
-    def _left(self, region: Any, raised: bool) -> None:
+    @_told
+    def left(self, region: Any, raised: bool) -> None:
+        """A region is left: add the calls and casts inside to what was seen of it."""
         if threading.get_ident() != self._thread:
             return
         found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
@@ -119,6 +121,7 @@ class Adviser:
     def _counts(self) -> tuple[int, int]:
         return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
 
+    @_told
     def _judge(self) -> None:
         """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that
         keep a policy from ruling.
@@ -162,9 +165,11 @@ class Adviser:
 
     # -- steps and backwards
 
-    def _stepped(self) -> None:
+    @_told
+    def _stepped(self, optimizer: Any) -> None:
         self._stepping = False
 
+    @_told
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
         if self._is_on:
@@ -219,24 +224,24 @@ class Adviser:
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
-        found = next((f for t in arguments if (f := self._of_region(t)) is not None), None)
+        found = self._first_of_region(arguments)
         if found is not None:
             _, op, site = found
             for tensor in results:
-                if tensor.dtype in LOW and self._of_region(tensor) is None:
+                if tensor.dtype in LOW and self._first_of_region([tensor]) is None:
                     self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op that writes runs in a region: autocast passes it by."""
-        name = op_name(facts.op)
-        base = name if overload_name(facts.op).endswith("out") else name.removesuffix("_")
+        name, is_out = op_name(facts.op), overload_name(facts.op).endswith("out")
+        base = name if is_out else name.removesuffix("_")
         floats = [t for t in tensors if t.is_floating_point()]
         kind = listed_kinds(floats[0].device.type).get(base) if floats else None
         if self._stepping or kind is Kind.PROMOTE:
             return
         if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
             return  # as a region would compute it
-        if kind is not None and (base != name or overload_name(facts.op).endswith("out")):
+        if kind is not None and (base != name or is_out):
             formats = ", ".join(dict.fromkeys(str(FORMATS[t.dtype]) for t in tensors if t.dtype in FORMATS))
             self.add(
                 "skipped by autocast",
@@ -247,7 +252,7 @@ class Adviser:
 
     def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op runs where autocasting is off."""
-        low = next((found for t in tensors if (found := self._of_region(t)) is not None), None)
+        low = self._first_of_region(tensors)
         if low is None:
             return
         base = op_name(facts.op).strip("_").removesuffix("_forward")
@@ -269,11 +274,13 @@ class Adviser:
         """Keep no references to tensors of these ids."""
         self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
 
-    def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Site] | None:
-        found = self._low_results.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            return None
-        return tensor.dtype, found[1], found[2]
+    def _first_of_region(self, tensors: list[torch.Tensor]) -> tuple[torch.dtype, str, Site] | None:
+        """Of the first that a region gave: its dtype, and which op gave it where."""
+        for tensor in tensors:
+            found = self._low_results.get(id(tensor))
+            if found is not None and found[0]() is tensor:
+                return tensor.dtype, found[1], found[2]
+        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from narrowcast.analysis.record.advice import Adviser
 from narrowcast.core.decide import Plan
 from narrowcast.core.ledger import CallKind, Cast, Refusal, Tally
-from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.core.policy import MODULE_CALL_OP, Site
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.call_hook import stand_at_calls
@@ -151,10 +151,7 @@ class Recorder(WatchingMode):
             slot, tensor = decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
         computes = planned_names(plan, decided.tensors) if plan.rules else call.came
-        self._count(
-            decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.done,
-            decided.number,
-        )  # fmt: skip
+        self._count(decided.facts.id, decided.site, call.came, computes, result, call.done, decided)
 
     def _how_unseen(self, call: _RecordedCall, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
@@ -184,9 +181,7 @@ class Recorder(WatchingMode):
         self._weights = {key: ref for key, ref in self._weights.items() if key[0] not in ids}
         self._cast_before = {key: ref for key, ref in self._cast_before.items() if key[0] not in ids}
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
             return func(*args, **kwargs)
@@ -207,9 +202,7 @@ class Recorder(WatchingMode):
         self._note_made(tensors_in(result))
         self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
 
-    def _computed(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on: tuple[Any, ...]
-    ) -> None:
+    def _computed(self, facts: OpFacts, args: Any, kwargs: Any, result: Any, on: tuple[Any, ...]) -> None:
         """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
         func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
@@ -229,7 +222,7 @@ class Recorder(WatchingMode):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
-            self._count(facts.id, site, came, came, result, None, None, done)
+            self._count(facts.id, site, came, came, result, done)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
         """These were made inside the recording."""
@@ -305,7 +298,6 @@ class Recorder(WatchingMode):
 
     def _add_cast(self, call: _RecordedCall, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
-        rule = call.decided.plan.rule_for(argument)
         elements = src_size = 0
         src, kind, repeated = "?", "input", False
         if tensor is not None:
@@ -316,23 +308,10 @@ class Recorder(WatchingMode):
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
-        dst_size = SIZES[dst]
-        cast = Cast.of(
-            call.decided.facts.id,
-            argument,
-            call.decided.site,
-            rule,
-            src=src,
-            dst=dst,
-            elements=elements,
-            moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
-            how=how,
-            direction="forward",
-            kind=kind,
-            policy=call.decided.policy.name,
-            repeated=repeated,
-            number=call.decided.number,
-        )
+        decided, moved = call.decided, elements * (src_size + SIZES[dst]) if how == "copied" else 0
+        facts = {"src": src, "dst": dst, "elements": elements, "moved_bytes": moved, "how": how, "kind": kind}
+        facts |= {"direction": "forward", "policy": decided.policy.name, "repeated": repeated, "number": decided.number}
+        cast = Cast.of(decided.facts.id, argument, decided.site, decided.plan.rule_for(argument), **facts)
         self.ledger.add(cast)
         return cast
 
@@ -343,20 +322,20 @@ class Recorder(WatchingMode):
         return "activation" if made is not None and made() is tensor else "input"
 
     def _count(
-        self, op: str, site: Site, came: str, computes: str, result: Any, plan: Plan | None, policy: Policy | None,
-        done: Tally, number: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        op: str,
+        site: Site,
+        came: str,
+        computes: str,
+        result: Any,
+        done: Tally,
+        decided: DecidedCall | None = None,
+    ) -> None:
         """Add one call to the tallies."""
+        plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
-        kind = CallKind(
-            op,
-            *site.at,
-            came=came,
-            computes=computes,
-            result=format_names([t.dtype for t in tensors_in(result)]),
-            action=str(rule.action) if rule else "unlisted",
-            reason=(rule.reason or str(rule)) if rule else _UNLISTED,
-            policy=policy.name if policy else "",
-            direction="forward" if current_autograd_node() is None else "backward",
-        )
+        action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)
+        gave = format_names([t.dtype for t in tensors_in(result)])
+        direction = "forward" if current_autograd_node() is None else "backward"
+        kind = CallKind(op, *site.at, came, computes, gave, action, reason, policy, direction)
         self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)

@@ -153,9 +153,7 @@ class RepairObserver(WatchCalls):
             self.raising.note(call.id.op, call.facts.op, call.args, call.kwargs)
         super().fail(error)
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception:
