@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,21 +29,11 @@ from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
-def _told(look: Callable[..., None]) -> Callable[..., None]:
-    """A method that looks at what a hook tells, and lets the program go on."""
-
-    @wraps(look)
-    def told(adviser: Adviser, *args: Any) -> None:
-        adviser.door.run(f"what a recording advises ({look.__name__.strip('_')})", look, adviser, *args)
-
-    return told
-
-
 class Adviser:
     """Sees what a recording sees, and notes advice in its ledger."""
 
     def __init__(self, ledger: Ledger, door: Door) -> None:
-        self.ledger, self.door = ledger, door
+        self.ledger, self._door = ledger, door
         self._thread = threading.get_ident()
         self._tasks: set[int] = set()
         self._stepping = False
@@ -68,19 +58,29 @@ class Adviser:
         """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
         try:
             with (
-                told_of_optimizer_steps(self._step, before=True),
-                told_of_optimizer_steps(self._stepped),
+                told_of_optimizer_steps(partial(self._told, self._step), before=True),
+                told_of_optimizer_steps(partial(self._told, self._stepped)),
                 told_of_regions(self, "recordings see regions"),
             ):
                 yield
         finally:
-            self._judge()
+            self._told(self._judge)
+
+    def _told(self, look: Callable[..., None], *args: Any) -> None:
+        """Look at what a hook tells, and let the program go on."""
+        self._door.run(f"what a recording advises ({look.__name__.strip('_')})", look, *args)
 
     # -- regions
 
-    @_told
     def entered(self, region: Any) -> None:
         """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
+        self._told(self._entered, region)
+
+    def left(self, region: Any, raised: bool) -> None:
+        """A region is left: add the calls and casts inside to what was seen of it."""
+        self._told(self._left, region, raised)
+
+    def _entered(self, region: Any) -> None:
         if threading.get_ident() != self._thread or current_graph_task() != -1:
             return
         seen = self._regions.get(id(region))
@@ -94,9 +94,7 @@ class Adviser:
         kept = around is not None and around.hiding is not None
         self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
-    @_told
-    def left(self, region: Any, raised: bool) -> None:
-        """A region is left: add the calls and casts inside to what was seen of it."""
+    def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
             return
         found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
@@ -121,7 +119,6 @@ class Adviser:
     def _counts(self) -> tuple[int, int]:
         return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
 
-    @_told
     def _judge(self) -> None:
         """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that
         keep a policy from ruling.
@@ -165,11 +162,9 @@ class Adviser:
 
     # -- steps and backwards
 
-    @_told
     def _stepped(self, optimizer: Any) -> None:
         self._stepping = False
 
-    @_told
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
         if self._is_on:

@@ -152,7 +152,7 @@ def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
     for identity, effect in effects.items():
         if identity not in look.low:
             continue
-        makers = (identity,) if look.low[identity].is_decided else look.sources_of(identity)
+        makers = look.decided_behind(identity)
         probes = effect.probes if by_gradient else (effect.own,)
         for maker in makers:
             total = sums.setdefault(rule_about(maker.op, maker.module_path), [0.0] * (PROBES if by_gradient else 1))

@@ -119,10 +119,9 @@ def key_of(finding: Finding) -> Key:
 class Checks:
     """Runs a model, counts it, and judges what came."""
 
-    def __init__(self, trial: Trial, wanted: Wanted) -> None:
-        self.trial, self.wanted = trial, wanted
+    def __init__(self, trial: Trial, wanted: Wanted, step: Step) -> None:
+        self.trial, self.wanted, self.step = trial, wanted, step
         self.count = 0
-        self.step: Step = lambda: None
         self.expected: Ran | None = None
         self._weights = Weights(parameters_of(trial.model))
 

@@ -163,10 +163,18 @@ class RepairObserver(WatchCalls):
 
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
+    def is_decided(self, identity: CallId) -> bool:
+        """Whether a rule put a call of the forward into a low format."""
+        return identity in self.low and self.low[identity].is_decided
+
+    def decided_behind(self, identity: CallId) -> tuple[CallId, ...]:
+        """A call that a rule put into a low format itself, or else those that it comes from."""
+        return (identity,) if self.is_decided(identity) else self.sources_of(identity)
+
     def sources_of(self, identity: CallId) -> tuple[CallId, ...]:
         """The nearest calls that a rule put into a low format, and that a call which only follows comes from."""
         reached = [source for low in self._followed(identity) for source in low.sources]
-        return tuple(dict.fromkeys(s for s in reached if s in self.low and self.low[s].is_decided))
+        return tuple(dict.fromkeys(filter(self.is_decided, reached)))
 
     def modules_behind(self, identity: CallId) -> tuple[str, ...]:
         """The paths of the nearest modules whose results a call that only follows comes from."""
@@ -182,7 +190,7 @@ class RepairObserver(WatchCalls):
                 continue
             yield low
             for source in () if low.returned and not past_modules else low.sources:
-                if source not in seen and source in self.low and not self.low[source].is_decided:
+                if source not in seen and not self.is_decided(source):
                     seen.add(source)
                     waiting.append(source)
 
