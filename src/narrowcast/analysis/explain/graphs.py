@@ -48,12 +48,16 @@ def graphs_of(
     """
     made: list[Made] = []
     through = _through(front_end, goal, backend, made)
-    held = ""
+    note = held = ""
     with warnings.catch_warnings(), trial.isolated(through=through) as run:
         warnings.simplefilter("ignore")  # fallbacks are listed
         try:
             with watch_graphs() as graphs, watch_frames() as left:
-                note = _run(run, region, front_end == "compile" and is_raced(region, goal))
+                if front_end == "compile" and is_raced(region, goal) and not count_dispatch_modes():
+                    note = eager_note(run_watched(run, region)[1])
+                else:  # if it is recorded: no time says much
+                    with region:
+                        run()
             if made and goal.kind == MEMORY and not count_dispatch_modes():
                 held = _held_at_most(*made[0], region)
         finally:
@@ -66,15 +70,6 @@ def graphs_of(
         for n, (file, line, reason) in enumerate(alone)
     ]
     return tuple(graphs), " ".join(filter(None, (note, held)))
-
-
-def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
-    """Run in the region; what is to be said of its eager code."""
-    if not races_eager_code or count_dispatch_modes():  # recorded: no time says much
-        with region:
-            run()
-        return ""
-    return eager_note(run_watched(run, region)[1])
 
 
 Made = tuple[Callable[[], Any], list[torch.Tensor]]
