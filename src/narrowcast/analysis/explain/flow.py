@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from narrowcast.analysis.record.graph_ledger import passes
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.programs.program import Program, Step
 from narrowcast.reports.results.graphs import (
@@ -99,7 +100,7 @@ class _FlowWalk:
 
     def _is_drawn(self, step: Step) -> bool:
         """Whether it is a call, and of a joint graph one of the backward."""
-        if step.is_cast or _passes(step) or not step.operands or step.op.startswith(("cast.", "region.", "prim.")):
+        if step.is_cast or passes(step) or not step.operands or step.op.startswith(("cast.", "region.", "prim.")):
             return False
         return self.forward is None or step.direction != FORWARD
 
@@ -112,7 +113,7 @@ class _FlowWalk:
         if known != OUTSIDE or step is None or self.after.steps[value].direction != FORWARD:
             return known
         while self.forward is not None and step is not None:
-            if not (step.is_cast or _passes(step)):
+            if not (step.is_cast or passes(step)):
                 return self.forward._maker(step.id)
             step = self.forward.after.steps.get(step.operands[0].value)
         return OUTSIDE
@@ -137,7 +138,7 @@ class _FlowWalk:
             return None
         src, moved, how = read.type, read.bytes, ""
         step = self.after.steps.get(value)
-        while step is not None and (step.is_cast or _passes(step)):
+        while step is not None and (step.is_cast or passes(step)):
             source = self.after.values[step.operands[0].value]
             if step.is_cast:
                 src = source.type
@@ -150,9 +151,3 @@ class _FlowWalk:
         kind = "activation" if step is not None else "weight" if is_learned else "input"
         moved = 0 if how == "shared" else moved
         return FlowEdge(self._maker(value), end, argument, src, read.type, moved, kind, how)
-
-
-def _passes(step: Step) -> bool:
-    """Whether it only names what is there: a view, or a part of a tuple."""
-    views = step.aliases and not step.computes and not step.writes
-    return bool(step.operands) and bool(step.op == "getitem" or views)

@@ -59,6 +59,12 @@ def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
     return sorted(fused - kept)
 
 
+def passes(step: Step) -> bool:
+    """Whether it only names what is there: a view, or a part of a tuple."""
+    views = step.aliases and not step.computes and not step.writes
+    return bool(step.operands) and bool(step.op == "getitem" or views)
+
+
 PLACED = "placed"
 """The action of a call whose format a goal chose."""
 
@@ -83,8 +89,7 @@ class _Walker:
                 self._at_boundary(step, json.loads(self.graph.boundaries[step.id]))
             elif known is None and step.operands and step.operands[0].name == RESULT:
                 self._cast_of_result(step)
-            moves = step.op == "getitem" or (step.aliases and not step.computes and not step.writes)
-            moves = moves or step.op.startswith("prim.")  # a question about a tensor, or about an object
+            moves = passes(step) or step.op.startswith("prim.")  # a question about a tensor, or about an object
             if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
                 self._call(known, step)
 

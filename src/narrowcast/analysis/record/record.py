@@ -73,6 +73,20 @@ class _RecordedCall:
     seen_widening: bool = False
     done: Tally = field(default_factory=Tally)
 
+    def cast_seen(self, src: torch.Tensor, dst: Format) -> str:
+        """The argument, or `result`, whose planned cast was seen; empty for a conversion that nobody planned."""
+        tensors, plan = self.decided.tensors, self.decided.plan
+        for position, (slot, tensor) in enumerate(tensors):
+            if tensor is src and not self.seen[position] and plan.formats[position] is dst:
+                self.seen[position] = True
+                return slot.name
+        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
+            return "result"
+        if self.widens and not self.seen_widening and tensors[0][1] is src and dst is fp32:
+            self.seen_widening = True
+            return tensors[0][0].name
+        return ""
+
 
 class _RecorderState(threading.local):
     """The calls on their way on one thread, innermost last. entered: whether the op that executes has come round."""
@@ -251,28 +265,14 @@ class Recorder(WatchingMode):
         calls = self._state.calls
         if not calls:
             return self._see_backward_cast(src, result)
-        call = calls[-1]
-        tensors, plan = call.decided.tensors, call.decided.plan
         dst = FORMATS[result.dtype]
-        for position, (slot, tensor) in enumerate(tensors):
-            if tensor is src and not call.seen[position] and plan.formats[position] is dst:
-                call.seen[position] = True
-                self._add_seen_cast(call, slot.name, src, dst)
-                return True
-        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
-            self._add_seen_cast(call, "result", src, dst)
-            return True
-        if call.widens and not call.seen_widening and tensors[0][1] is src and dst is fp32:
-            call.seen_widening = True
-            self._add_seen_cast(call, tensors[0][0].name, src, dst)
-            return True
-        return False
-
-    def _add_seen_cast(self, call: _RecordedCall, argument: str, src: torch.Tensor, dst: Format) -> None:
-        """List a cast that was made, and remember its autograd node for the backward."""
-        cast = self._add_cast(call, argument, src, str(dst), "copied")
+        argument = calls[-1].cast_seen(src, dst)
+        if not argument:
+            return False
+        cast = self._add_cast(calls[-1], argument, src, str(dst), "copied")
         if src.requires_grad and torch.is_grad_enabled():
-            self._forward_casts[next_sequence_number() - 1] = cast
+            self._forward_casts[next_sequence_number() - 1] = cast  # its autograd node, for the backward
+        return True
 
     def _see_backward_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         node = current_autograd_node()

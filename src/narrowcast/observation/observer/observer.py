@@ -122,11 +122,7 @@ class Observer(WatchingMode):
         ask_at_calls()
         carry_into_recomputation()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
-        with (
-            told_of_script_sites(),
-            script_calls_replaced(around, "runs are observed"),
-            super().observing(),
-        ):
+        with told_of_script_sites(), script_calls_replaced(around, "runs are observed"), super().observing():
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
+StandIn = Callable[[torch.Tensor], torch.Tensor]
 Through = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What runs a model, given it, its args and its kwargs, in the place of a call."""
 
@@ -30,7 +31,7 @@ def isolated(
     kwargs: dict[str, Any],
     fake: bool,
     through: Through | None = None,
-    stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    stand_in: StandIn | None = None,
     of_script: Callable[[Any], Any] | None = None,
 ) -> Iterator[Isolated]:
     """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
@@ -83,7 +84,7 @@ class Isolated:
 class StandIns:
     """For each tensor one in its place, which `make` gives: a parameter, or one that requires grad, where that is."""
 
-    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, make: StandIn) -> None:
         self._make = make
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -99,7 +100,7 @@ class StandIns:
         return self._made[id(tensor)][1]
 
 
-def _fakes(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fakes(mode: FakeTensorMode) -> StandIn:
     """Fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
 class _ReplaceTensors(TorchFunctionMode):
     """While a deep copy is made: what takes the place of each tensor."""
 
-    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, stand_in: StandIn) -> None:
         super().__init__()
         self._stand_in = stand_in
 
@@ -129,9 +130,7 @@ class _ReplaceTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(
-    everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor], of_script: Callable[[Any], Any] | None
-) -> Any:
+def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] | None) -> Any:
     """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
     model, args, kwargs = everything
     memo: dict[int, Any] = {}

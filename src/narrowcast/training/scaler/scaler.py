@@ -174,7 +174,9 @@ class Scaler(ScalerState):
                     state.get("line"),
                 )  # fmt: skip
             checked = partial(self._checked, inner, closure)
-            value, skipped = _whole_step(optimizer, args, kwargs, checked)
+            named = {"closure": checked} if "closure" in kwargs else {}
+            given = args if named else (checked, *args[1:])
+            value, skipped = _whole_step(optimizer, partial(optimizer.step, *given, **{**kwargs, **named}))
             state["stage"] = STEPPED
         else:
             self._refuse_unscaled_loss("step()")
@@ -345,20 +347,14 @@ def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     return first if callable(first) else None
 
 
-def _whole_step(
-    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> tuple[Any, bool]:
-    """The optimizer's step with this closure in the place of the user's, and whether it was skipped: then parameters
-    and state, which are kept until it ends, are what they were before.
+def _whole_step(optimizer: Any, step: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a step with a closure gives, and whether it was skipped: then parameters and state, which are kept until it
+    ends, are what they were before.
     """
     weights = [(p, p.detach().clone()) for p in optimized_by(optimizer)]
     state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}
-    if "closure" in kwargs:
-        kwargs = {**kwargs, "closure": closure}
-    else:
-        args = (closure, *args[1:])
     try:
-        return optimizer.step(*args, **kwargs), False
+        return step(), False
     except _StepNotFinite:
         with torch.no_grad():
             for parameter, before in weights:
