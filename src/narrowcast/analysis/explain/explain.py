@@ -5,8 +5,8 @@ It stands above the front ends because each of them will be explained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,15 +16,15 @@ import torch
 from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
-from narrowcast.analysis.explain.failed_run import failure_of
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES
+from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.core.policy.capabilities import one_format
+from narrowcast.core.policy.lacks import FULL
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
@@ -36,13 +36,14 @@ from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case
-from narrowcast.observation.trial.raising import first_line
+from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
 from narrowcast.observation.trial.trial import Trial, detached
-from narrowcast.reports.results.explanation import Comparison, Explanation, Failure, rule_rows
+from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
+from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
@@ -239,7 +240,7 @@ def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, r
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
         return _RanOn(ledger, itself, note)
-    failure = failure_of(trial, region, failed)
+    failure = _failure_of(trial, region, failed)
     if failure is None:
         raise failed
     return _RanOn(ledger, itself, "", failure)
@@ -308,3 +309,59 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
         kept = [t for t in trial.weights() if t.layout is torch.strided]
         weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
         return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=weight_bytes)
+
+
+# -- a run that raised -------------------------------------------------------------------------------------------------
+
+
+def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
+    """What raised in a region, and what runs instead; None if the model raises in fp32, too. What is suggested was
+    tried: the model is run again to see the call, in fp32, and under each policy that may help.
+    """
+    if _raised(trial, None):
+        return None
+    seen = _watched(trial, region, first_line(error))
+    site = seen.site or find_site(frame=innermost_frame(error))
+    attempts = tuple(Attempt(policy.name, _raised(trial, around)) for policy, around in _others(region))
+    return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
+
+
+def _watched(trial: Trial, region: autocast, said: str) -> Raising:
+    """The call that raises, seen in another run; nothing if that does not raise the same.
+
+    A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
+    """
+    for modes in ((SeeFunctions, SeeOps), (SeeOps,)):
+        seen = Raising()
+        try:
+            with ExitStack() as stack:
+                again = stack.enter_context(trial.isolated())
+                stack.enter_context(region)
+                for mode in modes:
+                    stack.enter_context(mode(seen))
+                again()
+        except Exception as error:
+            if first_line(error) == said:
+                return seen
+    return Raising()
+
+
+def _raised(trial: Trial, region: autocast | None) -> str:
+    """What the model raises in the region, or in fp32; empty if it runs."""
+    try:
+        with trial.isolated() as again, nullcontext() if region is None else region:
+            again()
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def _others(region: autocast) -> Iterable[tuple[Policy, autocast]]:
+    """The policies that may run what raised: the region's own with what it lacks repaired, if it is a user's; safe."""
+    own, safe = region.policy, Policy.safe()
+    policies = [safe]
+    if own.layers and own.unsupported != FULL and own.name != safe.name and own.extends:
+        policies.insert(0, replace(own, unsupported=FULL, name=f'{own.name} with unsupported = "{FULL}"'))
+    for policy in policies:
+        if policy.digest != own.digest and policy.name != own.name:
+            yield policy, autocast(region.device, region.fast_dtype, policy=policy)

@@ -119,7 +119,7 @@ def rules_for_not_finite(
     """
     rules = [rule for finding in findings for rule in _rules_for(finding, look, tried)]
     for identity, largest in (in_fp32.largest if in_fp32 is not None else {}).items():
-        format = parse_format(look.low[identity].format) if look.is_decided(identity) else fp32
+        format = parse_format(look.low[identity].low) if look.is_decided(identity) else fp32
         if format is not fp32 and largest > format.max:
             said = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
             rules.append(_rule_about_call(identity, look, said))

@@ -358,4 +358,4 @@ def _products(look: RepairObserver) -> Products:
         call for identity, call in look.calls
         if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
     ]  # fmt: skip
-    return Products(sum(call.is_low for call in calls), len(calls))
+    return Products(sum(bool(call.low) for call in calls), len(calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
 from narrowcast.observation.trial.isolation import Isolated, StandIns, Through, isolated
@@ -198,6 +197,36 @@ class Trial:
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
         with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
             yield run
+
+
+class GradientsAside:
+    """`with GradientsAside(named):` tensors have no gradients inside but those that are made there.
+
+    named: those whose gradients are asked for, by name; others are put aside as they are met.
+    """
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        self._named = named
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __enter__(self) -> GradientsAside:
+        self.put_aside(self._named.values())
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for tensor, gradient in self._before.values():
+            tensor.grad = gradient
+
+    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have none, until the end."""
+        for tensor in tensors:
+            if tensor.is_leaf and id(tensor) not in self._before:
+                self._before[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Those that were made, by name."""
+        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
 
 
 def _converted(dtype: torch.dtype) -> StandIns:

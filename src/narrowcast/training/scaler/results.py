@@ -104,8 +104,8 @@ def name_of(optimizer: Any, models: Iterable[torch.nn.Module], number: int, para
     for index, group in enumerate(optimizer.param_groups):
         if number < len(group["params"]):
             names = group.get("param_names")
-            if names is not None:
-                return str(names[number])
-            return f"parameter {number} of group {index} {tuple(parameter.shape)}"
+            return (
+                f"parameter {number} of group {index} {tuple(parameter.shape)}" if names is None else str(names[number])
+            )
         number -= len(group["params"])
     return f"a parameter {tuple(parameter.shape)}"
