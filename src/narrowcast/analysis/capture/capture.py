@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -186,7 +185,7 @@ class Capturing:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
-        self._stack.enter_context(told_of_optimizer_steps(partial(self._door.run, "a step", self._stepped)))
+        self._stack.enter_context(told_of_optimizer_steps(lambda one: self._optimizers.update({id(one): one})))
         self._stack.enter_context(self._observer.observing())
         return self.run
 
@@ -216,9 +215,6 @@ class Capturing:
             self.run.environment = environment(region.device, policy, str(FORMATS[region.fast_dtype]))
         if self._table.folder is not None:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
-
-    def _stepped(self, optimizer: Any) -> None:
-        self._optimizers[id(optimizer)] = optimizer
 
     def _note_parameters(self, observer: _Capture) -> None:
         roots = observer.roots

@@ -221,8 +221,10 @@ def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, r
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
-                note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
-                return _RanOn(ledger, where, note)
+                if stands_in and device_type != "cpu" and any(k.op.startswith(_RECURRENT) for k in ledger.calls):
+                    unlike = f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+                    why = f"{why} {unlike}".lstrip()
+                return _RanOn(ledger, where, why)
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
@@ -263,14 +265,8 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
 
 
-def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
-    """Where the cpu's kernels represent others that autocast treats otherwise."""
-    recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
-    if stands_in and recurrent and device_type != "cpu":
-        return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
-    return ""
-
-
+_RECURRENT = "aten.mkldnn_rnn_layer"
+"""The cpu's kernel, which represents others that autocast treats otherwise."""
 _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
     "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.script makes of it."

@@ -236,7 +236,7 @@ class Recorder(WatchingMode):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
-            self._count(facts.id, site, came, came, result, done)
+            self._count(facts.id, site, came, came, result, done, None)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
         """These were made inside the recording."""
@@ -322,14 +322,7 @@ class Recorder(WatchingMode):
         return "activation" if made is not None and made() is tensor else "input"
 
     def _count(
-        self,
-        op: str,
-        site: Site,
-        came: str,
-        computes: str,
-        result: Any,
-        done: Tally,
-        decided: DecidedCall | None = None,
+        self, op: str, site: Site, came: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
     ) -> None:
         """Add one call to the tallies."""
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)

@@ -131,7 +131,8 @@ class Checks:
         if not (evaluates and self.wanted.error is None and not self.trial.backward):
             self._run_model(ran, region, functions, backward)
         if evaluates and ran.error is None:
-            self._evaluate(ran, region, functions)
+            with self._counted(ran), restored(self.trial.model), self._seen(look, functions), region:
+                ran.metric = self.trial.measure()  # it runs the model, and is watched for it
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
         return ran
@@ -178,11 +179,6 @@ class Checks:
                     ran.metric = figures_of("repair(metric=...)", self.wanted.metric, self.wanted.metric(given[0]))
             except Exception as error:
                 ran.error, ran.in_metric = error, True
-
-    def _evaluate(self, ran: Ran, region: autocast, functions: bool) -> None:
-        """A Case's `evaluate`, which runs the model, and is watched for it."""
-        with self._counted(ran), restored(self.trial.model), self._seen(ran.look, functions), region:
-            ran.metric = self.trial.measure()
 
     @contextmanager
     def _seen(self, look: RepairObserver, functions: bool) -> Iterator[None]:

@@ -119,18 +119,15 @@ class RepairObserver(WatchCalls):
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
         result = super().called(call, module, args, kwargs)
-        path = self._path_of(module)
-        if path is not None:
-            for tensor in filter(is_floating, tensors_of(result)):
-                self._returned.put(tensor, path)
-        return result
-
-    def _path_of(self, module: Any) -> str | None:
         if module not in self._paths:
             for root in self.roots:
                 for name, each in root.named_modules():
                     self._paths.setdefault(each, name)
-        return self._paths.get(module)
+        path = self._paths.get(module)
+        if path is not None:
+            for tensor in filter(is_floating, tensors_of(result)):
+                self._returned.put(tensor, path)
+        return result
 
     # -- what raises ---------------------------------------------------------------------------------------------------
 

@@ -191,7 +191,8 @@ class Trial:
         if dtype is None and self.is_made:
             with restored(self.model):
                 # arguments that the run may write to and differentiate without the user's being touched
-                yield Isolated(self.model, *tree_map_only(torch.Tensor, _own, (self.args, self.kwargs)))
+                own = lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
+                yield Isolated(self.model, *tree_map_only(torch.Tensor, own, (self.args, self.kwargs)))
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
@@ -237,10 +238,6 @@ def _converted(dtype: torch.dtype) -> StandIns:
         return tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
 
     return StandIns(convert)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:

@@ -165,8 +165,8 @@ class Scaler(ScalerState):
         self._refuse_stepped(inner, "step()")
         state = self.state_of(inner)
         skipped: bool | None
-        closure = closure_in(args, kwargs)
-        if closure is not None:
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure):
             if state["stage"] is UNSCALED:
                 raise self._error(
                     "step() with a closure", "the gradients are unscaled already",
@@ -198,7 +198,7 @@ class Scaler(ScalerState):
         result = self._result(inner, value, state, skipped)
         watch = open_watch()
         if watch is not None:
-            if skipped and closure is None:  # its step was not run: who watches was not told
+            if skipped and not callable(closure):  # its step was not run: who watches was not told
                 watch.step_skipped()
             result.op = _op_seen(watch.found)
         state["line"] = loop_line()
@@ -339,12 +339,6 @@ def _op_seen(found: Watching) -> str:
 
 class _StepNotFinite(Exception):
     """Leaves the step of an optimizer whose closure gave gradients that are not finite."""
-
-
-def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of an optimizer's step."""
-    first = kwargs.get("closure", args[0] if args else None)
-    return first if callable(first) else None
 
 
 def _whole_step(optimizer: Any, step: Callable[[], Any]) -> tuple[Any, bool]:
