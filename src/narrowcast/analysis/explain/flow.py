@@ -8,20 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from narrowcast.analysis.record.graph_ledger import passes
+from narrowcast.analysis.record.graph_ledger import passes, read_of
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.programs.program import Program, Step
-from narrowcast.reports.results.graphs import (
-    OUTSIDE,
-    CompiledGraph,
-    FlowEdge,
-    FlowStep,
-    GraphFlow,
-    GraphRow,
-    floating_formats,
-    parts_of,
-    step_multiplications,
-)
+from narrowcast.reports.results.graphs import OUTSIDE, CompiledGraph, FlowEdge, FlowStep, GraphFlow, GraphRow, parts_of
 
 _LEARNED = ("weight", "bias", "running_mean", "running_var")
 
@@ -119,16 +109,13 @@ class _FlowWalk:
         return OUTSIDE
 
     def _step(self, step: Step) -> FlowStep:
-        known = self.before.steps.get(step.id, step)
-        came = floating_formats([self.before.values[o.value] for o in known.operands if o.value in self.before.values])
-        read = [self.after.values[o.value] for o in step.operands]
-        computes = floating_formats(read) if step.given == known.given else "fp32"
         gave = self.parts.get(step.id, [step.value])
+        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
         moved = sum(v.bytes for v in (*read, *gave))
         at = self._origin(step.id) or step
         return FlowStep(
             at.site.module_path, step.op, at.site.file, at.site.line, at.number, step.direction, came, computes,
-            floating_formats(gave[:1]), moved, step_multiplications(step, read, gave),
+            result, moved, done,
         )  # fmt: skip
 
     def _edge(self, end: int, argument: str, value: int) -> FlowEdge | None:

@@ -65,6 +65,18 @@ def passes(step: Step) -> bool:
     return bool(step.operands) and bool(step.op == "getitem" or views)
 
 
+def read_of(
+    step: Step, before: Program, after: Program, gave: list[Value]
+) -> tuple[str, str, str, list[Value], int | None]:
+    """The formats in which a step's tensors came, are read and are given; what it reads; how often it multiplies."""
+    known = before.steps.get(step.id, step)
+    came = [before.values[o.value] for o in known.operands if o.value in before.values]
+    read = [after.values[o.value] for o in step.operands]
+    computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
+    done = step_multiplications(step, read, gave)
+    return floating_formats(came), computes, floating_formats(gave[:1]), read, done
+
+
 PLACED = "placed"
 """The action of a call whose format a goal chose."""
 
@@ -97,17 +109,11 @@ class _Walker:
         plan, policy = self._plan(known)
         for decided in plan.rules:
             self.ledger.count_match(decided.label, known.site.module_path)
-        read = [self.after.values[o.value] for o in step.operands]
-        came = [self.before.values[o.value] for o in known.operands]
         gave = self.parts.get(step.id, [step.value])
-        computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
-        rule = plan.rule
-        action, reason = self._why(step, rule)
-        kind = CallKind(
-            known.op, *step.site.at, floating_formats(came), computes, floating_formats(gave[:1]), action or "unlisted",
-            reason or "follows input dtype", policy,
-        )  # fmt: skip
-        done = step_multiplications(step, read, gave)
+        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
+        action, reason = self._why(step, plan.rule)
+        about = action or "unlisted", reason or "follows input dtype", policy
+        kind = CallKind(known.op, *step.site.at, came, computes, result, *about)
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)

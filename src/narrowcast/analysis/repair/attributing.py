@@ -150,8 +150,6 @@ def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
     by_gradient = any(any(effect.probes) for effect in effects.values())
     sums: dict[Rule, list[float]] = {}
     for identity, effect in effects.items():
-        if identity not in look.low:
-            continue
         makers = look.decided_behind(identity)
         probes = effect.probes if by_gradient else (effect.own,)
         for maker in makers:

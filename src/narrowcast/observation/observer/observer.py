@@ -258,13 +258,10 @@ class Observer(WatchingMode):
         """Tell those who look; whether that went well. What is computed meanwhile is nobody's call."""
         state = self._local
         state.looking = True
+        unrecorded = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
         try:
-            with below_modes(), without_functions(), autocast_off():
-                if torch.is_grad_enabled():
-                    with torch.no_grad():
-                        told(*args)
-                else:
-                    told(*args)
+            with below_modes(), without_functions(), autocast_off(), unrecorded:
+                told(*args)
             return True
         except Exception as error:
             self.door.caught(error, what)
