@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
 from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
-from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
@@ -105,74 +104,56 @@ def explain(
     resolved = chosen.resolve(device_type)
     fast = replace(asked, policy=chosen).fast_dtype_on(device_type)
     opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
+    low = str(FORMATS[fast])
+    found = Explanation(trial.name, device_type, low, chosen.name, resolved.digest, "nothing was run", "", Ledger())
+    found = replace(found, front_end=front_end)
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         methods = methods_of(trial.model) or methods_of(script(trial.model))  # Python code is scripted first
         graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
-        ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs=graphs)
+        found = replace(found, ledger=graph_ledger(graphs), graphs=graphs)
     else:
-        ran = _run(trial, opened, device_type, stands_in, real, front_end, wanted, backend)
+        found = _run(found, trial, opened, stands_in, real, wanted, backend)
     timed = None
-    if times and ran.failure is None:
-        predict_costs(ran.graphs, device_type)
+    if times and found.failure is None:
+        predict_costs(found.graphs, device_type)
         for is_timed in (False, True) if front_end == "eager" else ():  # what is set up in a first run is not timed
             timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
-    computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
-    slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
-    return Explanation(
-        subject=trial.name,
-        device_type=device_type,
-        low=str(FORMATS[fast]),
-        policy=chosen.name,
-        digest=resolved.digest,
-        ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
-        note=_sentences(slow, ran.note),
-        ledger=ran.ledger,
-        comparison=_compare(trial, opened) if run and ran.failure is None else None,
-        front_end=front_end,
-        graphs=tuple(map(with_row_and_flow, ran.graphs)),
-        differences=ran.differences,
-        rules=rule_rows(chosen.rules, ran.ledger),
-        failure=ran.failure,
+    is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
+    return replace(
+        found,
+        ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else found.ran_on,
+        note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", found.note),
+        comparison=_compare(trial, opened) if run and found.failure is None else None,
+        graphs=tuple(map(with_row_and_flow, found.graphs)),
+        rules=rule_rows(chosen.rules, found.ledger),
         timed=timed,
         gradients=torch.is_grad_enabled(),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _RanOn:
-    """What a run showed. on: what was run. note: why, if it is not fake tensors."""
-
-    ledger: Ledger
-    on: str
-    note: str
-    failure: Failure | None = None
-    graphs: tuple[CompiledGraph, ...] = ()
-    differences: tuple[DecisionDifference, ...] = ()
-
-
 def _run(
-    trial: Trial, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
-    backend: str,
-) -> _RanOn:  # fmt: skip
+    asked: Explanation, trial: Trial, opened: autocast, stands_in: bool, real: bool, goal: Goal, backend: str
+) -> Explanation:
     """The model as eager code, and through a graph front end if one is to be explained."""
-    ran = _record(trial, opened, device_type, stands_in, real)
+    ran = _record(asked, trial, opened, stands_in, real)
     ledger = ran.ledger
     note = _sentences(ran.note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
-    if front_end not in ("compile", "export") or ran.failure is not None:
+    if asked.front_end not in ("compile", "export") or ran.failure is not None:
         return replace(ran, note=_sentences(note, _script_note(trial)))
-    graphs, eager = graphs_of(front_end, trial, opened, goal, backend)
+    graphs, eager = graphs_of(asked.front_end, trial, opened, goal, backend)
     found = graph_ledger(graphs)
     is_whole = not goal.places and not any(g.fallback or g.broken_by for g in graphs)
     differences = decision_differences(ledger, found) if is_whole else ()
-    other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.on}"
+    other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
     if any(graph.after is not None for graph in graphs):
         others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
         other = f"{_OTHER_PATH}: {others}" if others else ""
-        ledger, on = found, f"eager beside it ran on {ran.on}"
-    return _RanOn(ledger, on, _sentences(note, eager, other, _script_note(trial)), None, graphs, differences)
+        ledger, on = found, f"eager beside it ran on {ran.ran_on}"
+    note = _sentences(note, eager, other, _script_note(trial))
+    return replace(ran, ledger=ledger, ran_on=on, note=note, graphs=graphs, differences=differences)
 
 
 _OTHER_PATH = (
@@ -209,9 +190,9 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
         )  # fmt: skip
 
 
-def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, real: bool) -> _RanOn:
+def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool, real: bool) -> Explanation:
     """One run of eager code, recorded."""
-    why = ""
+    why, device_type = "", asked.device_type
     failed: Exception | None = None
     has_meta = any(tensor.is_meta for tensor in trial.weights())
     if not real:
@@ -224,7 +205,7 @@ def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, r
                 if stands_in and device_type != "cpu" and any(k.op.startswith(_RECURRENT) for k in ledger.calls):
                     unlike = f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
                     why = f"{why} {unlike}".lstrip()
-                return _RanOn(ledger, where, why)
+                return replace(asked, ledger=ledger, ran_on=where, note=why)
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
@@ -238,14 +219,14 @@ def _record(trial: Trial, region: autocast, device_type: str, stands_in: bool, r
         except Exception as error:
             failed = error
         else:
-            return _RanOn(ledger, itself, why)
+            return replace(asked, ledger=ledger, ran_on=itself, note=why)
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
-        return _RanOn(ledger, itself, note)
+        return replace(asked, ledger=ledger, ran_on=itself, note=note)
     failure = _failure_of(trial, region, failed)
     if failure is None:
         raise failed
-    return _RanOn(ledger, itself, "", failure)
+    return replace(asked, ledger=ledger, ran_on=itself, failure=failure)
 
 
 def _sentences(*notes: str) -> str:

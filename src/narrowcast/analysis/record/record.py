@@ -282,18 +282,14 @@ class Recorder(WatchingMode):
         if cast is None or not node.name().startswith("ToCopyBackward"):
             return False
         elements = src.numel()
-        self.ledger.add(
-            replace(
-                cast,
-                src=str(FORMATS[src.dtype]),
-                dst=str(FORMATS[result.dtype]),
-                elements=elements,
-                moved_bytes=elements * (src.itemsize + result.itemsize),
-                direction="backward",
-                reason=f"gradient of the forward cast to {cast.dst}",
-                repeated=False,
-            )
-        )
+        facts: dict[str, Any] = {
+            "src": str(FORMATS[src.dtype]),
+            "dst": str(FORMATS[result.dtype]),
+            "elements": elements,
+        }
+        facts |= {"moved_bytes": elements * (src.itemsize + result.itemsize), "direction": "backward"}
+        reason = f"gradient of the forward cast to {cast.dst}"
+        self.ledger.add(replace(cast, **facts, reason=reason, repeated=False))
         return True
 
     def _add_cast(self, call: _RecordedCall, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:

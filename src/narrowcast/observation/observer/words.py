@@ -33,12 +33,8 @@ def planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -
     """The formats in which the op reads its floating tensors."""
     if plan.set_dtype or plan.append_dtype:
         return "fp32"
-    wanted = [
-        DTYPES[dst] if dst is not None else t.dtype
-        for (_, t), dst in zip(tensors, plan.formats, strict=True)
-        if t is not None
-    ]
-    return format_names(wanted)
+    given = zip(tensors, plan.formats, strict=True)
+    return format_names([t.dtype if dst is None else DTYPES[dst] for (_, t), dst in given if t is not None])
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:

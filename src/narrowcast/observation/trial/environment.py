@@ -33,8 +33,7 @@ def environment(device_type: str, policy: Policy | None = None, low: str = "") -
         "command": " ".join(sys.argv[:1]),
     }
     if policy is not None:
-        resolved = policy.resolve(device_type)
-        found["policy"] = {"name": policy.name, "digest": resolved.digest, "low": low}
+        found["policy"] = {"name": policy.name, "digest": policy.resolve(device_type).digest, "low": low}
     return found
 
 

@@ -45,15 +45,11 @@ class EndedStep:
         lost = [result for result in self.results if result.skipped]
         found = self.found is not None and any(self.found.values())
         skipped = found if self.loss else bool(lost) or found
-        why = "; ".join(dict.fromkeys(result.why for result in lost)) if skipped else ""
-        return ScaledStep(
-            self.number,
-            self.scale.values()[0],
-            skipped,
-            why or ("a gradient was not finite" if skipped else ""),
-            self.loss,
-            tuple(dict.fromkeys(name for result in lost for name in result.parameters)) if skipped else (),
-        )
+        if not skipped:
+            return ScaledStep(self.number, self.scale.values()[0], False, "", self.loss, ())
+        why = "; ".join(dict.fromkeys(result.why for result in lost)) or "a gradient was not finite"
+        names = dict.fromkeys(name for result in lost for name in result.parameters)
+        return ScaledStep(self.number, self.scale.values()[0], True, why, self.loss, tuple(names))
 
 
 class Steps:
