@@ -191,7 +191,6 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
 
 
 def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool, real: bool) -> Explanation:
-    """One run of eager code, recorded."""
     why, device_type = "", asked.device_type
     failed: Exception | None = None
     has_meta = any(tensor.is_meta for tensor in trial.weights())
@@ -230,7 +229,6 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
 
 
 def _sentences(*notes: str) -> str:
-    """Those that say something, one after the other."""
     said = [note for note in notes if note]
     return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
 

@@ -77,8 +77,6 @@ Made = tuple[Callable[[], Any], list[torch.Tensor]]
 
 
 def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Through:
-    """What runs a copy of the model."""
-
     def run_compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_compiled_code()
         if not goal.places:

@@ -82,8 +82,6 @@ PLACED = "placed"
 
 
 class _Walker:
-    """Reads one graph's programs into the ledger."""
-
     def __init__(self, ledger: Ledger, graph: CompiledGraph, before: Program, after: Program) -> None:
         self.ledger, self.graph, self.before, self.after = ledger, graph, before, after
         placed = graph.placement.calls if graph.placement is not None else ()

@@ -239,7 +239,6 @@ class Recorder(WatchingMode):
             self._count(facts.id, site, came, came, result, done, None)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
-        """These were made inside the recording."""
         for tensor in tensors:
             self._made[id(tensor)] = weakref.ref(tensor)
 
@@ -293,7 +292,6 @@ class Recorder(WatchingMode):
         return True
 
     def _add_cast(self, call: _RecordedCall, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
-        """Append one line to the ledger."""
         elements = src_size = 0
         src, kind, repeated = "?", "input", False
         if tensor is not None:
@@ -320,7 +318,6 @@ class Recorder(WatchingMode):
     def _count(
         self, op: str, site: Site, came: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
     ) -> None:
-        """Add one call to the tallies."""
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
         action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)

@@ -77,7 +77,7 @@ def repair(
     found = Repair(trial.name, opened.device, low, asked.policy.name, asked.policy, str(wanted))
     found.environment = environment(opened.device, asked.policy, low)
     with long_work(f"repairing {found.subject}", 8) as step:
-        Repairing(Checks(trial, wanted, step), region_with, asked.policy, found).run()
+        Repairing(Checks(trial, wanted, step), region_with, found).run()
     return found
 
 

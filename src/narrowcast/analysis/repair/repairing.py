@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from narrowcast.analysis.capture.capture import NOTHING
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.analysis.repair.checking import Checks, Problem, Ran
-from narrowcast.analysis.repair.ideas import rules_about_low, rules_for_not_finite, rules_for_raised
+from narrowcast.analysis.repair.ideas import RegionWith, rules_about_low, rules_for_not_finite, rules_for_raised
 from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
 from narrowcast.analysis.repair.rules import folded, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
-from narrowcast.core.policy import Policy, Rule
+from narrowcast.core.policy import Rule
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager import autocast
@@ -50,10 +50,9 @@ class Repairing:
     sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
     """
 
-    def __init__(
-        self, checks: Checks, region_with: Callable[[Iterable[Rule]], autocast], policy: Policy, found: Repair
-    ) -> None:
-        self._checks, self._region_with, self._policy, self._found = checks, region_with, policy, found
+    def __init__(self, checks: Checks, region_with: RegionWith, found: Repair) -> None:
+        self._checks, self._region_with, self._found = checks, region_with, found
+        self._fp32 = autocast(found.device_type, policy=NOTHING)
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()
@@ -110,11 +109,10 @@ class Repairing:
         """The model in fp32; and, if the first run went through, what each of its low calls does to the output."""
         checks, found = self._checks, self._found
         attributes = checks.wanted.compares and first.error is None
-        region = autocast(found.device_type, policy=NOTHING)
         if attributes and checks.wanted.evaluate is None and not checks.trial.backward:
-            expected = self._attribute(region, first.look)
+            expected = self._attribute(first.look)
         else:
-            expected = checks.run(region, RepairObserver(ranges=True))
+            expected = checks.run(self._fp32, RepairObserver(ranges=True))
             if attributes:
                 self._attribute_besides(first.look)
         if expected.error is None:
@@ -143,21 +141,21 @@ class Repairing:
                 advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
             )  # fmt: skip
 
-    def _attribute(self, region: autocast, look: RepairObserver) -> Ran:
+    def _attribute(self, look: RepairObserver) -> Ran:
         """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
         observer = Attribution(look.low)
         with gradients_recorded(parameters_of(self._checks.trial.model)):
-            ran = self._checks.run(region, observer, backward=observer.probe)
+            ran = self._checks.run(self._fp32, observer, backward=observer.probe)
         if ran.error is not None:  # .numpy() of what requires grad, for one
             self._found.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
             observer = Attribution(look.low)
-            ran = self._checks.run(region, observer)
+            ran = self._checks.run(self._fp32, observer)
         self._worth = worth_of(observer.effects, look)
         return ran
 
     def _attribute_besides(self, look: RepairObserver) -> None:
         """The same where the reference has run already, or is a metric."""
-        ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
+        ran = self._attribute(look)
         said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
         self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
 
@@ -277,11 +275,11 @@ class Repairing:
     # -- what is told --------------------------------------------------------------------------------------------------
 
     def _tell(self, ran: Ran) -> None:
-        found, policy = self._found, with_repairs(self._policy, self._rules)
-        found.policy = policy
+        found = self._found
+        found.policy = with_repairs(found.policy, self._rules)
         problem = self._checks.judge(ran)
         said = problem.said if problem is not None else "clean"
-        found.after = RepairStep(f"under {policy.name}", said, error=ran.relative, metric=ran.metric)
+        found.after = RepairStep(f"under {found.policy.name}", said, error=ran.relative, metric=ran.metric)
         found.products_after = _products(ran.look)
         known = load_profile(device_now(found.device_type))  # this device's own, as far as it was measured
         prices = CostModel(known) if known.samples else None

@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Parameter:
-    """A parameter, and what it held."""
-
     parameter: Parameter
     data: torch.Tensor
     gradient: torch.Tensor | None

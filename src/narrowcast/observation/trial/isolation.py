@@ -81,23 +81,23 @@ class Isolated:
             return self.model(*self.args, **self.kwargs)
 
 
-class StandIns:
-    """For each tensor one in its place, which `make` gives: a parameter, or one that requires grad, where that is."""
+def stand_ins(make: StandIn) -> StandIn:
+    """For each tensor one in its place, which `make` gives, the same each time: a parameter, or one that requires grad,
+    where that is.
+    """
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __init__(self, make: StandIn) -> None:
-        self._make = make
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same one each time."""
-        if id(tensor) not in self._made:
-            made = self._make(tensor)
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            made = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 made.requires_grad_()
-            self._made[id(tensor)] = (tensor, made)
-        return self._made[id(tensor)][1]
+            known[id(tensor)] = (tensor, made)
+        return known[id(tensor)][1]
+
+    return stand_in
 
 
 def _fakes(mode: FakeTensorMode) -> StandIn:
@@ -108,8 +108,8 @@ def _fakes(mode: FakeTensorMode) -> StandIn:
         with mode:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
-    stand_ins = StandIns(fake)
-    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else stand_ins(tensor)
+    made = stand_ins(fake)
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else made(tensor)
 
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:

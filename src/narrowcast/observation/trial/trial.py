@@ -17,7 +17,7 @@ from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
-from narrowcast.observation.trial.isolation import Isolated, StandIns, Through, isolated
+from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -230,14 +230,14 @@ class GradientsAside:
         return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
 
 
-def _converted(dtype: torch.dtype) -> StandIns:
+def _converted(dtype: torch.dtype) -> StandIn:
     """Each floating or complex tensor in another format."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         wide = dtype.to_complex() if tensor.is_complex() else dtype
         return tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
 
-    return StandIns(convert)
+    return stand_ins(convert)
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ class Scaler(ScalerState):
         self._findings.scaled(loss)
         self.make_scale(loss.device)
         if loss_id not in self._losses:
-            self._losses[loss_id] = LossScale(self.first_scale, min(self._min_scale, self.first_scale))
+            self._losses[loss_id] = LossScale(self.first_scale, self._min_scale)
         self._named.add(loss_id)
         found = backward_of(loss, self._losses[loss_id], optimizers, self._group, kwargs)
         for one, flags in zip(optimizers, found, strict=True):
@@ -93,8 +93,7 @@ class Scaler(ScalerState):
                 device: torch.maximum(before[device], flag) if device in before else flag
                 for device, flag in {**before, **flags}.items()
             }
-            state["stage"] = UNSCALED
-            state["line"] = loop_line()
+            state.update(stage=UNSCALED, line=loop_line())
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
