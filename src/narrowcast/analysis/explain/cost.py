@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,38 +18,34 @@ from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
 
+Named = dict[str, float]
 Run = Callable[[], Any]
+_SECONDS = 10.0
 
 
 def with_cost(
-    differences: Differences,
-    metric_reference: Mapping[str, float],
-    metric_found: Mapping[str, float],
-    reference: Run,
-    region: Run,
-    repeats: int = 7,
-    seconds: float = 10.0,
-    weight_bytes: int = 0,
+    differences: Differences, metrics: tuple[Named, Named], runs: tuple[Run, Run], weight_bytes: int, repeats: int = 7
 ) -> Comparison:
-    """The differences with the model's metric, and what the region costs. Both are run once observed, for peak memory
-    and what time is spent on, then in alternating pairs for time: `repeats` of them, or after the third as many as fit
-    into these seconds.
+    """The differences with the model's metric, and what the region costs; metrics, runs: of fp32 and of the region.
+    Both are run once observed, for peak memory and what time is spent on, then in alternating pairs for time: `repeats`
+    of them, or after the third as many as fit into ten seconds.
     """
+    reference, region = runs
     observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     for number in range(repeats):
-        if number >= 3 and time.perf_counter() - began > seconds:
+        if number >= 3 and time.perf_counter() - began > _SECONDS:
             break
-        order = (reference, region) if number % 2 == 0 else (region, reference)
+        order = runs if number % 2 == 0 else runs[::-1]
         elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
     peaks = [weight_bytes + each.peak_bytes for each in observed]
     return Comparison(
         differences=differences,
-        metric_reference=dict(metric_reference),
-        metric_found=dict(metric_found),
+        metric_reference=metrics[0],
+        metric_found=metrics[1],
         reference_ms=statistics.median(a for a, _ in times),
         region_ms=statistics.median(b for _, b in times),
         time_ratio=statistics.median(ratios),

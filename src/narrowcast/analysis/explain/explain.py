@@ -275,7 +275,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
         with around:
             return detached(trial.call())
 
-    in_fp32, in_region = partial(run, nullcontext()), partial(run, region)
+    runs = partial(run, nullcontext()), partial(run, region)
     differences = compare_with_fp32(trial, region)
     with restored(trial.model):
         before = trial.measure()
@@ -283,7 +283,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
             after = trial.measure()
         kept = [t for t in trial.weights() if t.layout is torch.strided]
         weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
-        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=weight_bytes)
+        return with_cost(differences, (before, after), runs, weight_bytes)
 
 
 # -- a run that raised -------------------------------------------------------------------------------------------------
