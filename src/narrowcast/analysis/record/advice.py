@@ -90,17 +90,16 @@ class Adviser:
             seen = self._regions[id(region)] = _Seen(region, site)
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy
-        around = self._open[-1] if self._open else None
-        kept = around is not None and around.hiding is not None
+        kept = bool(self._open) and self._open[-1].hiding is not None
         self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
     def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
             return
-        found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
-        if found is None:
+        opened = next((each for each in reversed(self._open) if each.seen.region is region), None)
+        if opened is None:
             return
-        opened = self._open.pop(found)
+        self._open.remove(opened)
         calls, casts = self._counts()
         opened.seen.calls += calls - opened.calls
         opened.seen.casts += casts - opened.casts

@@ -14,30 +14,25 @@ import torch
 from narrowcast.analysis.record.advice import Adviser
 from narrowcast.core.decide import Plan
 from narrowcast.core.ledger import CallKind, Cast, Refusal, Tally
+from narrowcast.core.ops import multiplications
 from narrowcast.core.policy import MODULE_CALL_OP, Site
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.call_hook import stand_at_calls
 from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
-from narrowcast.observation.observer.words import (
-    SIZES,
-    bytes_of,
-    deciding_rule,
-    format_names,
-    multiplied,
-    planned_names,
-)  # fmt: skip
+from narrowcast.observation.observer.words import deciding_rule, format_names, planned_names
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, version_of
 
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "follows input dtype"
+_SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 
 @contextmanager
@@ -224,7 +219,9 @@ class Recorder(WatchingMode):
             self.adviser.passed_on(arguments, results)
         if not results or (func is TO_COPY and self._see_cast(args[0], result)):
             return
-        done = Tally(1, bytes_of(arguments) + bytes_of(results), set(), multiplied(facts.id, args, arguments, results))
+        done = Tally(
+            1, _bytes_of(arguments) + _bytes_of(results), set(), _multiplied(facts.id, args, arguments, results)
+        )
         calls = self._state.calls
         if calls:
             calls[-1].done.add(done)
@@ -302,7 +299,7 @@ class Recorder(WatchingMode):
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
-        decided, moved = call.decided, elements * (src_size + SIZES[dst]) if how == "copied" else 0
+        decided, moved = call.decided, elements * (src_size + _SIZES[dst]) if how == "copied" else 0
         facts = {"src": src, "dst": dst, "elements": elements, "moved_bytes": moved, "how": how, "kind": kind}
         facts |= {"direction": "forward", "policy": decided.policy.name, "repeated": repeated, "number": decided.number}
         cast = Cast.of(decided.facts.id, argument, decided.site, decided.plan.rule_for(argument), **facts)
@@ -325,3 +322,16 @@ class Recorder(WatchingMode):
         direction = "forward" if current_autograd_node() is None else "backward"
         kind = CallKind(op, *site.at, came, computes, gave, action, reason, policy, direction)
         self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    """How much memory the elements take."""
+    return sum([t.numel() * t.itemsize for t in tensors])
+
+
+def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
+    """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
+    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
+        return None
+    transposed = op.startswith("aten.convolution") and any(value is True for value in args)
+    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)

@@ -204,9 +204,9 @@ class Observer(WatchingMode):
         if self._is_nobodys(facts, types):
             return func(*args, **kwargs)
         decided = self._local.decided
-        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
-        if decided and facts.writes and self.weights is not None:
+        if facts.writes and self.weights is not None:
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
+        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         on = () if decided or self._executing.op else self._autocast_on()
         result = self._execute(func, args, kwargs, on)
         if seen is None:
@@ -237,8 +237,6 @@ class Observer(WatchingMode):
     def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
         """An op that nobody has decided about, if it is a call of its own."""
         func = facts.op
-        if facts.writes and self.weights is not None:
-            self._before_write(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             return None

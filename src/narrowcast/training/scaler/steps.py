@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from narrowcast.core.policy import Site
 from narrowcast.errors import Origin, ScalerError, ScalerWarning
 from narrowcast.reports.results.scaler_history import History, ScaledStep
 from narrowcast.runtime.sites.python_stack import loop_line
@@ -61,7 +59,7 @@ class Steps:
         self.number = 0
         self.streaks: dict[str, Streak] = {}
         self.waiting: deque[EndedStep] = deque()
-        self._stuck: Callable[[Site], ScalerError] | None = None
+        self._stuck: tuple[str, str] | None = None
 
     @property
     def was_skipped(self) -> bool:
@@ -91,19 +89,16 @@ class Steps:
             streak = self.streaks.get(row.loss, Streak()).after(row, step.floor.values()[0])
             if streak.is_stuck(self.patience):
                 streak = streak.told()
-                self._stuck = partial(_error, streak, row, step.is_watched)
+                self._stuck = found_text(streak, row), advice_text(streak, step.is_watched)
             self.streaks[row.loss] = streak
 
     def speak(self) -> None:
         """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
         if self._stuck is not None:
-            site = loop_line()
-            error, self._stuck = self._stuck(site), None
+            site, (found, advice) = loop_line(), self._stuck
+            self._stuck = None
+            where = (Origin(site.file, site.line),) if site.file else ()
+            error = ScalerError("training with a scaler", found, where, advice)
             if self.on_stuck == "raise":
                 raise error
             warn_at(str(error), site, ScalerWarning)
-
-
-def _error(streak: Streak, row: ScaledStep, is_watched: bool, site: Site) -> ScalerError:
-    where = (Origin(site.file, site.line),) if site.file else ()
-    return ScalerError("training with a scaler", found_text(streak, row), where, advice_text(streak, is_watched))
