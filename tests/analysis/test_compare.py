@@ -61,8 +61,8 @@ def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
         return torch.ones(4)
 
     found = Differences("model", "cpu", "native", "bf16", "fp32")
-    short = with_cost(found, {"m": 1.0}, {"m": 2.0}, lambda: run("fp32"), lambda: run("region"), repeats=3,
-                      weight_bytes=48)  # fmt: skip
+    both = (lambda: run("fp32"), lambda: run("region"))
+    short = with_cost(found, ({"m": 1.0}, {"m": 2.0}), both, weight_bytes=48, repeats=3)
     assert short.metric_found == {"m": 2.0} and runs == {"fp32": 5, "region": 5}
     assert short.memory_ratio == 1 and short.region_peak_bytes == 16 and "kernels" in spent(short)
     low, high = short.time_quartiles

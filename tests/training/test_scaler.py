@@ -603,7 +603,7 @@ def test_complex_gradients_are_unscaled_and_checked():
 def test_a_lowest_scale_above_the_first_is_refused():
     """If it was asked for; the default gives way to a first scale below 1."""
     refused(lambda: nc.Scaler("cpu", init_scale=2.0, min_scale=4.0), "below the lowest")
-    assert nc.Scaler("cpu", init_scale=0.5).floor_now() == 0.5 and nc.Scaler("cpu").floor_now() == 1.0
+    assert nc.Scaler("cpu", init_scale=0.5)._floor == 0.5 and nc.Scaler("cpu")._floor == 1.0
 
 
 def test_a_scaler_for_cuda_without_cuda_is_off_and_says_so():

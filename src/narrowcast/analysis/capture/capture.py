@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, overload
 
 import torch
 
-from narrowcast.analysis.capture.token_probabilities import log_probabilities_of
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -101,11 +98,11 @@ def capture(
         if wrong is not None:
             raise RunError(f"capture({wrong}=...) without a model", "the block runs what it runs",
                            advice="Give a model, or open the region inside the block.")  # fmt: skip
-        return Capturing(table, times=times)
+        return Capturing(table, times)
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
     weights = Weights(parameters_of(trial.model))
-    made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING, times)
+    made = Capturing(table, times, opened, weights)
     try:
         outcome = trial.run(opened, made)
     finally:
@@ -114,9 +111,7 @@ def capture(
         made.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
         made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
-    policy_asked = None if opened.policy is NOTHING else opened.policy
-    made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
-    made.note_folder()
+    made.note_environment()
     return made.run
 
 
@@ -168,16 +163,19 @@ class _CapturedRun(Run):
 
 
 class Capturing:
-    """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
+    """`with capture() as run:` the run grows as the block runs, and is whole when it has ended.
+
+    region, weights: of a model that is run in a region, which writes to its weights at most.
+    """
 
     def __init__(
-        self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
-        casts_scripts: bool = True, times: bool = False,
-    ) -> None:  # fmt: skip
+        self, table: Statistics, times: bool, region: autocast | None = None, weights: Weights | None = None
+    ) -> None:
         self.run = _CapturedRun()
-        self._table = table
-        self._observer = _Capture(self.run, table, policies, times)
-        self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
+        self._table, self._region = table, region
+        self._observer = _Capture(self.run, table, () if region is None else (region.policy,), times)
+        self._observer.weights = weights
+        self._observer.casts_scripts = region is None or region.policy is not NOTHING
         self._door = self._observer.door = Door(self.run.notes)
         self._stack = ExitStack()
         self._is_entered = False
@@ -187,18 +185,17 @@ class Capturing:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
-        self._stack.enter_context(told_of_optimizer_steps(partial(self._door.run, "a step", self._stepped)))
+        self._stack.enter_context(told_of_optimizer_steps(lambda one: self._optimizers.update({id(one): one})))
         self._stack.enter_context(self._observer.observing())
         return self.run
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stack.close()
         with quietly():
             self._door.run("parameters", self._note_parameters, self._observer)
             self.run.later = self._tensors
-        self._door.run("the environment", self._note_environment)
+        if self._region is None:  # else when the model is as it was
+            self._door.run("the environment", self.note_environment)
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
@@ -208,17 +205,16 @@ class Capturing:
         tensors = self._door.run("the values of tensors", self._table.table)
         return self._table.without_values() if tensors is None else tensors
 
-    def _note_environment(self) -> None:
-        self.run.environment = environment(self._observer.device_type or "cpu")
-        self.note_folder()
-
-    def note_folder(self) -> None:
-        """Where the tensors themselves are, if they were asked for."""
+    def note_environment(self) -> None:
+        """In which environment the run was made, and where the tensors themselves are, if they were asked for."""
+        region = self._region
+        if region is None:
+            self.run.environment = environment(self._observer.device_type or "cpu")
+        else:
+            policy = None if region.policy is NOTHING else region.policy
+            self.run.environment = environment(region.device, policy, str(FORMATS[region.fast_dtype]))
         if self._table.folder is not None:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
-
-    def _stepped(self, optimizer: Any) -> None:
-        self._optimizers[id(optimizer)] = optimizer
 
     def _note_parameters(self, observer: _Capture) -> None:
         roots = observer.roots
@@ -286,3 +282,26 @@ class _Capture(Observer):
         if self.device_type not in ("", "cpu"):
             torch.accelerator.synchronize()
         return time.perf_counter_ns()
+
+
+def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token but the first of its row, and its log-probability given those before it, in fp64: two of [N].
+
+    output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T]. RunError for others.
+    """
+    logits = getattr(output, "logits", output)
+    logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
+    asked = f"capture(tokens={list(tokens.shape)})"
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[-1] < 2:
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise RunError(
+            asked, f"the model returned {found}, no logits of each token",
+            advice="Give the ids [..., T] of a model whose output, its `logits` or its first part is [..., T, V].",
+        )  # fmt: skip
+    with quietly():
+        ids = tokens[..., 1:].to(logits.device).reshape(-1)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
+            raise RunError(asked, f"ids outside of a vocabulary of {logits.shape[-1]}", advice="Give the model's ids.")
+        rows = logits[..., :-1, :].reshape(-1, logits.shape[-1])
+        values = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
+        return ids.cpu(), torch.cat(values).cpu()

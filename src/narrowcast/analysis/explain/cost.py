@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,38 +18,34 @@ from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
 
+Named = dict[str, float]
 Run = Callable[[], Any]
+_SECONDS = 10.0
 
 
 def with_cost(
-    differences: Differences,
-    metric_reference: Mapping[str, float],
-    metric_found: Mapping[str, float],
-    reference: Run,
-    region: Run,
-    repeats: int = 7,
-    seconds: float = 10.0,
-    weight_bytes: int = 0,
+    differences: Differences, metrics: tuple[Named, Named], runs: tuple[Run, Run], weight_bytes: int, repeats: int = 7
 ) -> Comparison:
-    """The differences with the model's metric, and what the region costs. Both are run once observed, for peak memory
-    and what time is spent on, then in alternating pairs for time: `repeats` of them, or after the third as many as fit
-    into these seconds.
+    """The differences with the model's metric, and what the region costs; metrics, runs: of fp32 and of the region.
+    Both are run once observed, for peak memory and what time is spent on, then in alternating pairs for time: `repeats`
+    of them, or after the third as many as fit into ten seconds.
     """
+    reference, region = runs
     observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     for number in range(repeats):
-        if number >= 3 and time.perf_counter() - began > seconds:
+        if number >= 3 and time.perf_counter() - began > _SECONDS:
             break
-        order = (reference, region) if number % 2 == 0 else (region, reference)
+        order = runs if number % 2 == 0 else runs[::-1]
         elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
     peaks = [weight_bytes + each.peak_bytes for each in observed]
     return Comparison(
         differences=differences,
-        metric_reference=dict(metric_reference),
-        metric_found=dict(metric_found),
+        metric_reference=metrics[0],
+        metric_found=metrics[1],
         reference_ms=statistics.median(a for a, _ in times),
         region_ms=statistics.median(b for _, b in times),
         time_ratio=statistics.median(ratios),
@@ -87,9 +83,7 @@ class Observed(DispatchMode):
         self._held = 0
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
         synchronize()
         began = time.perf_counter_ns()
@@ -100,16 +94,11 @@ class Observed(DispatchMode):
             self.casts_ns += elapsed
         else:
             self.kernels_ns += elapsed
-        for tensor in tensors_in(result):
-            if tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage_key(tensor)
-            if key in self._seen or key in before:
-                continue
-            size = storage.nbytes()
-            self._held += size
-            self._seen[key] = weakref.finalize(storage, self._release, key, size)
+        for tensor in [t for t in tensors_in(result) if t.layout is torch.strided]:
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if key not in self._seen and key not in before:
+                self._held += storage.nbytes()
+                self._seen[key] = weakref.finalize(storage, self._release, key, storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self._held)
         return result
 

@@ -5,24 +5,26 @@ It stands above the front ends because each of them will be explained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
-from narrowcast.analysis.explain.failed_run import failure_of
 from narrowcast.analysis.explain.flow import with_row_and_flow
-from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of
-from narrowcast.analysis.explain.timing import predict_costs, timed_run
+from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES
+from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.core.policy.capabilities import one_format
+from narrowcast.core.policy.lacks import FULL
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
@@ -34,14 +36,13 @@ from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case
-from narrowcast.observation.trial.isolation import isolated
-from narrowcast.observation.trial.raising import first_line
+from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
 from narrowcast.observation.trial.trial import Trial, detached
-from narrowcast.reports.results.explanation import Comparison, Explanation, Failure, rule_rows
-from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference
+from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
+from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
@@ -103,75 +104,56 @@ def explain(
     resolved = chosen.resolve(device_type)
     fast = replace(asked, policy=chosen).fast_dtype_on(device_type)
     opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
+    low = str(FORMATS[fast])
+    found = Explanation(trial.name, device_type, low, chosen.name, resolved.digest, "nothing was run", "", Ledger())
+    found = replace(found, front_end=front_end)
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         methods = methods_of(trial.model) or methods_of(script(trial.model))  # Python code is scripted first
         graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
-        ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs)
+        found = replace(found, ledger=graph_ledger(graphs), graphs=graphs)
     else:
-        ran = _run(trial, opened, device_type, stands_in, real, front_end, wanted, backend)
+        found = _run(found, trial, opened, stands_in, real, wanted, backend)
     timed = None
-    if times and ran.failure is None:
-        predict_costs(ran.graphs, device_type)
-        timed = timed_run(trial, opened) if front_end == "eager" else None
-    computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
-    slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
-    return Explanation(
-        subject=trial.name,
-        device_type=device_type,
-        low=str(FORMATS[fast]),
-        policy=chosen.name,
-        digest=resolved.digest,
-        ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
-        note=_sentences(slow, ran.note),
-        ledger=ran.ledger,
-        comparison=_compare(trial, opened) if run and ran.failure is None else None,
-        front_end=front_end,
-        graphs=tuple(map(with_row_and_flow, ran.graphs)),
-        differences=ran.differences,
-        rules=rule_rows(chosen.rules, ran.ledger),
-        failure=ran.failure,
+    if times and found.failure is None:
+        predict_costs(found.graphs, device_type)
+        for is_timed in (False, True) if front_end == "eager" else ():  # what is set up in a first run is not timed
+            timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
+    is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
+    return replace(
+        found,
+        ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else found.ran_on,
+        note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", found.note),
+        comparison=_compare(trial, opened) if run and found.failure is None else None,
+        graphs=tuple(map(with_row_and_flow, found.graphs)),
+        rules=rule_rows(chosen.rules, found.ledger),
         timed=timed,
         gradients=torch.is_grad_enabled(),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _RanOn:
-    """What a run showed. on: what was run. note: why, if it is not fake tensors."""
-
-    ledger: Ledger
-    on: str
-    note: str
-    graphs: tuple[CompiledGraph, ...] = ()
-    differences: tuple[DecisionDifference, ...] = ()
-    failure: Failure | None = None
-
-
 def _run(
-    trial: Trial, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
-    backend: str,
-) -> _RanOn:  # fmt: skip
+    asked: Explanation, trial: Trial, opened: autocast, stands_in: bool, real: bool, goal: Goal, backend: str
+) -> Explanation:
     """The model as eager code, and through a graph front end if one is to be explained."""
-    ledger, ran_on, note, failure = _record(trial, opened, device_type, stands_in, real)
-    note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
+    ran = _record(asked, trial, opened, stands_in, real)
+    ledger = ran.ledger
+    note = _sentences(ran.note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
-    if front_end not in ("compile", "export") or failure is not None:
-        return _RanOn(ledger, ran_on, _sentences(note, _script_note(trial)), failure=failure)
-    graphs, eager = graphs_of(front_end, trial.model, trial.args, trial.kwargs, opened, goal, backend)
+    if asked.front_end not in ("compile", "export") or ran.failure is not None:
+        return replace(ran, note=_sentences(note, _script_note(trial)))
+    graphs, eager = graphs_of(asked.front_end, trial, opened, goal, backend)
     found = graph_ledger(graphs)
-    differences: tuple[DecisionDifference, ...] = ()
-    if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
-        differences = decision_differences(ledger, found)
-    others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
-    is_captured = any(graph.after is not None for graph in graphs)
-    other = f"{_OTHER_PATH}: {others}" if others and is_captured else ""
-    if is_captured:
-        ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-    else:
-        ran_on = f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
-    return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(trial)), graphs, differences)
+    is_whole = not goal.places and not any(g.fallback or g.broken_by for g in graphs)
+    differences = decision_differences(ledger, found) if is_whole else ()
+    other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
+    if any(graph.after is not None for graph in graphs):
+        others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+        other = f"{_OTHER_PATH}: {others}" if others else ""
+        ledger, on = found, f"eager beside it ran on {ran.ran_on}"
+    note = _sentences(note, eager, other, _script_note(trial))
+    return replace(ran, ledger=ledger, ran_on=on, note=note, graphs=graphs, differences=differences)
 
 
 _OTHER_PATH = (
@@ -208,46 +190,45 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
         )  # fmt: skip
 
 
-def _record(
-    trial: Trial, region: autocast, device_type: str, stands_in: bool, real: bool
-) -> tuple[Ledger, str, str, Failure | None]:
-    """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
-    why = ""
+def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool, real: bool) -> Explanation:
+    why, device_type = "", asked.device_type
     failed: Exception | None = None
+    has_meta = any(tensor.is_meta for tensor in trial.weights())
     if not real:
         try:
-            with isolated(trial.model, trial.args, trial.kwargs, fake=True) as run, record() as ledger, region:
+            with trial.isolated(fake=True) as run, record() as ledger, region:
                 run()
             why = _not_shown_by_fakes(ledger)
-            if not why or _has_meta(trial):
+            if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
-                note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
-                return ledger, where, note, None
+                if stands_in and device_type != "cpu" and any(k.op.startswith(_RECURRENT) for k in ledger.calls):
+                    unlike = f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+                    why = f"{why} {unlike}".lstrip()
+                return replace(asked, ledger=ledger, ran_on=where, note=why)
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
     itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
-    if _has_meta(trial):
+    if has_meta:
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    with isolated(trial.model, trial.args, trial.kwargs, fake=False) as run, record() as ledger, region:
+    with trial.isolated() as run, record() as ledger, region:
         try:
             run()
         except Exception as error:
             failed = error
         else:
-            return ledger, itself, why, None
+            return replace(asked, ledger=ledger, ran_on=itself, note=why)
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
-        return ledger, itself, note, None
-    failure = failure_of((trial.model, trial.args, trial.kwargs), region, failed)
+        return replace(asked, ledger=ledger, ran_on=itself, note=note)
+    failure = _failure_of(trial, region, failed)
     if failure is None:
         raise failed
-    return ledger, itself, "", failure
+    return replace(asked, ledger=ledger, ran_on=itself, failure=failure)
 
 
 def _sentences(*notes: str) -> str:
-    """Those that say something, one after the other."""
     said = [note for note in notes if note]
     return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
 
@@ -263,14 +244,8 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
 
 
-def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
-    """Where the cpu's kernels represent others that autocast treats otherwise."""
-    recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
-    if stands_in and recurrent and device_type != "cpu":
-        return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
-    return ""
-
-
+_RECURRENT = "aten.mkldnn_rnn_layer"
+"""The cpu's kernel, which represents others that autocast treats otherwise."""
 _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
     "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.script makes of it."
@@ -293,32 +268,75 @@ def _script_note(trial: Trial) -> str:
 _NO_COMPUTE = " (no compute)"
 
 
-def _has_meta(trial: Trial) -> bool:
-    if not isinstance(trial.model, torch.nn.Module):
-        return False
-    return any(t.is_meta for t in (*trial.model.parameters(), *trial.model.buffers()))
-
-
 def _compare(trial: Trial, region: autocast) -> Comparison:
     """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
 
-    def in_fp32() -> Any:
-        return detached(trial.call())
-
-    def in_region() -> Any:
-        with region:
+    def run(around: AbstractContextManager[Any]) -> Any:
+        with around:
             return detached(trial.call())
 
+    runs = partial(run, nullcontext()), partial(run, region)
     differences = compare_with_fp32(trial, region)
     with restored(trial.model):
         before = trial.measure()
         with region:
             after = trial.measure()
-        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(trial))
+        kept = [t for t in trial.weights() if t.layout is torch.strided]
+        weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
+        return with_cost(differences, (before, after), runs, weight_bytes)
 
 
-def _weight_bytes(trial: Trial) -> int:
-    """Of the model's parameters and buffers; of a function none."""
-    model = trial.model
-    kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())
+# -- a run that raised -------------------------------------------------------------------------------------------------
+
+
+def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
+    """What raised in a region, and what runs instead; None if the model raises in fp32, too. What is suggested was
+    tried: the model is run again to see the call, in fp32, and under each policy that may help.
+    """
+    if _raised(trial, None):
+        return None
+    seen = _watched(trial, region, first_line(error))
+    site = seen.site or find_site(frame=innermost_frame(error))
+    attempts = tuple(Attempt(policy.name, _raised(trial, around)) for policy, around in _others(region))
+    return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
+
+
+def _watched(trial: Trial, region: autocast, said: str) -> Raising:
+    """The call that raises, seen in another run; nothing if that does not raise the same.
+
+    A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
+    """
+    for modes in ((SeeFunctions, SeeOps), (SeeOps,)):
+        seen = Raising()
+        try:
+            with ExitStack() as stack:
+                again = stack.enter_context(trial.isolated())
+                stack.enter_context(region)
+                for mode in modes:
+                    stack.enter_context(mode(seen))
+                again()
+        except Exception as error:
+            if first_line(error) == said:
+                return seen
+    return Raising()
+
+
+def _raised(trial: Trial, region: autocast | None) -> str:
+    """What the model raises in the region, or in fp32; empty if it runs."""
+    try:
+        with trial.isolated() as again, nullcontext() if region is None else region:
+            again()
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def _others(region: autocast) -> Iterable[tuple[Policy, autocast]]:
+    """The policies that may run what raised: the region's own with what it lacks repaired, if it is a user's; safe."""
+    own, safe = region.policy, Policy.safe()
+    policies = [safe]
+    if own.layers and own.unsupported != FULL and own.name != safe.name and own.extends:
+        policies.insert(0, replace(own, unsupported=FULL, name=f'{own.name} with unsupported = "{FULL}"'))
+    for policy in policies:
+        if policy.digest != own.digest and policy.name != own.name:
+            yield policy, autocast(region.device, region.fast_dtype, policy=policy)

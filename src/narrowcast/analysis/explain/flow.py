@@ -6,22 +6,12 @@ Pure: read off its programs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from typing import Any
 
+from narrowcast.analysis.record.graph_ledger import passes, read_of
 from narrowcast.core.ledger.identity import FORWARD
-from narrowcast.core.policy import Site
 from narrowcast.programs.program import Program, Step
-from narrowcast.reports.results.graphs import (
-    OUTSIDE,
-    CompiledGraph,
-    FlowEdge,
-    FlowStep,
-    GraphFlow,
-    GraphRow,
-    floating_formats,
-    parts_of,
-    step_multiplications,
-)
+from narrowcast.reports.results.graphs import OUTSIDE, CompiledGraph, FlowEdge, FlowStep, GraphFlow, GraphRow, parts_of
 
 _LEARNED = ("weight", "bias", "running_mean", "running_var")
 
@@ -69,59 +59,63 @@ def graph_flow(graph: CompiledGraph) -> GraphFlow:
     A step of the backward has the place of the forward step whose gradients it makes. Casts, views and what takes a
     tuple apart are on the edges; factories and edges of regions are left out.
     """
-    steps: list[FlowStep] = []
-    edges: list[FlowEdge] = []
+    flow = GraphFlow()
     if graph.before is not None and graph.after is not None:
-        forward = _FlowWalk(graph.before, graph.after, steps, edges)
-        forward.add_steps()
+        forward = _FlowWalk(graph.before, graph.after, flow)
         if graph.joint_before is not None and graph.joint_after is not None:
-            _BackwardWalk(graph.joint_before, graph.joint_after, steps, edges, forward, graph.forward_steps).add_steps()
-    return GraphFlow(steps, edges)
+            _FlowWalk(graph.joint_before, graph.joint_after, flow, forward, graph.forward_steps)
+    return flow
 
 
 class _FlowWalk:
-    """Walks one program, and appends to rows that may have others already."""
+    """Walks one program, and appends to a flow that may have rows already.
 
-    def __init__(self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge]) -> None:
-        self.before, self.after, self.steps, self.edges = before, after, steps, edges
+    forward: where the backward of a joint graph is walked, the walk of its forward; what is read of that was made by
+    the forward's own steps. origins: of a step of the joint graph the forward step that it was, or whose gradients it
+    makes.
+    """
+
+    def __init__(
+        self, before: Program, after: Program, flow: GraphFlow, forward: _FlowWalk | None = None, origins: Any = None
+    ) -> None:
+        self.before, self.after, self.forward, self.origins = before, after, forward, origins
         self.numbers: dict[int, int] = {}
         self.casts: set[int] = set()
         self.parts = parts_of(after)
+        for step in filter(self._is_drawn, after.steps.values()):
+            number = self.numbers[step.id] = len(flow.steps)
+            flow.steps.append(self._step(step))
+            found = [self._edge(number, operand.name, operand.value) for operand in step.operands]
+            flow.edges.extend(edge for edge in found if edge)
 
-    def add_steps(self) -> None:
-        """A row for each step that is drawn, and one for each floating tensor that it reads."""
-        for step in self.drawn():
-            self.numbers[step.id] = len(self.steps)
-            self.steps.append(self._step(step))
-            found = [self._edge(self.numbers[step.id], operand.name, operand.value) for operand in step.operands]
-            self.edges += [edge for edge in found if edge]
+    def _is_drawn(self, step: Step) -> bool:
+        """Whether it is a call, and of a joint graph one of the backward."""
+        if step.is_cast or passes(step) or not step.operands or step.op.startswith(("cast.", "region.", "prim.")):
+            return False
+        return self.forward is None or step.direction != FORWARD
 
-    def drawn(self) -> Iterator[Step]:
-        """The steps that are calls."""
-        for step in self.after.steps.values():
-            hidden = step.is_cast or _passes(step) or not step.operands
-            if not hidden and not step.op.startswith(("cast.", "region.", "prim.")):
-                yield step
+    def _origin(self, step: int) -> Step | None:
+        return None if self.forward is None else self.forward.after.steps.get(self.origins.get(step, OUTSIDE))
 
-    def place(self, step: Step) -> tuple[Site, int]:
-        """Where a step is called, and which call of its op it is."""
-        return step.site, step.number
-
-    def maker(self, value: int) -> int:
+    def _maker(self, value: int) -> int:
         """The row of the step that makes a value which no cast and no view makes."""
-        return self.numbers.get(value, OUTSIDE)
+        known, step = self.numbers.get(value, OUTSIDE), self._origin(value)
+        if known != OUTSIDE or step is None or self.after.steps[value].direction != FORWARD:
+            return known
+        while self.forward is not None and step is not None:
+            if not (step.is_cast or passes(step)):
+                return self.forward._maker(step.id)
+            step = self.forward.after.steps.get(step.operands[0].value)
+        return OUTSIDE
 
     def _step(self, step: Step) -> FlowStep:
-        known = self.before.steps.get(step.id, step)
-        came = floating_formats([self.before.values[o.value] for o in known.operands if o.value in self.before.values])
-        read = [self.after.values[o.value] for o in step.operands]
-        computes = floating_formats(read) if step.given == known.given else "fp32"
         gave = self.parts.get(step.id, [step.value])
+        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
         moved = sum(v.bytes for v in (*read, *gave))
-        site, number = self.place(step)
+        at = self._origin(step.id) or step
         return FlowStep(
-            site.module_path, step.op, site.file, site.line, number, step.direction, came, computes,
-            floating_formats(gave[:1]), moved, step_multiplications(step, read, gave),
+            at.site.module_path, step.op, at.site.file, at.site.line, at.number, step.direction, came, computes,
+            result, moved, done,
         )  # fmt: skip
 
     def _edge(self, end: int, argument: str, value: int) -> FlowEdge | None:
@@ -131,7 +125,7 @@ class _FlowWalk:
             return None
         src, moved, how = read.type, read.bytes, ""
         step = self.after.steps.get(value)
-        while step is not None and (step.is_cast or _passes(step)):
+        while step is not None and (step.is_cast or passes(step)):
             source = self.after.values[step.operands[0].value]
             if step.is_cast:
                 src = source.type
@@ -143,40 +137,4 @@ class _FlowWalk:
         is_learned = self.after.values[value].weight or argument in _LEARNED
         kind = "activation" if step is not None else "weight" if is_learned else "input"
         moved = 0 if how == "shared" else moved
-        return FlowEdge(self.maker(value), end, argument, src, read.type, moved, kind, how)
-
-
-class _BackwardWalk(_FlowWalk):
-    """Walks the backward of a joint graph; what that reads of its forward was made by the forward's own steps.
-
-    origins: of a step of the joint graph the forward step that it was, or whose gradients it makes.
-    """
-
-    def __init__(
-        self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge], forward: _FlowWalk,
-        origins: Mapping[int, int],
-    ) -> None:  # fmt: skip
-        super().__init__(before, after, steps, edges)
-        self.forward, self.origins = forward, origins
-
-    def drawn(self) -> Iterator[Step]:
-        return (step for step in super().drawn() if step.direction != FORWARD)
-
-    def place(self, step: Step) -> tuple[Site, int]:
-        origin = self.forward.after.steps.get(self.origins.get(step.id, OUTSIDE))
-        return super().place(step) if origin is None else (origin.site, origin.number)
-
-    def maker(self, value: int) -> int:
-        known = super().maker(value)
-        step = self.forward.after.steps.get(self.origins.get(value, OUTSIDE))
-        if known != OUTSIDE or step is None or self.after.steps[value].direction != FORWARD:
-            return known
-        while step is not None and (step.is_cast or _passes(step)):
-            step = self.forward.after.steps.get(step.operands[0].value)
-        return OUTSIDE if step is None else self.forward.maker(step.id)
-
-
-def _passes(step: Step) -> bool:
-    """Whether it only names what is there: a view, or a part of a tuple."""
-    views = step.aliases and not step.computes and not step.writes
-    return bool(step.operands) and bool(step.op == "getitem" or views)
+        return FlowEdge(self._maker(value), end, argument, src, read.type, moved, kind, how)

@@ -1,9 +1,10 @@
-"""Run a model through a graph front end and say what became of its graphs."""
+"""Run a model through a graph front end and say what became of its graphs, and what their calls take."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +12,22 @@ import torch
 from narrowcast.core.goals import MEMORY, Goal
 from narrowcast.core.policy import Site
 from narrowcast.errors import NarrowcastError
+from narrowcast.formats import FORMATS, fp32
 from narrowcast.frontends.compiled.compile import compile
 from narrowcast.frontends.exported.exported_program import explicit_program, placed_program, traced_program
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race.eager_ops import eager_note, is_raced, run_watched
-from narrowcast.observation.trial.isolation import isolated
+from narrowcast.observation.trial.isolation import Through
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.console import in_bytes
+from narrowcast.programs.program import Program
 from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.profile import load_profile
+from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.held import held_at_most
+from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.prices import TimePrices, costs_time
+from narrowcast.runtime.devices.signature import cast_signature
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code, watch_frames
@@ -27,13 +36,7 @@ FRONT_ENDS = ("eager", "compile", "export", "script")
 
 
 def graphs_of(
-    front_end: str,
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    region: Any,
-    goal: Goal,
-    backend: str = "inductor",
+    front_end: str, trial: Trial, region: Any, goal: Goal, backend: str
 ) -> tuple[tuple[CompiledGraph, ...], str]:
     """The graphs of a model in a region, and what a goal found for the eager code between them.
 
@@ -45,12 +48,16 @@ def graphs_of(
     """
     made: list[Made] = []
     through = _through(front_end, goal, backend, made)
-    held = ""
-    with warnings.catch_warnings(), isolated(model, args, kwargs, fake=False, through=through) as run:
+    note = held = ""
+    with warnings.catch_warnings(), trial.isolated(through=through) as run:
         warnings.simplefilter("ignore")  # fallbacks are listed
         try:
             with watch_graphs() as graphs, watch_frames() as left:
-                note = _run(run, region, front_end == "compile" and is_raced(region, goal))
+                if front_end == "compile" and is_raced(region, goal) and not count_dispatch_modes():
+                    note = eager_note(run_watched(run, region)[1])
+                else:  # if it is recorded: no time says much
+                    with region:
+                        run()
             if made and goal.kind == MEMORY and not count_dispatch_modes():
                 held = _held_at_most(*made[0], region)
         finally:
@@ -65,22 +72,11 @@ def graphs_of(
     return tuple(graphs), " ".join(filter(None, (note, held)))
 
 
-def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
-    """Run in the region; what is to be said of its eager code."""
-    if not races_eager_code or count_dispatch_modes():  # recorded: no time says much
-        with region:
-            run()
-        return ""
-    return eager_note(run_watched(run, region)[1])
-
-
 Made = tuple[Callable[[], Any], list[torch.Tensor]]
 """A call of what was compiled, and the tensors that gradients flow to."""
 
 
-def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Callable[..., Any]:
-    """What runs a copy of the model."""
-
+def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Through:
     def run_compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_compiled_code()
         if not goal.places:
@@ -123,3 +119,29 @@ def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: A
         return ""
     directions = "forward and backward" if runs_back else "forward"
     return f"Measured: one call of the compiled model ({directions}) holds {in_bytes(held)} at most." if held else ""
+
+
+def predict_costs(graphs: Iterable[CompiledGraph], device_type: str) -> None:
+    """Note in each graph what its calls and casts take one by one, by this device's profile; nothing is measured."""
+    model = CostModel(load_profile(device_now(device_type)))
+    for graph in graphs:
+        if graph.after is not None:
+            graph.costs = _costs(graph.after, model)
+
+
+def _costs(program: Program, model: CostModel) -> dict[int, tuple[float, str]]:
+    prices = TimePrices(model, fused=False)
+    found = {}
+    for step in program.steps.values():
+        operands = [program.values[operand.value] for operand in step.operands]
+        src, dst = operands[0].format if operands else None, step.value.format
+        if step.is_cast and src is not None and dst is not None:
+            estimate = model.estimate(cast_signature(operands[0].shape, src, dst))
+        elif costs_time(step) and operands:
+            computes = next((value.format for value in operands if value.format is not None), fp32)
+            signature = prices.signature(step, operands, FORMATS[computes.name])
+            estimate = model.estimate(replace(signature, backward=False))
+        else:
+            continue
+        found[step.id] = (estimate.ns, estimate.source)
+    return found

@@ -59,7 +59,7 @@ class Adviser:
         try:
             with (
                 told_of_optimizer_steps(partial(self._told, self._step), before=True),
-                told_of_optimizer_steps(lambda _: self._told(self._stepped)),
+                told_of_optimizer_steps(partial(self._told, self._stepped)),
                 told_of_regions(self, "recordings see regions"),
             ):
                 yield
@@ -90,17 +90,16 @@ class Adviser:
             seen = self._regions[id(region)] = _Seen(region, site)
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy
-        around = self._open[-1] if self._open else None
-        kept = around is not None and around.hiding is not None
+        kept = bool(self._open) and self._open[-1].hiding is not None
         self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
     def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
             return
-        found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
-        if found is None:
+        opened = next((each for each in reversed(self._open) if each.seen.region is region), None)
+        if opened is None:
             return
-        opened = self._open.pop(found)
+        self._open.remove(opened)
         calls, casts = self._counts()
         opened.seen.calls += calls - opened.calls
         opened.seen.casts += casts - opened.casts
@@ -162,7 +161,7 @@ class Adviser:
 
     # -- steps and backwards
 
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: Any) -> None:
         self._stepping = False
 
     def _step(self, optimizer: Any) -> None:
@@ -219,24 +218,24 @@ class Adviser:
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
-        found = next((f for t in arguments if (f := self._of_region(t)) is not None), None)
+        found = self._first_of_region(arguments)
         if found is not None:
             _, op, site = found
             for tensor in results:
-                if tensor.dtype in LOW and self._of_region(tensor) is None:
+                if tensor.dtype in LOW and self._first_of_region([tensor]) is None:
                     self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op that writes runs in a region: autocast passes it by."""
-        name = op_name(facts.op)
-        base = name if overload_name(facts.op).endswith("out") else name.removesuffix("_")
+        name, is_out = op_name(facts.op), overload_name(facts.op).endswith("out")
+        base = name if is_out else name.removesuffix("_")
         floats = [t for t in tensors if t.is_floating_point()]
         kind = listed_kinds(floats[0].device.type).get(base) if floats else None
         if self._stepping or kind is Kind.PROMOTE:
             return
         if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
             return  # as a region would compute it
-        if kind is not None and (base != name or overload_name(facts.op).endswith("out")):
+        if kind is not None and (base != name or is_out):
             formats = ", ".join(dict.fromkeys(str(FORMATS[t.dtype]) for t in tensors if t.dtype in FORMATS))
             self.add(
                 "skipped by autocast",
@@ -247,7 +246,7 @@ class Adviser:
 
     def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op runs where autocasting is off."""
-        low = next((found for t in tensors if (found := self._of_region(t)) is not None), None)
+        low = self._first_of_region(tensors)
         if low is None:
             return
         base = op_name(facts.op).strip("_").removesuffix("_forward")
@@ -269,11 +268,13 @@ class Adviser:
         """Keep no references to tensors of these ids."""
         self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
 
-    def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Site] | None:
-        found = self._low_results.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            return None
-        return tensor.dtype, found[1], found[2]
+    def _first_of_region(self, tensors: list[torch.Tensor]) -> tuple[torch.dtype, str, Site] | None:
+        """Of the first that a region gave: its dtype, and which op gave it where."""
+        for tensor in tensors:
+            found = self._low_results.get(id(tensor))
+            if found is not None and found[0]() is tensor:
+                return tensor.dtype, found[1], found[2]
+        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any
 from narrowcast.core.decide import Plan, decide
 from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.ops import named
-from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Rule
+from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Rule, Site
 from narrowcast.programs.passes import call_of
 from narrowcast.programs.program import Program, Step, Value
 from narrowcast.reports.results.graphs import (
@@ -33,7 +33,7 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
         ledger.edits += [*graph.edits, *graph.joint_edits]
         ledger.advice.update({block.advice(calls): 1 for block, calls in graph.hidden.items()})
         if graph.before is not None and graph.after is not None:
-            _Walker(ledger, graph, graph.before, graph.after).run(graph.boundaries)
+            _Walker(ledger, graph, graph.before, graph.after).run()
     return ledger
 
 
@@ -46,8 +46,8 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     keys = list(dict.fromkeys([*counts[0], *counts[1]]))
     found = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
-    others = [f"{path}." if path else "" for path in other_paths(eager, graph)]
-    return tuple(d for d in found if not any(f"{d.module_path}.".startswith(path) for path in others))
+    others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
+    return tuple(d for d in found if not f"{d.module_path}.".startswith(others))
 
 
 def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
@@ -59,36 +59,47 @@ def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
     return sorted(fused - kept)
 
 
+def passes(step: Step) -> bool:
+    """Whether it only names what is there: a view, or a part of a tuple."""
+    views = step.aliases and not step.computes and not step.writes
+    return bool(step.operands) and bool(step.op == "getitem" or views)
+
+
+def read_of(
+    step: Step, before: Program, after: Program, gave: list[Value]
+) -> tuple[str, str, str, list[Value], int | None]:
+    """The formats in which a step's tensors came, are read and are given; what it reads; how often it multiplies."""
+    known = before.steps.get(step.id, step)
+    came = [before.values[o.value] for o in known.operands if o.value in before.values]
+    read = [after.values[o.value] for o in step.operands]
+    computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
+    done = step_multiplications(step, read, gave)
+    return floating_formats(came), computes, floating_formats(gave[:1]), read, done
+
+
 PLACED = "placed"
 """The action of a call whose format a goal chose."""
 
 
 class _Walker:
-    """Reads one graph's programs into the ledger."""
-
     def __init__(self, ledger: Ledger, graph: CompiledGraph, before: Program, after: Program) -> None:
-        self.ledger = ledger
-        self.before = before
-        self.after = after
-        self.policies = graph.policies
+        self.ledger, self.graph, self.before, self.after = ledger, graph, before, after
         placed = graph.placement.calls if graph.placement is not None else ()
         self.raised = {call.step: call for call in placed if call.chosen is not call.formats[0]}
-        self.goal = graph.goal
         self.inputs = {v.id for v in before.body.parameters}
         self.seen: set[tuple[int, str]] = set()
         self.read: set[int] = set()
         self.parts = parts_of(before)
 
-    def run(self, boundaries: Mapping[int, str]) -> None:
+    def run(self) -> None:
         """Every call, in order; what only moves or shapes is passed by, as in a recording."""
         for step in self.after.steps.values():
             known = self.before.steps.get(step.id)
-            if step.id in boundaries:
-                self._at_boundary(step, json.loads(boundaries[step.id]))
+            if step.id in self.graph.boundaries:
+                self._at_boundary(step, json.loads(self.graph.boundaries[step.id]))
             elif known is None and step.operands and step.operands[0].name == RESULT:
                 self._cast_of_result(step)
-            moves = step.op == "getitem" or (step.aliases and not step.computes and not step.writes)
-            moves = moves or step.op.startswith("prim.")  # a question about a tensor, or about an object
+            moves = passes(step) or step.op.startswith("prim.")  # a question about a tensor, or about an object
             if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
                 self._call(known, step)
 
@@ -96,17 +107,11 @@ class _Walker:
         plan, policy = self._plan(known)
         for decided in plan.rules:
             self.ledger.count_match(decided.label, known.site.module_path)
-        read = [self.after.values[o.value] for o in step.operands]
-        came = [self.before.values[o.value] for o in known.operands]
         gave = self.parts.get(step.id, [step.value])
-        computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
-        rule = plan.rule
-        action, reason = self._why(step, rule)
-        kind = CallKind(
-            known.op, *step.site.at, floating_formats(came), computes, floating_formats(gave[:1]), action or "unlisted",
-            reason or "follows input dtype", policy,
-        )  # fmt: skip
-        done = step_multiplications(step, read, gave)
+        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
+        action, reason = self._why(step, plan.rule)
+        about = action or "unlisted", reason or "follows input dtype", policy
+        kind = CallKind(known.op, *step.site.at, came, computes, result, *about)
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)
@@ -119,7 +124,10 @@ class _Walker:
         placed = self.raised.get(step.id)
         if placed is not None:
             instead = f"; the policy says {rule.action}" if rule else ""
-            return PLACED, f"goal {self.goal}: {placed.chosen} costs least here, with the casts around it{instead}"
+            return (
+                PLACED,
+                f"goal {self.graph.goal}: {placed.chosen} costs least here, with the casts around it{instead}",
+            )
         return (str(rule.action), rule.reason or str(rule)) if rule else ("", "")
 
     def _cast_of_result(self, cast: Step) -> None:
@@ -128,27 +136,31 @@ class _Walker:
         if made.op == "getitem":
             made = self.before.steps[made.operands[0].value]
         plan, policy = self._plan(made)
-        source = self.after.values[cast.operands[0].value]
-        facts = _copied(source, cast) | {"kind": "activation", "policy": policy, "number": made.number}
-        self.ledger.add(Cast.of(made.op, RESULT, made.site, plan.rule_about(RESULT), **facts))
+        source, facts = self.after.values[cast.operands[0].value], {"kind": "activation", "number": made.number}
+        self._add(made.op, RESULT, made.site, plan.rule_about(RESULT), source, cast, policy=policy, **facts)
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
         source = self.after.values[step.operands[0].value]
         self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
-        words |= _copied(source, step) | {"kind": self._kind(source)}
-        self.ledger.add(Cast.of(MODULE_CALL_OP, facts["argument"], step.site, None, **words))
+        self._add(MODULE_CALL_OP, facts["argument"], step.site, None, source, step, **words)
 
-    def _kind(self, source: Value) -> str:
-        return "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+    def _add(
+        self, op: str, argument: str, site: Site, rule: Rule | None, source: Value, cast: Step, /, **facts: Any
+    ) -> None:
+        """A cast of this value, as the ledger has it; facts: what is not read off it."""
+        kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        known = {"src": source.type, "dst": cast.value.type, "elements": source.elements, "kind": kind}
+        known |= {"moved_bytes": source.bytes + cast.value.bytes, "how": "copied", "direction": "forward"}
+        self.ledger.add(Cast.of(op, argument, site, rule, **{**known, **facts}))
 
     def _plan(self, step: Step) -> tuple[Plan, str]:
         """What was decided about a call, by the one function that decides."""
         if step.region is None or not self.before.regions[step.region].facts.enabled:
             return Plan(()), ""
         region = self.before.regions[step.region]
-        policy = self.policies[region.policy]
+        policy = self.graph.policies[region.policy]
         return decide(call_of(self.before, step), policy, region.facts), policy.name
 
     def _cast(self, step: Step, plan: Plan, policy: str, argument: str, source: Value, cast: Step) -> None:
@@ -158,20 +170,6 @@ class _Walker:
         self.seen.add((source.id, cast.value.type))
         rule = plan.rule_for(argument)
         action, reason = self._why(step, rule)
-        facts = _copied(source, cast) | ({"moved_bytes": 0, "how": "shared"} if shared else {})
-        facts |= {
-            "kind": self._kind(source),
-            "policy": policy,
-            "repeated": repeated,
-            "action": action,
-            "reason": reason,
-            "number": step.number,
-        }
-        self.ledger.add(Cast.of(step.op, argument, step.site, rule, **facts))
-
-
-def _copied(source: Value, cast: Step) -> dict[str, Any]:
-    """What the ledger says of a cast of this value."""
-    moved = source.bytes + cast.value.bytes
-    sizes = {"elements": source.elements, "moved_bytes": moved}
-    return {"src": source.type, "dst": cast.value.type, "how": "copied", "direction": "forward", **sizes}
+        facts = {"policy": policy, "repeated": repeated, "action": action, "reason": reason, "number": step.number}
+        facts |= {"moved_bytes": 0, "how": "shared"} if shared else {}
+        self._add(step.op, argument, step.site, rule, source, cast, **facts)

@@ -14,30 +14,25 @@ import torch
 from narrowcast.analysis.record.advice import Adviser
 from narrowcast.core.decide import Plan
 from narrowcast.core.ledger import CallKind, Cast, Refusal, Tally
-from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.core.ops import multiplications
+from narrowcast.core.policy import MODULE_CALL_OP, Site
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.call_hook import stand_at_calls
 from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
-from narrowcast.observation.observer.words import (
-    SIZES,
-    bytes_of,
-    deciding_rule,
-    format_names,
-    multiplied,
-    planned_names,
-)  # fmt: skip
+from narrowcast.observation.observer.words import deciding_rule, format_names, planned_names
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, version_of
 
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "follows input dtype"
+_SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 
 @contextmanager
@@ -72,6 +67,20 @@ class _RecordedCall:
     again: bool
     seen_widening: bool = False
     done: Tally = field(default_factory=Tally)
+
+    def cast_seen(self, src: torch.Tensor, dst: Format) -> str:
+        """The argument, or `result`, whose planned cast was seen; empty for a conversion that nobody planned."""
+        tensors, plan = self.decided.tensors, self.decided.plan
+        for position, (slot, tensor) in enumerate(tensors):
+            if tensor is src and not self.seen[position] and plan.formats[position] is dst:
+                self.seen[position] = True
+                return slot.name
+        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
+            return "result"
+        if self.widens and not self.seen_widening and tensors[0][1] is src and dst is fp32:
+            self.seen_widening = True
+            return tensors[0][0].name
+        return ""
 
 
 class _RecorderState(threading.local):
@@ -151,10 +160,7 @@ class Recorder(WatchingMode):
             slot, tensor = decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
         computes = planned_names(plan, decided.tensors) if plan.rules else call.came
-        self._count(
-            decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.done,
-            decided.number,
-        )  # fmt: skip
+        self._count(decided.facts.id, decided.site, call.came, computes, result, call.done, decided)
 
     def _how_unseen(self, call: _RecordedCall, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
@@ -184,9 +190,7 @@ class Recorder(WatchingMode):
         self._weights = {key: ref for key, ref in self._weights.items() if key[0] not in ids}
         self._cast_before = {key: ref for key, ref in self._cast_before.items() if key[0] not in ids}
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
             return func(*args, **kwargs)
@@ -207,9 +211,7 @@ class Recorder(WatchingMode):
         self._note_made(tensors_in(result))
         self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
 
-    def _computed(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on: tuple[Any, ...]
-    ) -> None:
+    def _computed(self, facts: OpFacts, args: Any, kwargs: Any, result: Any, on: tuple[Any, ...]) -> None:
         """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
         func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
@@ -217,7 +219,9 @@ class Recorder(WatchingMode):
             self.adviser.passed_on(arguments, results)
         if not results or (func is TO_COPY and self._see_cast(args[0], result)):
             return
-        done = Tally(1, bytes_of(arguments) + bytes_of(results), set(), multiplied(facts.id, args, arguments, results))
+        done = Tally(
+            1, _bytes_of(arguments) + _bytes_of(results), set(), _multiplied(facts.id, args, arguments, results)
+        )
         calls = self._state.calls
         if calls:
             calls[-1].done.add(done)
@@ -229,10 +233,9 @@ class Recorder(WatchingMode):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
-            self._count(facts.id, site, came, came, result, None, None, done)
+            self._count(facts.id, site, came, came, result, done, None)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
-        """These were made inside the recording."""
         for tensor in tensors:
             self._made[id(tensor)] = weakref.ref(tensor)
 
@@ -258,28 +261,14 @@ class Recorder(WatchingMode):
         calls = self._state.calls
         if not calls:
             return self._see_backward_cast(src, result)
-        call = calls[-1]
-        tensors, plan = call.decided.tensors, call.decided.plan
         dst = FORMATS[result.dtype]
-        for position, (slot, tensor) in enumerate(tensors):
-            if tensor is src and not call.seen[position] and plan.formats[position] is dst:
-                call.seen[position] = True
-                self._add_seen_cast(call, slot.name, src, dst)
-                return True
-        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
-            self._add_seen_cast(call, "result", src, dst)
-            return True
-        if call.widens and not call.seen_widening and tensors[0][1] is src and dst is fp32:
-            call.seen_widening = True
-            self._add_seen_cast(call, tensors[0][0].name, src, dst)
-            return True
-        return False
-
-    def _add_seen_cast(self, call: _RecordedCall, argument: str, src: torch.Tensor, dst: Format) -> None:
-        """List a cast that was made, and remember its autograd node for the backward."""
-        cast = self._add_cast(call, argument, src, str(dst), "copied")
+        argument = calls[-1].cast_seen(src, dst)
+        if not argument:
+            return False
+        cast = self._add_cast(calls[-1], argument, src, str(dst), "copied")
         if src.requires_grad and torch.is_grad_enabled():
-            self._forward_casts[next_sequence_number() - 1] = cast
+            self._forward_casts[next_sequence_number() - 1] = cast  # its autograd node, for the backward
+        return True
 
     def _see_backward_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         node = current_autograd_node()
@@ -289,23 +278,17 @@ class Recorder(WatchingMode):
         if cast is None or not node.name().startswith("ToCopyBackward"):
             return False
         elements = src.numel()
-        self.ledger.add(
-            replace(
-                cast,
-                src=str(FORMATS[src.dtype]),
-                dst=str(FORMATS[result.dtype]),
-                elements=elements,
-                moved_bytes=elements * (src.itemsize + result.itemsize),
-                direction="backward",
-                reason=f"gradient of the forward cast to {cast.dst}",
-                repeated=False,
-            )
-        )
+        facts: dict[str, Any] = {
+            "src": str(FORMATS[src.dtype]),
+            "dst": str(FORMATS[result.dtype]),
+            "elements": elements,
+        }
+        facts |= {"moved_bytes": elements * (src.itemsize + result.itemsize), "direction": "backward"}
+        reason = f"gradient of the forward cast to {cast.dst}"
+        self.ledger.add(replace(cast, **facts, reason=reason, repeated=False))
         return True
 
     def _add_cast(self, call: _RecordedCall, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
-        """Append one line to the ledger."""
-        rule = call.decided.plan.rule_for(argument)
         elements = src_size = 0
         src, kind, repeated = "?", "input", False
         if tensor is not None:
@@ -316,23 +299,10 @@ class Recorder(WatchingMode):
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
-        dst_size = SIZES[dst]
-        cast = Cast.of(
-            call.decided.facts.id,
-            argument,
-            call.decided.site,
-            rule,
-            src=src,
-            dst=dst,
-            elements=elements,
-            moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
-            how=how,
-            direction="forward",
-            kind=kind,
-            policy=call.decided.policy.name,
-            repeated=repeated,
-            number=call.decided.number,
-        )
+        decided, moved = call.decided, elements * (src_size + _SIZES[dst]) if how == "copied" else 0
+        facts = {"src": src, "dst": dst, "elements": elements, "moved_bytes": moved, "how": how, "kind": kind}
+        facts |= {"direction": "forward", "policy": decided.policy.name, "repeated": repeated, "number": decided.number}
+        cast = Cast.of(decided.facts.id, argument, decided.site, decided.plan.rule_for(argument), **facts)
         self.ledger.add(cast)
         return cast
 
@@ -343,20 +313,25 @@ class Recorder(WatchingMode):
         return "activation" if made is not None and made() is tensor else "input"
 
     def _count(
-        self, op: str, site: Site, came: str, computes: str, result: Any, plan: Plan | None, policy: Policy | None,
-        done: Tally, number: int = 0,
-    ) -> None:  # fmt: skip
-        """Add one call to the tallies."""
+        self, op: str, site: Site, came: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
+    ) -> None:
+        plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
-        kind = CallKind(
-            op,
-            *site.at,
-            came=came,
-            computes=computes,
-            result=format_names([t.dtype for t in tensors_in(result)]),
-            action=str(rule.action) if rule else "unlisted",
-            reason=(rule.reason or str(rule)) if rule else _UNLISTED,
-            policy=policy.name if policy else "",
-            direction="forward" if current_autograd_node() is None else "backward",
-        )
+        action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)
+        gave = format_names([t.dtype for t in tensors_in(result)])
+        direction = "forward" if current_autograd_node() is None else "backward"
+        kind = CallKind(op, *site.at, came, computes, gave, action, reason, policy, direction)
         self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    """How much memory the elements take."""
+    return sum([t.numel() * t.itemsize for t in tensors])
+
+
+def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
+    """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
+    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
+        return None
+    transposed = op.startswith("aten.convolution") and any(value is True for value in args)
+    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.alone import run_low
-from narrowcast.analysis.repair.looking import LowCall, RepairObserver
+from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
 from narrowcast.analysis.repair.rules import rule_about
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule
@@ -54,7 +54,7 @@ class _ChangedResult:
 class Attribution(RepairObserver):
     """The run in fp32, in which the effects of low calls are found. `probe` is the loss that the run differentiates."""
 
-    def __init__(self, low: Mapping[CallId, LowCall]) -> None:
+    def __init__(self, low: Mapping[CallId, ForwardCall]) -> None:
         super().__init__((_visiting(low),), ranges=True)
         self._asked = low
         self._changes: list[_ChangedResult] = []
@@ -64,7 +64,7 @@ class Attribution(RepairObserver):
         """Run it alone, too."""
         super().after(call)
         wanted = self._asked.get(call.id)
-        if wanted is None or call.is_cast:
+        if wanted is None or wanted.kept is None or call.is_cast:
             return
         results = [t for t in call.results if is_floating(t)]
         noise = signal = 0.0
@@ -100,9 +100,9 @@ class Attribution(RepairObserver):
         return torch.zeros((), requires_grad=True)
 
 
-def _visiting(low: Mapping[CallId, LowCall]) -> Policy:
+def _visiting(low: Mapping[CallId, ForwardCall]) -> Policy:
     """A policy that names the ops which only follow: so they are seen where gradients are recorded."""
-    ops = dict.fromkeys(identity.op for identity, call in low.items() if not call.kept.call.facts.writes)
+    ops = dict.fromkeys(identity.op for identity, call in low.items() if call.kept and not call.kept.call.facts.writes)
     return Policy("visited", (tuple(Rule(op, Action(Kind.FOLLOW)) for op in ops),), extends=())
 
 
@@ -150,9 +150,7 @@ def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
     by_gradient = any(any(effect.probes) for effect in effects.values())
     sums: dict[Rule, list[float]] = {}
     for identity, effect in effects.items():
-        if identity not in look.low:
-            continue
-        makers = (identity,) if look.low[identity].is_decided else look.sources_of(identity)
+        makers = look.decided_behind(identity)
         probes = effect.probes if by_gradient else (effect.own,)
         for maker in makers:
             total = sums.setdefault(rule_about(maker.op, maker.module_path), [0.0] * (PROBES if by_gradient else 1))

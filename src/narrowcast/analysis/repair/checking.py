@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,21 +109,16 @@ class Problem:
     findings: tuple[Finding, ...] = ()
 
 
-Key = tuple[str, str, str]
-
-
-def key_of(finding: Finding) -> Key:
-    """By what findings of two runs are the same."""
-    return finding.id.module_path, finding.id.op, finding.id.direction
+_KEY = attrgetter("id.module_path", "id.op", "id.direction")
+"""By what findings of two runs are the same."""
 
 
 class Checks:
     """Runs a model, counts it, and judges what came."""
 
-    def __init__(self, trial: Trial, wanted: Wanted) -> None:
-        self.trial, self.wanted = trial, wanted
+    def __init__(self, trial: Trial, wanted: Wanted, step: Step) -> None:
+        self.trial, self.wanted, self.step = trial, wanted, step
         self.count = 0
-        self.step: Step = lambda: None
         self.expected: Ran | None = None
         self._weights = Weights(parameters_of(trial.model))
 
@@ -135,7 +131,8 @@ class Checks:
         if not (evaluates and self.wanted.error is None and not self.trial.backward):
             self._run_model(ran, region, functions, backward)
         if evaluates and ran.error is None:
-            self._evaluate(ran, region, functions)
+            with self._counted(ran), restored(self.trial.model), self._seen(look, functions), region:
+                ran.metric = self.trial.measure()  # it runs the model, and is watched for it
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
         return ran
@@ -151,8 +148,8 @@ class Checks:
         """What is wrong with a run; None if nothing is. What fp32 makes, too, is not."""
         if ran.error is not None:
             return Problem(RAISED, f"raises {first_line(ran.error)}")
-        known = {key_of(f) for f in self.expected.findings} if self.expected is not None else set()
-        findings = tuple(f for f in ran.findings if key_of(f) not in known)
+        known = set(map(_KEY, self.expected.findings)) if self.expected is not None else set()
+        findings = tuple(f for f in ran.findings if _KEY(f) not in known)
         if findings:
             first = findings[0]
             more = f", and {counted(len(findings) - 1, 'call')} more" if len(findings) > 1 else ""
@@ -174,27 +171,14 @@ class Checks:
         trial = replace(self.trial, reads=given.append)
         if backward is not None:
             trial = replace(trial, backward=backward)
-        with self._counted():
-            try:
-                ran.outcome = trial.run(region, self._seen(ran.look, functions))
-            except Exception as error:
-                ran.error = _of_the_model(error)
-                return
-        if self.wanted.metric is not None:
+        with self._counted(ran):
+            ran.outcome = trial.run(region, self._seen(ran.look, functions))
+        if self.wanted.metric is not None and ran.error is None:
             try:
                 with torch.no_grad():
                     ran.metric = figures_of("repair(metric=...)", self.wanted.metric, self.wanted.metric(given[0]))
             except Exception as error:
                 ran.error, ran.in_metric = error, True
-
-    def _evaluate(self, ran: Ran, region: autocast, functions: bool) -> None:
-        """A Case's `evaluate`, which runs the model, and is watched for it."""
-        with self._counted(), restored(self.trial.model):
-            try:
-                with self._seen(ran.look, functions), region:
-                    ran.metric = self.trial.measure()
-            except Exception as error:
-                ran.error = _of_the_model(error)
 
     @contextmanager
     def _seen(self, look: RepairObserver, functions: bool) -> Iterator[None]:
@@ -205,19 +189,16 @@ class Checks:
                 look.door.run("the end of a run", partial(look.settle, final=True))
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A run; weights that it changes are restored."""
+    def _counted(self, ran: Ran) -> Iterator[None]:
+        """A run; what the model raises is noted, and weights that it changes are restored."""
         self.count += 1
         try:
             yield
+        except Exception as error:
+            if isinstance(error, NarrowcastError) and not isinstance(error, RefusedError):
+                raise  # it is about how the repair was asked for
+            ran.error = error
         finally:
             with quietly():
                 self._weights.put_back()
             self.step()
-
-
-def _of_the_model(error: Exception) -> Exception:
-    """The error; what is said of how the repair was asked for is raised."""
-    if isinstance(error, NarrowcastError) and not isinstance(error, RefusedError):
-        raise error
-    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from itertools import takewhile
 
 import torch
 
@@ -15,7 +15,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL, NOWHERE, Kind, Rule
 from narrowcast.errors import RefusedError
-from narrowcast.formats import parse_format
+from narrowcast.formats import fp32, parse_format
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.observation.trial.raising import Raising, first_line
@@ -23,7 +23,7 @@ from narrowcast.observation.trial.trial import tensors_of
 from narrowcast.reports.results.findings import CAST, FORMAT, Finding
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS, find_op, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import tree_map
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 RegionWith = Callable[[Iterable[Rule]], autocast]
 """The region of a repair, with these rules besides."""
@@ -46,9 +46,9 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
         if found is not None:
             return [found]
         if _runs(raising, region_with([]), widened=True):
-            found_makers = _rules_about_makers(ran.look, tensors_in(raising.args, raising.kwargs), reason, tried)
-            if found_makers:
-                return found_makers
+            about_makers = _rules_about_makers(ran.look, tensors_in(raising.args, raising.kwargs), reason, tried)
+            if about_makers:
+                return about_makers
     site = raising.site or (NOWHERE if ran.error is None else find_site(frame=innermost_frame(ran.error)))
     rules = [rule_about_module(site.module_path, reason)] if site.module_path else []
     return _new(rules, tried)
@@ -69,21 +69,22 @@ def _rule_about_op(raising: Raising, region_with: RegionWith, reason: str, tried
 def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
     """Whether the call runs by itself in a region, and stays finite. widened: with its low tensors in fp32."""
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_low = str(FORMATS.get(value.dtype, "")) in LOW
-        return value.detach().float() if widened and is_low else value.detach().clone()
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().float() if widened and _is_low(tensor) else tensor.detach().clone()
 
     if raising.called is None:
         return False
-    args, kwargs = tree_map(own, (raising.args, raising.kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, own, (raising.args, raising.kwargs))
     try:
         with torch.no_grad(), region:
             given = tensors_of(raising.called(*args, **kwargs))
     except Exception:  # whatever it raises: it does not run
         return False
     return _all_finite(given) or not _all_finite(tensors_in(raising.args, raising.kwargs))
+
+
+def _is_low(tensor: torch.Tensor) -> bool:
+    return str(FORMATS.get(tensor.dtype, "")) in LOW
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:
@@ -95,9 +96,7 @@ def _rules_about_makers(
 ) -> list[Rule]:
     """For each low tensor, the rule that gives it in fp32: about what a module returns, or about what an op gives."""
     rules: dict[Rule, None] = {}
-    for tensor in tensors:
-        if str(FORMATS.get(tensor.dtype, "")) not in LOW:
-            continue
+    for tensor in filter(_is_low, tensors):
         maker, path = look.maker_of(tensor)
         paths = [] if path is None else [path]
         if path is None and maker is not None and not maker.module_path:
@@ -118,28 +117,20 @@ def rules_for_not_finite(
     """The rules that keep high the calls which made NaN or infinity in a low format, and those which must overflow by
     their ranges in fp32.
     """
-    rules: dict[Rule, Rule] = {}
-    for finding in findings:
-        for rule in _rules_for(finding, look, tried):
-            rules.setdefault(rule, rule)
+    rules = [rule for finding in findings for rule in _rules_for(finding, look, tried)]
     for identity, largest in (in_fp32.largest if in_fp32 is not None else {}).items():
-        low = look.low.get(identity)
-        if low is None or not low.is_decided:
-            continue
-        format = parse_format(low.format)
-        if largest > format.max:
+        format = parse_format(look.low[identity].low) if look.is_decided(identity) else fp32
+        if format is not fp32 and largest > format.max:
             said = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
-            rule = _rule_about_call(identity, look, said)
-            rules.setdefault(rule, rule)
-    return _new(rules, tried)
+            rules.append(_rule_about_call(identity, look, said))
+    return _new(dict.fromkeys(rules), tried)
 
 
 def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) -> list[Rule]:
     of, reason = finding.forward or finding.id, f"{finding.what} in {finding.formats}: {finding.sentence}"
     if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
         maker = look.converted.get(of)
-        sources = () if maker not in look.low else (maker,) if look.low[maker].is_decided else look.sources_of(maker)
-        return [_rule_about_call(s, look, reason) for s in sources]
+        return [_rule_about_call(s, look, reason) for s in (look.decided_behind(maker) if maker is not None else ())]
     own = _rule_about_call(of, look, reason)
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
@@ -159,14 +150,8 @@ def _rule_about_call(identity: CallId, look: RepairObserver, reason: str) -> Rul
 
 def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
     """The low call that ran last before one which reads nothing low itself."""
-    found: CallId | None = None
-    for each in look.forward:
-        if each == identity:
-            break
-        low = look.low.get(each)
-        if low is not None and low.is_decided:
-            found = each
-    return () if found is None else (found,)
+    earlier = takewhile(lambda each: each != identity, look.forward)
+    return tuple(filter(look.is_decided, earlier))[-1:]
 
 
 # -- what is off -------------------------------------------------------------------------------------------------------
@@ -177,7 +162,7 @@ def rules_about_low(look: RepairObserver) -> list[Rule]:
     closed = named("inside.closed")
     found = [
         rule_about(identity.op, identity.module_path) for identity in look.forward
-        if (identity in look.low and look.low[identity].is_decided) or identity.op.split(".")[1] in closed
+        if look.is_decided(identity) or identity.op.split(".")[1] in closed
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 

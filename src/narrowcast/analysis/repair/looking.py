@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,37 +29,27 @@ LOW = ("bf16", "fp16")
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A call of the forward. rule: that decided it, None where none did. shapes: of its floating tensors, and of its
-    first result.
+    first result. Of one in a low format alone, kept: its formats and plan; sources, returned: the calls, and the paths
+    of the modules, that gave what it reads.
     """
 
     computes: str
     rule: Rule | None
     shapes: tuple[tuple[int, ...], ...]
     result: tuple[int, ...]
+    kept: KeptCall | None = None
+    sources: tuple[CallId, ...] = ()
+    returned: tuple[str, ...] = ()
 
     @property
-    def is_low(self) -> bool:
-        """Whether it reads a low format."""
-        return any(name in LOW for name in self.computes.split(","))
-
-
-@dataclass(frozen=True, slots=True)
-class LowCall:
-    """A call of the forward that reads or gives tensors in a low format.
-
-    is_decided: a rule put them there; else it follows what came, from `sources`, and from what modules returned, by
-    path. kept: its formats and plan.
-    """
-
-    kept: KeptCall
-    is_decided: bool
-    sources: tuple[CallId, ...]
-    returned: tuple[str, ...]
+    def low(self) -> str:
+        """The low format that it reads; empty if it reads none."""
+        return next((name for name in self.computes.split(",") if name in LOW), "")
 
     @property
-    def format(self) -> str:
-        """The low format, of those that it reads or gives."""
-        return next(name for name in self.kept.call.computes.split(",") if name in LOW)
+    def is_decided(self) -> bool:
+        """Whether a rule put what it reads into a low format; else it takes what came."""
+        return bool(self.low) and self.rule is not None and self.rule.action.kind in (Kind.LOWER, Kind.TO)
 
 
 class RepairObserver(WatchCalls):
@@ -74,7 +64,7 @@ class RepairObserver(WatchCalls):
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
         self.watching = Watching()
         super().__init__(self.watching, "op", lambda finding, n: self.watching.findings.insert(n, finding), policies)
-        self.low: dict[CallId, LowCall] = {}
+        self.low: dict[CallId, ForwardCall] = {}
         self.forward: dict[CallId, ForwardCall] = {}
         self.calls: list[tuple[CallId, ForwardCall]] = []
         self.largest: dict[CallId, float] = {}
@@ -101,9 +91,15 @@ class RepairObserver(WatchCalls):
                 self.compiled.add(call.facts.id)
             shapes = tuple(tuple(t.shape) for t in read)
             result = tuple(results[0].shape) if results else ()
-            self.forward[call.id] = ForwardCall(call.computes, call.rule, shapes, result)
-            self.calls.append((call.id, self.forward[call.id]))
-            self._note_low(call, read, results)
+            made = ForwardCall(call.computes, call.rule, shapes, result)
+            if made.low:
+                sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
+                returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
+                kept = kept_of(call, results)
+                made = replace(made, kept=kept, sources=tuple(sources), returned=tuple(returned))
+                self.low[call.id] = made
+            self.forward[call.id] = made
+            self.calls.append((call.id, made))
             if self._ranges:
                 self.largest[call.id] = largest_of((*read, *results))
         for tensor in results:
@@ -120,29 +116,18 @@ class RepairObserver(WatchCalls):
                 if path is not None:
                     self._returned.put(tensor, path)
 
-    def _note_low(self, call: SeenCall, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        if not self.forward[call.id].is_low:
-            return
-        sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
-        returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
-        lowers = call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)  # else it takes what came
-        self.low[call.id] = LowCall(kept_of(call, results), lowers, tuple(sources), tuple(returned))
-
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
         result = super().called(call, module, args, kwargs)
-        path = self._path_of(module)
-        if path is not None:
-            for tensor in filter(is_floating, tensors_of(result)):
-                self._returned.put(tensor, path)
-        return result
-
-    def _path_of(self, module: Any) -> str | None:
         if module not in self._paths:
             for root in self.roots:
                 for name, each in root.named_modules():
                     self._paths.setdefault(each, name)
-        return self._paths.get(module)
+        path = self._paths.get(module)
+        if path is not None:
+            for tensor in filter(is_floating, tensors_of(result)):
+                self._returned.put(tensor, path)
+        return result
 
     # -- what raises ---------------------------------------------------------------------------------------------------
 
@@ -153,9 +138,7 @@ class RepairObserver(WatchCalls):
             self.raising.note(call.id.op, call.facts.op, call.args, call.kwargs)
         super().fail(error)
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception:
@@ -165,17 +148,25 @@ class RepairObserver(WatchCalls):
 
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
+    def is_decided(self, identity: CallId) -> bool:
+        """Whether a rule put a call of the forward into a low format."""
+        return identity in self.low and self.low[identity].is_decided
+
+    def decided_behind(self, identity: CallId) -> tuple[CallId, ...]:
+        """A call that a rule put into a low format itself, or else those that it comes from."""
+        return (identity,) if self.is_decided(identity) else self.sources_of(identity)
+
     def sources_of(self, identity: CallId) -> tuple[CallId, ...]:
         """The nearest calls that a rule put into a low format, and that a call which only follows comes from."""
         reached = [source for low in self._followed(identity) for source in low.sources]
-        return tuple(dict.fromkeys(s for s in reached if s in self.low and self.low[s].is_decided))
+        return tuple(dict.fromkeys(filter(self.is_decided, reached)))
 
     def modules_behind(self, identity: CallId) -> tuple[str, ...]:
         """The paths of the nearest modules whose results a call that only follows comes from."""
         behind = self._followed(identity, past_modules=False)
         return tuple(dict.fromkeys(path for low in behind for path in low.returned))
 
-    def _followed(self, identity: CallId, past_modules: bool = True) -> Iterator[LowCall]:
+    def _followed(self, identity: CallId, past_modules: bool = True) -> Iterator[ForwardCall]:
         """A low call, and those before it that only follow, up to what rules put into a low format."""
         waiting, seen = [identity], {identity}
         while waiting:
@@ -184,7 +175,7 @@ class RepairObserver(WatchCalls):
                 continue
             yield low
             for source in () if low.returned and not past_modules else low.sources:
-                if source not in seen and source in self.low and not self.low[source].is_decided:
+                if source not in seen and not self.is_decided(source):
                     seen.add(source)
                     waiting.append(source)
 

@@ -69,19 +69,15 @@ def repair(
             advice=f"Give a region for that device, or move the model: model.to({device!r}).",
         )  # fmt: skip
     fast = asked.fast_dtype_on(device)
-    opened = replace(asked, dtype=fast).on(device, asked.policy)
-    found = Repair(
-        trial.name, opened.device, str(FORMATS[fast]), asked.policy.name, asked.policy, str(wanted),
-        environment=environment(opened.device, asked.policy, str(FORMATS[fast])),
-    )  # fmt: skip
 
     def region_with(rules: Iterable[Rule]) -> autocast:
         return replace(asked, dtype=fast).on(device, with_repairs(asked.policy, tuple(rules)))
 
+    opened, low = region_with(()), str(FORMATS[fast])
+    found = Repair(trial.name, opened.device, low, asked.policy.name, asked.policy, str(wanted))
+    found.environment = environment(opened.device, asked.policy, low)
     with long_work(f"repairing {found.subject}", 8) as step:
-        checks = Checks(trial, wanted)
-        checks.step = step
-        Repairing(checks, region_with, asked.policy, found).run()
+        Repairing(Checks(trial, wanted, step), region_with, found).run()
     return found
 
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from narrowcast.analysis.capture.capture import NOTHING
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.analysis.repair.checking import Checks, Problem, Ran
-from narrowcast.analysis.repair.ideas import rules_about_low, rules_for_not_finite, rules_for_raised
-from narrowcast.analysis.repair.looking import RepairObserver
-from narrowcast.analysis.repair.pricing import UNPRICED, by_rule, cost_of, saved_profile
+from narrowcast.analysis.repair.ideas import RegionWith, rules_about_low, rules_for_not_finite, rules_for_raised
+from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
 from narrowcast.analysis.repair.rules import folded, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
-from narrowcast.core.policy import Policy, Rule
+from narrowcast.core.policy import Rule
 from narrowcast.errors import RunError
+from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.reports.results.lines import counted, number_text
+from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.repair import (
     ERROR,
     METRIC,
@@ -33,6 +37,9 @@ from narrowcast.reports.results.repair import (
     share_text,
 )
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.signature import Signature
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 
@@ -43,10 +50,9 @@ class Repairing:
     sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
     """
 
-    def __init__(
-        self, checks: Checks, region_with: Callable[[Iterable[Rule]], autocast], policy: Policy, found: Repair
-    ) -> None:
-        self._checks, self._region_with, self._policy, self._found = checks, region_with, policy, found
+    def __init__(self, checks: Checks, region_with: RegionWith, found: Repair) -> None:
+        self._checks, self._region_with, self._found = checks, region_with, found
+        self._fp32 = autocast(found.device_type, policy=NOTHING)
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()
@@ -73,23 +79,22 @@ class Repairing:
             found.verdict, found.after = BEYOND, found.before
         else:
             ran, problem = self._mend(ran, problem)
-            found.verdict = (
-                CLEAN if problem is None and not self._rules else REPAIRED if problem is None else OUT_OF_IDEAS
-            )
-            if problem is None and self._rules:
+            found.verdict = OUT_OF_IDEAS if problem is not None else REPAIRED if self._rules else CLEAN
+            if found.verdict == REPAIRED:
                 ran = self._drop() or ran
             self._tell(ran)
         found.runs = self._checks.count
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    def _look(self, rules: tuple[Rule, ...], what: str, functions: bool = False) -> Ran:
+    def _look(self, rules: tuple[Rule, ...], what: str, functions: bool = False, **facts: Any) -> Ran:
         region = self._region_with(rules)
         ran = self._checks.run(region, RepairObserver((region.policy,)), functions)
         problem = self._checks.judge(ran)
         self._compiled |= ran.look.compiled
         said = problem.said if problem is not None else "clean"
-        self._found.steps.append(RepairStep(what, said, (), (), ran.relative, ran.metric, _products(ran.look)))
+        step = RepairStep(what, said, error=ran.relative, metric=ran.metric, products=_products(ran.look))
+        self._found.steps.append(replace(step, **facts))
         return ran
 
     def _judge(self, ran: Ran, rules: tuple[Rule, ...]) -> Problem | None:
@@ -104,11 +109,10 @@ class Repairing:
         """The model in fp32; and, if the first run went through, what each of its low calls does to the output."""
         checks, found = self._checks, self._found
         attributes = checks.wanted.compares and first.error is None
-        region = autocast(found.device_type, policy=NOTHING)
         if attributes and checks.wanted.evaluate is None and not checks.trial.backward:
-            expected = self._attribute(region, first.look)
+            expected = self._attribute(first.look)
         else:
-            expected = checks.run(region, RepairObserver(ranges=True))
+            expected = checks.run(self._fp32, RepairObserver(ranges=True))
             if attributes:
                 self._attribute_besides(first.look)
         if expected.error is None:
@@ -137,21 +141,21 @@ class Repairing:
                 advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
             )  # fmt: skip
 
-    def _attribute(self, region: autocast, look: RepairObserver) -> Ran:
+    def _attribute(self, look: RepairObserver) -> Ran:
         """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
         observer = Attribution(look.low)
         with gradients_recorded(parameters_of(self._checks.trial.model)):
-            ran = self._checks.run(region, observer, backward=observer.probe)
+            ran = self._checks.run(self._fp32, observer, backward=observer.probe)
         if ran.error is not None:  # .numpy() of what requires grad, for one
             self._found.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
             observer = Attribution(look.low)
-            ran = self._checks.run(region, observer)
+            ran = self._checks.run(self._fp32, observer)
         self._worth = worth_of(observer.effects, look)
         return ran
 
     def _attribute_besides(self, look: RepairObserver) -> None:
         """The same where the reference has run already, or is a metric."""
-        ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
+        ran = self._attribute(look)
         said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
         self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
 
@@ -181,8 +185,7 @@ class Repairing:
             about = {rule.conditions for rule in rules}  # another idea about the same calls replaces the one before
             self._rules = (*(rule for rule in self._rules if rule.conditions not in about), *rules)
             self._tried.update(rules)
-            ran = self._look(self._rules, f"with {counted(len(self._rules), 'rule')}")
-            self._found.steps[-1] = replace(self._found.steps[-1], added=tuple(str(rule) for rule in rules))
+            ran = self._look(self._rules, f"with {counted(len(self._rules), 'rule')}", added=tuple(map(str, rules)))
             problem = self._judge(ran, self._rules)
         return ran, problem
 
@@ -255,10 +258,8 @@ class Repairing:
 
         def clean(rules: tuple[Rule, ...]) -> tuple[bool, str]:
             left_out = tuple(str(rule) for rule in self._rules if rule not in rules)
-            ran = self._look(rules, f"with {len(rules)} of {counted(len(self._rules), 'rule')}")
-            self._found.steps[-1] = replace(self._found.steps[-1], left_out=left_out)
-            problem = self._judge(ran, rules)
-            return problem is None, self._found.steps[-1].found + _figures(ran)
+            ran = self._look(rules, f"with {len(rules)} of {counted(len(self._rules), 'rule')}", left_out=left_out)
+            return self._judge(ran, rules) is None, self._found.steps[-1].found + _figures(ran)
 
         worth, error = self._worth, self._found.steps[0].error
         ranked = self._ranked if worth is not None and worth.foretells(error) else set()
@@ -274,26 +275,30 @@ class Repairing:
     # -- what is told --------------------------------------------------------------------------------------------------
 
     def _tell(self, ran: Ran) -> None:
-        found, policy = self._found, with_repairs(self._policy, self._rules)
-        found.policy = policy
+        found = self._found
+        found.policy = with_repairs(found.policy, self._rules)
         problem = self._checks.judge(ran)
         said = problem.said if problem is not None else "clean"
-        found.after = RepairStep(f"under {policy.name}", said, error=ran.relative, metric=ran.metric)
+        found.after = RepairStep(f"under {found.policy.name}", said, error=ran.relative, metric=ran.metric)
         found.products_after = _products(ran.look)
-        calls, profile = by_rule(ran.look.calls), saved_profile(found.device_type)
+        known = load_profile(device_now(found.device_type))  # this device's own, as far as it was measured
+        prices = CostModel(known) if known.samples else None
         low = FORMATS[to_dtype(found.low)]
-        sums: dict[str, float] = {}
+        calls: defaultdict[Rule | None, list[tuple[CallId, ForwardCall]]] = defaultdict(list)
+        for identity, call in ran.look.calls:
+            calls[call.rule].append((identity, call))
+        sums: defaultdict[str, float] = defaultdict(float)
         for rule in self._rules:
             cause, part = self._causes[rule]
-            sums[cause] = sums.get(cause, 0.0) + part
+            sums[cause] += part
         for rule in self._rules:
             cause, part = self._causes[rule]
-            lifted = calls.get(rule, [])
+            lifted = calls[rule]
             share = part / sums[cause] if sums[cause] else 0.0
-            cost = cost_of(lifted, low, profile) if lifted else math.nan
+            cost = _cost_of(lifted, low, prices) if lifted else math.nan
             found.rules.append(RepairRule(rule, cause, share, len(lifted), cost, self._needed.get(rule, "")))
         found.rules.sort(key=lambda rule: -rule.share)
-        self._note(profile is None)
+        self._note(prices is None)
 
     def _note(self, is_unpriced: bool) -> None:
         found, expected = self._found, self._checks.expected
@@ -306,7 +311,26 @@ class Repairing:
         if self._worth is not None and not self._worth.by_gradient and self._rules:
             found.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")
         if is_unpriced and self._rules:
-            found.notes.append(UNPRICED)
+            found.notes.append("No profile of this device prices the rules; `narrowcast profile` makes one.")
+
+
+def _cost_of(calls: Iterable[tuple[CallId, ForwardCall]], low: Format, prices: CostModel | None) -> float:
+    """Nanoseconds more in fp32 than in the low format, without casts, by the profile of the device: nothing is
+    measured. NaN where that does not say.
+    """
+    if prices is None:
+        return math.nan
+    total = 0.0
+    for identity, call in calls:
+        signatures = [
+            Signature(identity.op, (format.name,) * len(call.shapes), call.shapes, call.result, format)
+            for format in (fp32, low)
+        ]
+        in_fp32, in_low = map(prices.estimate, signatures)
+        if "assumed" in (in_fp32.source, in_low.source):
+            return math.nan
+        total += in_fp32.ns - in_low.ns
+    return total
 
 
 def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
@@ -332,4 +356,4 @@ def _products(look: RepairObserver) -> Products:
         call for identity, call in look.calls
         if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
     ]  # fmt: skip
-    return Products(sum(call.is_low for call in calls), len(calls))
+    return Products(sum(bool(call.low) for call in calls), len(calls))

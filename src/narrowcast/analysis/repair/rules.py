@@ -59,7 +59,7 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
         best, covered = first, [first]
         for path in _around(first.module or ""):
             alike = [rule for rule in known if (rule.op, rule.call) == (first.op, first.call)]
-            inside = [rule for rule in alike if _is_inside(rule.module or "", path)]
+            inside = [rule for rule in alike if not path or f"{rule.module or ''}.".startswith(f"{path}.")]
             if not set(inside) <= set(chosen):
                 break
             if len(inside) > len(covered):
@@ -74,7 +74,3 @@ def _around(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def _is_inside(path: str, module_path: str) -> bool:
-    return not module_path or path == module_path or path.startswith(f"{module_path}.")

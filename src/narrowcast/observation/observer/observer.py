@@ -122,11 +122,7 @@ class Observer(WatchingMode):
         ask_at_calls()
         carry_into_recomputation()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
-        with (
-            told_of_script_sites(),
-            script_calls_replaced(around, "runs are observed"),
-            super().observing(),
-        ):
+        with told_of_script_sites(), script_calls_replaced(around, "runs are observed"), super().observing():
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,17 +153,13 @@ class Observer(WatchingMode):
             self._local.is_out = step_out(self)
 
     def _begun(self, call: DecidedCall) -> SeenCall | None:
-        """The call, if it is one of its own, and those who look are told."""
+        """The call, if it is one of its own."""
         state = self._local
         if call.facts.id == MODULE_CALL_OP or state.decided or self._executing.op or state.looking:
             return None
         if any(isinstance(t, FakeTensor) for _, t in call.tensors):
             return None
-        seen = self._seen(call.facts, call.noted, call.args, call.kwargs)
-        seen.plan, seen.rule = call.plan, deciding_rule(call.plan)
-        if self.looks_before(call.facts):
-            self._tell_of(self.before, seen)
-        return seen
+        return self._seen(call.facts, call.args, call.kwargs, decided=call)
 
     def end(self, result: Any) -> None:
         """The call that began last has returned."""
@@ -206,17 +198,15 @@ class Observer(WatchingMode):
 
     # -- seen by the mode ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = op_facts(func)
         if self._is_nobodys(facts, types):
             return func(*args, **kwargs)
         decided = self._local.decided
-        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
-        if decided and facts.writes and self.weights is not None:
+        if facts.writes and self.weights is not None:
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
+        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         on = () if decided or self._executing.op else self._autocast_on()
         result = self._execute(func, args, kwargs, on)
         if seen is None:
@@ -245,17 +235,12 @@ class Observer(WatchingMode):
         return bool(types) and any(issubclass(t, FakeTensor) for t in types)
 
     def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
-        """An op that nobody has decided about, if it is a call of its own, and those who look are told."""
+        """An op that nobody has decided about, if it is a call of its own."""
         func = facts.op
-        if facts.writes and self.weights is not None:
-            self._before_write(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             return None
-        seen = self._seen(facts, None, args, kwargs, is_cast)
-        if self.looks_before(facts):
-            self._tell_of(self.before, seen)
-        return seen
+        return self._seen(facts, args, kwargs, is_cast)
 
     def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.weights is not None:
@@ -271,13 +256,10 @@ class Observer(WatchingMode):
         """Tell those who look; whether that went well. What is computed meanwhile is nobody's call."""
         state = self._local
         state.looking = True
+        unrecorded = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
         try:
-            with below_modes(), without_functions(), autocast_off():
-                if torch.is_grad_enabled():
-                    with torch.no_grad():
-                        told(*args)
-                else:
-                    told(*args)
+            with below_modes(), without_functions(), autocast_off(), unrecorded:
+                told(*args)
             return True
         except Exception as error:
             self.door.caught(error, what)
@@ -288,19 +270,26 @@ class Observer(WatchingMode):
     # -- identities ----------------------------------------------------------------------------------------------------
 
     def _seen(
-        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_cast: bool = False
+        self, facts: OpFacts, args: Any, kwargs: Any, is_cast: bool = False, decided: DecidedCall | None = None
     ) -> SeenCall:
+        """The call, of which those who look are told."""
+        noted, plan = (decided.noted, decided.plan) if decided is not None else (None, None)
         direction, forward = self._direction()
+        of: CallId | None = None
         if direction == BACKWARD:
             of, site, policy = forward or (None, noted or find_site(with_names=False), None)
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
             who = Who(self._turns.of_backward(path, facts.id, turn), site)
-            return SeenCall(who, facts, args, kwargs, forward=of, is_cast=is_cast, policy=policy)
-        region = innermost()
-        policy = region.prepared.policy if region is not None else None
-        with_names = policy is not None and policy.table.asks_for_names
-        who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
-        return SeenCall(who, facts, args, kwargs, is_cast=is_cast, policy=policy)
+        else:
+            region = innermost()
+            policy = region.prepared.policy if region is not None else None
+            with_names = policy is not None and policy.table.asks_for_names
+            who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
+        seen = SeenCall(who, facts, args, kwargs, plan=plan, forward=of, is_cast=is_cast, policy=policy)
+        seen.rule = deciding_rule(plan)
+        if self.looks_before(facts):
+            self._tell_of(self.before, seen)
+        return seen
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""

@@ -65,13 +65,12 @@ class SeenCall:
 
     def _formats(self) -> tuple[str, str]:
         if self.formats is None:
-            came = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
-            self.formats = came, came if self.rule is None or self.plan is None else self._planned(self.plan)
+            given = self.facts, self.args, self.kwargs
+            came = computes = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
+            if self.rule is not None and self.plan is not None:
+                computes = planned_names(self.plan, list(zip(slots_of(*given), gather(*given), strict=True)))
+            self.formats = came, computes
         return self.formats
-
-    def _planned(self, plan: Plan) -> str:
-        tensors = gather(self.facts, self.args, self.kwargs)
-        return planned_names(plan, list(zip(slots_of(self.facts, self.args, self.kwargs), tensors, strict=True)))
 
     def without_tensors(self) -> SeenCall:
         """The call for whatever keeps it, and not its tensors."""

@@ -177,7 +177,6 @@ class Turns:
         return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {turn}"), turn, BACKWARD)
 
     def _in_graph(self, path: str, call: GraphCall) -> _Turn:
-        """The call of a module inside a graph that a node stands in."""
         found = self._in_graphs.get((path, call))
         if found is None:
             number = self._of_path[path] = self._of_path.get(path, 0) + 1

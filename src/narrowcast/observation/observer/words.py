@@ -1,17 +1,12 @@
-"""Words for what a recording saw: formats of tensors, their bytes, the rule that decided."""
+"""Words for what a recording saw: formats of tensors, the rule that decided."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from narrowcast.core.decide import Plan
-from narrowcast.core.ops import multiplications
 from narrowcast.core.policy import Rule
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, Slot
-
-SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 
 def deciding_rule(plan: Plan | None) -> Rule | None:
@@ -33,22 +28,5 @@ def planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -
     """The formats in which the op reads its floating tensors."""
     if plan.set_dtype or plan.append_dtype:
         return "fp32"
-    wanted = [
-        DTYPES[dst] if dst is not None else t.dtype
-        for (_, t), dst in zip(tensors, plan.formats, strict=True)
-        if t is not None
-    ]
-    return format_names(wanted)
-
-
-def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """How much memory the elements take."""
-    return sum([t.numel() * t.itemsize for t in tensors])
-
-
-def multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
-    """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
-    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
-        return None
-    transposed = op.startswith("aten.convolution") and any(value is True for value in args)
-    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)
+    given = zip(tensors, plan.formats, strict=True)
+    return format_names([t.dtype if dst is None else DTYPES[dst] for (_, t), dst in given if t is not None])

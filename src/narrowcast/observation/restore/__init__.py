@@ -1,7 +1,7 @@
 """What a run changes, restored. Each part is a context manager, or has `put_back`; they differ in when they copy.
 
 weights: values, before they are written to first. modules: attributes, buffers and what scripts keep, before a module
-is called. gradients: put aside before a backward. objects: parameters, modules, optimizers, schedules and scalers of a
-process, at the start. attributes: of one object. The random state is kept by `runtime.devices.random_state_kept`, what
-scripts keep by `frontends.scripts.state`.
+is called. objects: parameters, modules, optimizers, schedules and scalers of a process, at the start. attributes: of
+one object. Gradients are put aside by `observation.trial`, the random state is kept by
+`runtime.devices.random_state_kept`, what scripts keep by `frontends.scripts.state`.
 """

@@ -29,17 +29,16 @@ class Attributes:
             if is_dataclass(owner):
                 for name, value in before:
                     setattr(owner, name, value)
-                continue
-            if isinstance(owner, dict):
+            elif isinstance(owner, dict):
                 kept = dict(before)
                 for key in [key for key in owner if key not in kept]:  # item by item: another thread may be reading
                     del owner[key]
                 if list(owner) != list(kept):  # in the order in which they were
                     owner.clear()
                 owner.update(kept)
-                continue
-            owner.clear()
-            (owner.update if isinstance(owner, set) else owner.extend)(before)
+            else:
+                owner.clear()
+                (owner.update if isinstance(owner, set) else owner.extend)(before)
 
     def _keep(self, owner: Any) -> None:
         if id(owner) in self._held:

@@ -18,8 +18,6 @@ from narrowcast.runtime.torch_surface.fx import FakeTensor
 
 
 class _Modules:
-    """Modules as they were when they were kept."""
-
     def __init__(self) -> None:
         self._attributes: dict[int, Attributes] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []

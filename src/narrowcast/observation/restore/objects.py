@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Parameter:
-    """A parameter, and what it held."""
-
     parameter: Parameter
     data: torch.Tensor
     gradient: torch.Tensor | None
@@ -64,10 +62,8 @@ class LivingObjects:
     def __init__(self, own: tuple[type[Any], ...]) -> None:
         """own: classes that scalers and optimizers keep their counters in, which are looked into."""
         self._own = own
-        self._parameters: dict[int, _Parameter] = {}
-        self._modules: dict[int, _Module] = {}
-        self._optimizers: dict[int, tuple[Optimizer, Attributes]] = {}
-        self._schedules: list[tuple[LRScheduler, Attributes]] = []
+        self._kept: dict[int, tuple[Any, _Parameter | _Module | Attributes]] = {}
+        self._optimizers: dict[int, Optimizer] = {}
         self._touched: set[int] = set()
         found = _instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler))
         self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
@@ -82,11 +78,9 @@ class LivingObjects:
             elif isinstance(one, Module):
                 self._add_module(one)
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that represents another
-                self._optimizers[id(one)] = one, Attributes(one, self._own)
-                for parameter in optimized_by(one):  # it may be a plain tensor
-                    self._add_parameter(parameter)
+                self._add_optimizer(one)
             elif isinstance(one, LRScheduler):
-                self._schedules.append((one, Attributes(one, self._own)))
+                self._kept[id(one)] = one, Attributes(one, self._own)
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
@@ -100,52 +94,46 @@ class LivingObjects:
         """A model is called: it and what is in it are to be restored."""
         for module in model.modules():
             self._add_module(module)
-            self._touched.add(id(module))
         for parameter in model.parameters():
             self._add_parameter(parameter)
-            self._touched.add(id(parameter))
+        self._touched.update(map(id, (*model.modules(), *model.parameters())))
 
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, Attributes(optimizer, self._own)
-        self._touched.add(id(optimizer))
-        for parameter in optimized_by(optimizer):
-            self._add_parameter(parameter)
-            self._touched.add(id(parameter))
+        self._add_optimizer(optimizer)
+        self._touched.update(map(id, (optimizer, *optimized_by(optimizer))))
 
     def put_back(self) -> None:
         """Give what the steps have touched back what it held."""
-        for key, (optimizer, _) in self._optimizers.items():
+        for optimizer in self._optimizers.values():
             if any(id(parameter) in self._touched for parameter in optimized_by(optimizer)):
-                self._touched.add(key)
-        for module in self._modules.values():
-            if id(module.module) in self._touched:
-                module.put_back()
-        for kept in self._parameters.values():
-            if id(kept.parameter) in self._touched:
+                self._touched.add(id(optimizer))
+        for one, kept in self._kept.values():
+            if id(getattr(one, "optimizer", None) if isinstance(one, LRScheduler) else one) in self._touched:
                 kept.put_back()
-        for key, (_, attributes) in self._optimizers.items():
-            if key in self._touched:
-                attributes.put_back()
-        for schedule, attributes in self._schedules:
-            if id(getattr(schedule, "optimizer", None)) in self._touched:
-                attributes.put_back()
         for attributes in self._scalers:
             attributes.put_back()
 
+    def _add_optimizer(self, optimizer: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            self._kept[id(optimizer)] = optimizer, Attributes(optimizer, self._own)
+        for parameter in optimized_by(optimizer):  # it may be a plain tensor
+            self._add_parameter(parameter)
+
     def _add_parameter(self, parameter: Any) -> None:
-        if id(parameter) in self._parameters or torch.nn.parameter.is_lazy(parameter) or not parameter.is_leaf:
+        if id(parameter) in self._kept or torch.nn.parameter.is_lazy(parameter) or not parameter.is_leaf:
             return
         if is_functorch_wrapped_tensor(parameter):  # put in the place of parameters for one call
             return
-        self._parameters[id(parameter)] = _Parameter(parameter, parameter.data, parameter.grad, parameter.requires_grad)
+        kept = _Parameter(parameter, parameter.data, parameter.grad, parameter.requires_grad)
+        self._kept[id(parameter)] = parameter, kept
 
     def _add_module(self, module: Module) -> None:
-        if id(module) in self._modules or isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module):
+        if id(module) in self._kept or isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module):
             return
         tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        self._modules[id(module)] = _Module(module, module.training, tensors)
+        self._kept[id(module)] = module, _Module(module, module.training, tensors)
 
 
 def _instances_of(classes: tuple[type[T], ...]) -> list[T]:

@@ -189,7 +189,6 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    """Which rows are looked at, of this many."""
     return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
 
 

@@ -6,6 +6,7 @@ import platform
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ def environment(device_type: str, policy: Policy | None = None, low: str = "") -
         "command": " ".join(sys.argv[:1]),
     }
     if policy is not None:
-        resolved = policy.resolve(device_type)
-        found["policy"] = {"name": policy.name, "digest": resolved.digest, "low": low}
+        found["policy"] = {"name": policy.name, "digest": policy.resolve(device_type).digest, "low": low}
     return found
 
 
@@ -55,10 +55,8 @@ _FLAGS = (
 
 
 def _flag(path: str) -> Any:
-    value: Any = torch
     try:
-        for part in path.split("."):
-            value = getattr(value, part)
+        value: Any = attrgetter(path)(torch)
         value = value() if callable(value) else value
     except (AttributeError, RuntimeError) as error:
         return f"not to be read: {type(error).__name__}"

@@ -42,8 +42,7 @@ def reads(call: SeenCall, argument: str) -> bool:
         return False
     if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
         return True
-    written = call.facts.written
-    return argument.partition(".")[0] not in written
+    return argument.partition(".")[0] not in call.facts.written
 
 
 def _draws(call: SeenCall, argument: str) -> bool:

@@ -16,8 +16,12 @@ from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import called_with
-from narrowcast.runtime.torch_surface.dispatch import tree_map
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
+
+StandIn = Callable[[torch.Tensor], torch.Tensor]
+Through = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What runs a model, given it, its args and its kwargs, in the place of a call."""
 
 
 @contextmanager
@@ -26,8 +30,8 @@ def isolated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fake: bool,
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
-    stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    through: Through | None = None,
+    stand_in: StandIn | None = None,
     of_script: Callable[[Any], Any] | None = None,
 ) -> Iterator[Isolated]:
     """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
@@ -50,7 +54,7 @@ def isolated(
             stack.enter_context(restored_when_called())  # by a hook and a mode, which Dynamo could not pass
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.callback(ScriptState(model).put_back)
-            of_script = _itself
+            of_script = lambda script: script  # noqa: E731
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:
             logger = logging.getLogger(FAKE_TENSOR_LOGGER)
@@ -67,7 +71,7 @@ class Isolated:
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+    through: Through | None = None
 
     def __call__(self) -> Any:
         """The result of the run."""
@@ -77,26 +81,26 @@ class Isolated:
             return self.model(*self.args, **self.kwargs)
 
 
-class StandIns:
-    """For each tensor one in its place, which `make` gives: a parameter, or one that requires grad, where that is."""
+def stand_ins(make: StandIn) -> StandIn:
+    """For each tensor one in its place, which `make` gives, the same each time: a parameter, or one that requires grad,
+    where that is.
+    """
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._make = make
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same one each time."""
-        if id(tensor) not in self._made:
-            made = self._make(tensor)
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            made = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 made.requires_grad_()
-            self._made[id(tensor)] = (tensor, made)
-        return self._made[id(tensor)][1]
+            known[id(tensor)] = (tensor, made)
+        return known[id(tensor)][1]
+
+    return stand_in
 
 
-def _fakes(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fakes(mode: FakeTensorMode) -> StandIn:
     """Fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +108,8 @@ def _fakes(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
         with mode:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
-    stand_ins = StandIns(fake)
-    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else stand_ins(tensor)
+    made = stand_ins(fake)
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else made(tensor)
 
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +120,7 @@ def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
 class _ReplaceTensors(TorchFunctionMode):
     """While a deep copy is made: what takes the place of each tensor."""
 
-    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, stand_in: StandIn) -> None:
         super().__init__()
         self._stand_in = stand_in
 
@@ -126,13 +130,7 @@ class _ReplaceTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _itself(script: Any) -> Any:
-    return script
-
-
-def _copied(
-    everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor], of_script: Callable[[Any], Any] | None
-) -> Any:
+def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] | None) -> Any:
     """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
     model, args, kwargs = everything
     memo: dict[int, Any] = {}
@@ -145,5 +143,4 @@ def _copied(
         with _ReplaceTensors(stand_in):
             return copy.deepcopy(everything, memo)
     except Exception:
-        replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
-        return model, *replaced
+        return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))

@@ -101,16 +101,9 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
         names = short_type(ref.dtype), short_type(x.dtype)
         ref, x = as_real(dense(ref)), as_real(dense(x))
         largest = difference(ref.detach().double(), x.detach().double()).abs()
-        rows.append(
-            OutputError(
-                name=name,
-                reference=f"{names[0]} {list(shape)}",
-                found=names[1],
-                sqnr_db=sqnr_db(ref, x),
-                relative_error=relative_error(ref, x),
-                largest_error=float(largest.max()) if largest.numel() else 0.0,
-            )
-        )
+        error = float(largest.max()) if largest.numel() else 0.0
+        given = f"{names[0]} {list(shape)}"
+        rows.append(OutputError(name, given, names[1], sqnr_db(ref, x), relative_error(ref, x), error))
     return tuple(rows)
 
 

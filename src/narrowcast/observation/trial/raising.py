@@ -79,9 +79,7 @@ class SeeOps(WatchingMode):
         super().__init__([])
         self._seen = seen
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return self._execute(func, args, kwargs or {}, self._autocast_on())
         except Exception:

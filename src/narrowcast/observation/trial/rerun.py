@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,25 +12,20 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import gives_memory
 from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import holds_others, tree_map
+from narrowcast.runtime.torch_surface.dispatch import holds_others, tree_map_only
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def can_run_again(call: SeenCall) -> bool:
     """Whether the same call can be made, and gives the same again: no random numbers are drawn, no memory is given, and
     no tensor is made of others, whose class alone knows what is to be done with it.
     """
-    return (
-        not _draws(call) and not gives_memory(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
-    )
-
-
-def _draws(call: SeenCall) -> bool:
-    """Whether it draws random numbers; attention without dropout does not."""
-    return (
-        is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
-    )
+    if is_random(call.facts.op):  # attention without dropout draws none
+        if dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0":
+            return False
+    return not gives_memory(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
 
 
 def is_of_others(tensor: torch.Tensor) -> bool:
@@ -38,7 +33,7 @@ def is_of_others(tensor: torch.Tensor) -> bool:
     return holds_others(type(tensor))
 
 
-def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def planned_arguments(call: SeenCall) -> Arguments:
     """The arguments as the op reads them: cast as planned."""
     dtypes = planned_dtypes(call)
     return in_dtypes(call.facts, call.args, call.kwargs, dtypes) if dtypes else (call.args, call.kwargs)
@@ -54,42 +49,34 @@ def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
 
 def in_dtypes(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
-    left = iter(dtypes)
-    return _by_slot(facts.slots, args, kwargs, lambda value: _to(value, left))
+    left = iter(dtypes)  # what is no tensor (None in a list of indices) has no dtype either
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = next(left, None)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return _by_slot(facts.slots, args, kwargs, cast)
 
 
-def _by_slot(
-    slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with what stands in these slots changed, lists element by element."""
+def _by_slot(slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    """The arguments with the tensors that stand in these slots changed, lists element by element."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot in slots:
         if slot.position < len(args):
-            new_args[slot.position] = tree_map(change, args[slot.position])
+            new_args[slot.position] = tree_map_only(torch.Tensor, change, args[slot.position])
         elif slot.name in kwargs:
-            new_kwargs[slot.name] = tree_map(change, kwargs[slot.name])
+            new_kwargs[slot.name] = tree_map_only(torch.Tensor, change, kwargs[slot.name])
     return tuple(new_args), new_kwargs
 
 
-def _to(value: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
-    """What is no tensor (None in a list of indices) has no dtype either."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    dtype = next(dtypes, None)
-    return value if dtype is None else value.to(dtype)
-
-
-def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
     """The arguments with each floating tensor changed."""
-
-    def of(value: Any) -> Any:
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return change(value) if is_floating else value
-
-    new_args, new_kwargs = tree_map(of, (args, kwargs))
-    return new_args, new_kwargs
+    found: Arguments = tree_map_only(
+        torch.Tensor, lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
+    return found
 
 
 def run_in(call: SeenCall, dtype: torch.dtype) -> list[torch.Tensor] | None:
@@ -125,14 +112,9 @@ def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
     return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
 
 
-def copies_of_written(
-    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def copies_of_written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments, with copies of those that the op writes to and that can be copied."""
     if not facts.overwrites:
         return args, kwargs
-    return _by_slot((slot for slot in facts.slots if slot.written), args, kwargs, _copy)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) and not is_of_others(value) else value
+    written = (slot for slot in facts.slots if slot.written)
+    return _by_slot(written, args, kwargs, lambda t: t if is_of_others(t) else t.detach().clone())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
@@ -15,10 +15,9 @@ import torch
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
-from narrowcast.observation.trial.isolation import Isolated, StandIns, isolated
+from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -88,6 +87,10 @@ class Trial:
         """The model's output on its inputs, as it is here and now."""
         return Isolated(self.model, self.args, self.kwargs)()
 
+    def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
+        """What runs it, and leaves model, arguments and random state as they are; fake, through: see `isolated`."""
+        return isolated(self.model, self.args, self.kwargs, fake, through)
+
     def measure(self) -> dict[str, float]:
         """What `evaluate` gives of the model, by name; nothing without one."""
         if self.evaluate is None:
@@ -98,6 +101,11 @@ class Trial:
     def device_type(self) -> str:
         """Where the model is."""
         return device_type_of(self.model) or device_type_of(self.args, self.kwargs) or "cpu"
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """The parameters and buffers of a model; of a function none."""
+        model = self.model
+        return (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
 
     @property
     def is_made(self) -> bool:
@@ -119,9 +127,7 @@ class Trial:
 
     def fp32_for_low(self) -> torch.dtype | None:
         """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
-        model = self.model
-        buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-        tensors = [*parameters_of(model).values(), *buffers, *tensors_in(self.args, self.kwargs)]
+        tensors = [*self.weights(), *parameters_of(self.model).values(), *tensors_in(self.args, self.kwargs)]
         return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
 
     def run(
@@ -184,8 +190,9 @@ class Trial:
         """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
             with restored(self.model):
-                args, kwargs = tree_map(_own, (self.args, self.kwargs))
-                yield Isolated(self.model, args, kwargs)
+                # arguments that the run may write to and differentiate without the user's being touched
+                own = lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
+                yield Isolated(self.model, *tree_map_only(torch.Tensor, own, (self.args, self.kwargs)))
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
@@ -193,21 +200,44 @@ class Trial:
             yield run
 
 
-def _converted(dtype: torch.dtype) -> StandIns:
+class GradientsAside:
+    """`with GradientsAside(named):` tensors have no gradients inside but those that are made there.
+
+    named: those whose gradients are asked for, by name; others are put aside as they are met.
+    """
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        self._named = named
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __enter__(self) -> GradientsAside:
+        self.put_aside(self._named.values())
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for tensor, gradient in self._before.values():
+            tensor.grad = gradient
+
+    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have none, until the end."""
+        for tensor in tensors:
+            if tensor.is_leaf and id(tensor) not in self._before:
+                self._before[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Those that were made, by name."""
+        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
+
+
+def _converted(dtype: torch.dtype) -> StandIn:
     """Each floating or complex tensor in another format."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         wide = dtype.to_complex() if tensor.is_complex() else dtype
         return tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
 
-    return StandIns(convert)
-
-
-def _own(value: Any) -> Any:
-    """An argument that the run may write to and differentiate without the user's being touched."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    return stand_ins(convert)
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:

@@ -31,7 +31,8 @@ class Findings:
         self.was_asked = False
         self._clips: list[tuple[set[int], Site]] = []
         if scales:
-            _listen(self)
+            tell_of_clips(_clipped)
+            _living.add(self)
 
     def say(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, and warn of it at its line; once for each line."""
@@ -134,12 +135,6 @@ class Findings:
 
 
 _living: weakref.WeakSet[Findings] = weakref.WeakSet()
-
-
-def _listen(findings: Findings) -> None:
-    if not _living:
-        tell_of_clips(_clipped)
-    _living.add(findings)
 
 
 def _clipped(parameters: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,11 +107,10 @@ def inverse_of(scale: torch.Tensor) -> torch.Tensor:
 class Culprits:
     """Which gradients are not finite: looked at now, on their devices, and read when somebody asks."""
 
-    __slots__ = ("_parameters", "_readings")
+    __slots__ = ("_readings",)
 
     def __init__(self, optimizer: Any) -> None:
-        self._parameters: list[list[tuple[int, torch.Tensor]]] = []
-        self._readings: list[HostNumbers] = []
+        self._readings: list[tuple[list[tuple[int, torch.Tensor]], HostNumbers]] = []
         by_kind: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for number, parameter in enumerate(optimized_by(optimizer)):
             if parameter.grad is not None:
@@ -119,26 +119,24 @@ class Culprits:
                     by_kind.setdefault((part.device, part.dtype), []).append((number, parameter, part))
         for rows in by_kind.values():
             largest = norms_of([part for _, _, part in rows], float("inf"))
-            self._readings.append(HostNumbers(torch.stack(largest).float()))
-            self._parameters.append([(number, parameter) for number, parameter, _ in rows])
+            parameters = [(number, parameter) for number, parameter, _ in rows]
+            self._readings.append((parameters, HostNumbers(torch.stack(largest).float())))
 
     @property
     def has_gradients(self) -> bool:
         """Whether there were gradients to look at."""
-        return bool(self._parameters)
+        return bool(self._readings)
 
     @property
     def is_here(self) -> bool:
         """Whether it can be read without waiting for a device."""
-        return all(reading.is_here for reading in self._readings)
+        return all(reading.is_here for _, reading in self._readings)
 
     def read(self) -> list[tuple[int, torch.Tensor, str]]:
         """Number in the optimizer, parameter, and `NaN` or `infinite`, in the optimizer's order."""
         found = []
-        for rows, reading in zip(self._parameters, self._readings, strict=True):
+        for rows, reading in self._readings:
             for (number, parameter), largest in zip(rows, reading.values(), strict=True):
-                if largest != largest:
-                    found.append((number, parameter, "NaN"))
-                elif largest == float("inf"):
-                    found.append((number, parameter, "infinite"))
+                if not math.isfinite(largest):
+                    found.append((number, parameter, "NaN" if math.isnan(largest) else "infinite"))
         return sorted(found, key=lambda row: row[0])

@@ -13,10 +13,12 @@ from narrowcast.training.scaler.gradients import Flags, check, in_one, inverse_o
 
 
 class LossScale:
-    """The scale of one loss: on the device of the first loss, grown and backed off as torch's scaler does it."""
+    """The scale of one loss: on the device of the first loss, grown and backed off as torch's scaler does it. least:
+    the scale is not backed off below it, or below the first scale if that is less.
+    """
 
-    def __init__(self, first: float, floor: float, tracker: int = 0) -> None:
-        self.first, self.floor, self.first_tracker = first, floor, tracker
+    def __init__(self, first: float, least: float, tracker: int = 0) -> None:
+        self.first, self.floor, self.first_tracker = first, min(least, first), tracker
         self.scale: torch.Tensor | None = None
         self.tracker: torch.Tensor | None = None
         self.found: torch.Tensor | None = None

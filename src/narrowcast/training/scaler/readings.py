@@ -15,39 +15,37 @@ _WITH_EVENTS = ("cuda", "xpu")
 
 
 class HostNumbers:
-    """The numbers of a small tensor as they are now, later on the host."""
+    """The numbers of a small tensor as they are now, later on the host; or one that the host has."""
 
-    __slots__ = ("_event", "_host", "_kept", "_values")
+    __slots__ = ("_event", "_host", "_values")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor | float) -> None:
         self._values: list[float] | None = None
         self._event: Any = None
-        self._kept: torch.Tensor | None = None
-        kind = tensor.device.type
-        if kind in _WITH_EVENTS:
+        if not isinstance(tensor, torch.Tensor):
+            self._values = [tensor]
+        elif tensor.device.type in _WITH_EVENTS:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device)
             self._event.record(torch.accelerator.current_stream(tensor.device))
-        elif kind == "cpu":
+        elif tensor.is_cpu:
             self._values = _numbers(tensor)
         else:
-            self._kept = tensor.clone()
+            self._host = tensor.clone()
 
     @property
     def is_here(self) -> bool:
         """Whether it can be read without waiting for the device."""
-        return self._values is not None or (self._kept is None and (self._event is None or bool(self._event.query())))
+        return self._values is not None or (self._event is not None and bool(self._event.query()))
 
     def values(self) -> list[float]:
         """The numbers; waits for the device where they have not come."""
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
-            if self._kept is not None:
-                self._host = self._kept.cpu()
-            self._values = _numbers(self._host)
-            self._event = self._kept = None
+            self._values = _numbers(self._host.cpu())
+            self._event = None
         return self._values
 
 

@@ -28,15 +28,10 @@ class StepResult:
     with fused optimizers, which decide there. `float(result)` is the value's, and `if result:` asks whether it stepped.
     """
 
-    __slots__ = ("_culprits", "_look", "_names", "_reading", "_rows", "_skipped", "op", "value")
+    __slots__ = ("_culprits", "_look", "_names", "_reading", "_rows", "op", "value")
 
-    def __init__(
-        self, value: Any, skipped: bool | HostNumbers, names: Names, look: Callable[[], Culprits | None]
-    ) -> None:
-        self.value = value
-        self._skipped = skipped if isinstance(skipped, bool) else None
-        self._reading = None if isinstance(skipped, bool) else skipped
-        self._names = names
+    def __init__(self, value: Any, skipped: HostNumbers, names: Names, look: Callable[[], Culprits | None]) -> None:
+        self.value, self._reading, self._names = value, skipped, names
         self._look: Callable[[], Culprits | None] | None = look
         self._culprits: Culprits | None = None
         self._rows: tuple[tuple[str, str], ...] | None = None
@@ -45,35 +40,28 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer did not step."""
-        if self._skipped is None:
-            self._skipped = self._reading is not None and any(self._reading.values())
-            self._reading = None
-            self.look_if_skipped()
-        return self._skipped
+        skipped = any(self._reading.values())
+        self.look_if_skipped()
+        return skipped
 
     @property
     def is_here(self) -> bool:
         """Whether all of it is known without waiting for the device."""
-        if self._reading is not None and not self._reading.is_here:
-            return False
-        return self._culprits is None or self._culprits.is_here
+        return self._reading.is_here and (self._culprits is None or self._culprits.is_here)
 
     def look_if_skipped(self, always: bool = False) -> None:
         """Start looking at the gradients, which may be gone soon, if the host knows that the step was skipped."""
-        known = self._skipped if self._reading is None else self._reading.is_here and any(self._reading.values())
-        if (known or always) and self._culprits is None and self._look is not None:
+        if self._look is None or self._culprits is not None:
+            return
+        if always or (self._reading.is_here and any(self._reading.values())):
             self._culprits, self._look = self._look(), None
 
     @property
     def found(self) -> tuple[tuple[str, str], ...]:
         """Parameters whose gradients were not finite, each with `NaN` or `infinite`, as far as they could be seen."""
         if self._rows is None:
-            if not self.skipped:
-                self._rows = ()
-            else:
-                self.look_if_skipped()
-                rows = [] if self._culprits is None else self._culprits.read()
-                self._rows = tuple((self._names(number, parameter), what) for number, parameter, what in rows)
+            rows = self._culprits.read() if self.skipped and self._culprits is not None else []
+            self._rows = tuple((self._names(number, parameter), what) for number, parameter, what in rows)
         return self._rows
 
     @property
@@ -102,12 +90,12 @@ class StepResult:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def __repr__(self) -> str:
-        if self._reading is not None and not self._reading.is_here:
+        if not self._reading.is_here:
             return "<StepResult: not known yet, the device has not reported>"
         return f"<StepResult: {'skipped: ' + self.why if self.skipped else 'stepped'}>"
 
 
-def name_of(parameter: torch.Tensor, number: int, optimizer: Any, models: Iterable[torch.nn.Module]) -> str:
+def name_of(optimizer: Any, models: Iterable[torch.nn.Module], number: int, parameter: torch.Tensor) -> str:
     """The name under which the user knows a parameter, by identity. number: in the optimizer, from 0."""
     for model in models:
         for name, other in model.named_parameters():
@@ -116,8 +104,8 @@ def name_of(parameter: torch.Tensor, number: int, optimizer: Any, models: Iterab
     for index, group in enumerate(optimizer.param_groups):
         if number < len(group["params"]):
             names = group.get("param_names")
-            if names is not None:
-                return str(names[number])
-            return f"parameter {number} of group {index} {tuple(parameter.shape)}"
+            return (
+                f"parameter {number} of group {index} {tuple(parameter.shape)}" if names is None else str(names[number])
+            )
         number -= len(group["params"])
     return f"a parameter {tuple(parameter.shape)}"

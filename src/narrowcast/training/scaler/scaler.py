@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,6 @@ from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.dispatch import version_of
 from narrowcast.runtime.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, innermost, takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
-from narrowcast.training.scaler.closures import closure_in, step_with_closure
 from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of
 from narrowcast.training.scaler.losses import LossScale, backward_of
 from narrowcast.training.scaler.readings import HostNumbers
@@ -82,7 +83,7 @@ class Scaler(ScalerState):
         self._findings.scaled(loss)
         self.make_scale(loss.device)
         if loss_id not in self._losses:
-            self._losses[loss_id] = LossScale(self.first_scale, min(self._min_scale, self.first_scale))
+            self._losses[loss_id] = LossScale(self.first_scale, self._min_scale)
         self._named.add(loss_id)
         found = backward_of(loss, self._losses[loss_id], optimizers, self._group, kwargs)
         for one, flags in zip(optimizers, found, strict=True):
@@ -92,8 +93,7 @@ class Scaler(ScalerState):
                 device: torch.maximum(before[device], flag) if device in before else flag
                 for device, flag in {**before, **flags}.items()
             }
-            state["stage"] = UNSCALED
-            state["line"] = loop_line()
+            state.update(stage=UNSCALED, line=loop_line())
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
@@ -158,21 +158,25 @@ class Scaler(ScalerState):
         state are restored; a copy of both is held.
         """
         if not self.is_enabled():
-            return StepResult(optimizer.step(*args, **kwargs), False, lambda number, _: str(number), lambda: None)
+            value = optimizer.step(*args, **kwargs)
+            return StepResult(value, HostNumbers(False), lambda number, _: str(number), lambda: None)
         inner = innermost(optimizer)
         self._refuse_stepped(inner, "step()")
         state = self.state_of(inner)
-        value: Any
         skipped: bool | None
-        if closure_in(args, kwargs) is not None:
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure):
             if state["stage"] is UNSCALED:
                 raise self._error(
                     "step() with a closure", "the gradients are unscaled already",
                     "Call unscale_() in the closure, or leave it to step(): a closure computes gradients again.",
                     state.get("line"),
                 )  # fmt: skip
-            value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, inner))
-            state["stage"], skipped = STEPPED, not stepped
+            checked = partial(self._checked, inner, closure)
+            named = {"closure": checked} if "closure" in kwargs else {}
+            given = args if named else (checked, *args[1:])
+            value, skipped = _whole_step(optimizer, partial(optimizer.step, *given, **{**kwargs, **named}))
+            state["stage"] = STEPPED
         else:
             self._refuse_unscaled_loss("step()")
             if state["stage"] is READY and self._are_unscaled(inner):
@@ -193,7 +197,7 @@ class Scaler(ScalerState):
         result = self._result(inner, value, state, skipped)
         watch = open_watch()
         if watch is not None:
-            if skipped and closure_in(args, kwargs) is None:  # its step was not run: who watches was not told
+            if skipped and not callable(closure):  # its step was not run: who watches was not told
                 watch.step_skipped()
             result.op = _op_seen(watch.found)
         state["line"] = loop_line()
@@ -223,7 +227,9 @@ class Scaler(ScalerState):
         """Check the optimizer's gradients and multiply them by `inverse`; a flag for each device."""
         return check(optimizer, inverse, found, self._group)
 
-    def _closure_is_finite(self, optimizer: Any, loss: Any) -> bool:
+    def _checked(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        """What a closure returns; its gradients are unscaled and checked before the optimizer sees it."""
+        loss = closure()
         self._refuse_unscaled_loss("step() with a closure")
         scaled = None if self._scaled is None else self._scaled()
         if scaled is not None and scaled is loss:
@@ -240,24 +246,21 @@ class Scaler(ScalerState):
             zero = torch.zeros((), device=scale.device)
             flags = state["found_inf_per_device"] = check(optimizer, inverse_of(scale), zero, self._group)
         self._refuse_without_gradients(flags)
-        return not in_one(flags.values(), scale.device).item()
+        if in_one(flags.values(), scale.device).item():
+            raise _StepNotFinite
+        return loss
 
     def _result(self, optimizer: Any, value: Any, state: dict[str, Any], skipped: bool | None) -> StepResult:
         """What step gives. Where the optimizer's kernel decided, the host does not ask what it did."""
         watch, flags = open_watch(), state["found_inf_per_device"]
-        scale = self.scale_tensor
-        decided: bool | HostNumbers = bool(skipped)
+        scale, decided = self.scale_tensor, HostNumbers(bool(skipped))
         if skipped is None and flags and scale is not None:
             decided = HostNumbers(in_one(flags.values(), scale.device))
         early = state.get("early")
         given = None if self._model is None else self._model()
         models = [model for model in (given, *(watch.models if watch else ())) if model is not None]
-        result = StepResult(
-            value,
-            decided,
-            lambda number, parameter: name_of(parameter, number, optimizer, models),
-            lambda: early or _look(optimizer),
-        )
+        names = partial(name_of, optimizer, models)
+        result = StepResult(value, decided, names, lambda: early or _look(optimizer))
         # While steps are being skipped one after the other, the gradients are looked at before they are gone.
         result.look_if_skipped(always=skipped is None and self._steps.was_skipped)
         return result
@@ -266,12 +269,12 @@ class Scaler(ScalerState):
         """The scales for the next iteration; what became of this one waits for its numbers."""
         scale = self.make_scale(torch.device(self._device))
         results, watched = tuple(self._results), open_watch() is not None
-        number, floor = self._steps.number, self.floor_now()
+        number, floor = self._steps.number, HostNumbers(self._floor)
         for name in sorted(self._named):
             loss = self._losses[name]
             if loss.scale is not None and loss.found is not None:
-                numbers, flag = HostNumbers(loss.scale), HostNumbers(loss.found)
-                self._steps.waiting.append(EndedStep(number, numbers, loss.floor, results, flag, name, watched))
+                numbers = HostNumbers(loss.scale), HostNumbers(loss.floor)
+                self._steps.waiting.append(EndedStep(number, *numbers, results, HostNumbers(loss.found), name, watched))
             loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         if not self._named:
             unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
@@ -331,3 +334,24 @@ def _op_seen(found: Watching) -> str:
     first = next(finding for finding in made if finding.step == made[-1].step)
     when = "" if first.step == found.steps else f", first at step {first.step}"
     return f"{first.what} made by {first.id} ({first.file}:{first.line}){when}"
+
+
+class _StepNotFinite(Exception):
+    """Leaves the step of an optimizer whose closure gave gradients that are not finite."""
+
+
+def _whole_step(optimizer: Any, step: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a step with a closure gives, and whether it was skipped: then parameters and state, which are kept until it
+    ends, are what they were before.
+    """
+    weights = [(p, p.detach().clone()) for p in optimized_by(optimizer)]
+    state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}
+    try:
+        return step(), False
+    except _StepNotFinite:
+        with torch.no_grad():
+            for parameter, before in weights:
+                parameter.copy_(before)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        return None, True

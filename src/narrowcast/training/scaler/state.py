@@ -14,9 +14,8 @@ from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.grad_scaling import NativeScaler, is_definitely_without_cuda
 from narrowcast.training.scaler.findings import Findings
 from narrowcast.training.scaler.losses import LossScale
-from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
-from narrowcast.training.scaler.steps import Floor, Steps
+from narrowcast.training.scaler.steps import Steps
 from narrowcast.training.scaler.stuck import Streak
 
 ON_STUCK = ("warn", "raise")
@@ -101,12 +100,8 @@ class ScalerState(NativeScaler):
 
     # -- the lowest scale ----------------------------------------------------------------------------------------------
 
-    def floor_now(self) -> Floor:
-        """What the scale is not backed off below: `min_scale`, or less where the user has set the scale to less."""
-        return HostNumbers(self._floor) if isinstance(self._floor, torch.Tensor) else self._floor
-
     def set_floor(self, new_scale: float | torch.Tensor | None) -> None:
-        """The floor under a scale that the user sets."""
+        """The floor under a scale that the user sets: `min_scale`, or that scale if it is less."""
         if isinstance(new_scale, torch.Tensor):
             scale = self.make_scale(new_scale.device)
             self._floor = new_scale.detach().to(scale, copy=True).reshape(()).clamp_(max=self._min_scale)
@@ -140,11 +135,12 @@ class ScalerState(NativeScaler):
             self._floor = min(self._min_scale, float(state_dict["scale"]))
             self._steps.number = int(ours.get("steps", 0))
             self._steps.streaks = {name: Streak(*numbers) for name, numbers in ours.get("streaks", {}).items()}
-            self._losses = {
-                name: LossScale(kept["scale"], min(self._min_scale, kept["scale"]), kept["_growth_tracker"])
-                for name, kept in ours.get("losses", {}).items()
-            }
+            self._load_losses(ours.get("losses", {}))
         super().load_state_dict(state_dict)
+
+    def _load_losses(self, saved: dict[str, Any]) -> None:
+        rows = saved.items()
+        self._losses = {n: LossScale(row["scale"], self._min_scale, row["_growth_tracker"]) for n, row in rows}
 
     def __getstate__(self) -> dict[str, Any]:
         """Between iterations; without the model, whose names are then unknown, and without what was found."""
@@ -165,10 +161,7 @@ class ScalerState(NativeScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         losses = state.pop("_losses")
         super().__setstate__(state)
-        self._losses = {
-            name: LossScale(kept["scale"], min(self._min_scale, kept["scale"]), kept["_growth_tracker"])
-            for name, kept in losses.items()
-        }
+        self._load_losses(losses)
         self._model = None
         self._findings = Findings(self.is_enabled())
         self.begin_iteration()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from narrowcast.core.policy import Site
 from narrowcast.errors import Origin, ScalerError, ScalerWarning
 from narrowcast.reports.results.scaler_history import History, ScaledStep
 from narrowcast.runtime.sites.python_stack import loop_line
@@ -16,7 +14,6 @@ from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.stuck import Streak, advice_text, found_text
 
-Floor = float | HostNumbers
 _MOST_WAITING = 64
 
 
@@ -29,7 +26,7 @@ class EndedStep:
 
     number: int
     scale: HostNumbers
-    floor: Floor
+    floor: HostNumbers
     results: tuple[StepResult, ...]
     found: HostNumbers | None = None
     loss: str = ""
@@ -39,23 +36,18 @@ class EndedStep:
     @property
     def is_here(self) -> bool:
         """Whether all numbers have come."""
-        readings = (self.scale, self.found, self.floor if isinstance(self.floor, HostNumbers) else None)
-        return all(r is None or r.is_here for r in (*readings, *self.results))
+        return all(each is None or each.is_here for each in (self.scale, self.found, self.floor, *self.results))
 
     def row(self) -> ScaledStep:
         """The row of the history; waits for what has not come."""
         lost = [result for result in self.results if result.skipped]
         found = self.found is not None and any(self.found.values())
         skipped = found if self.loss else bool(lost) or found
-        why = "; ".join(dict.fromkeys(result.why for result in lost)) if skipped else ""
-        return ScaledStep(
-            self.number,
-            self.scale.values()[0],
-            skipped,
-            why or ("a gradient was not finite" if skipped else ""),
-            self.loss,
-            tuple(dict.fromkeys(name for result in lost for name in result.parameters)) if skipped else (),
-        )
+        if not skipped:
+            return ScaledStep(self.number, self.scale.values()[0], False, "", self.loss, ())
+        why = "; ".join(dict.fromkeys(result.why for result in lost)) or "a gradient was not finite"
+        names = dict.fromkeys(name for result in lost for name in result.parameters)
+        return ScaledStep(self.number, self.scale.values()[0], True, why, self.loss, tuple(names))
 
 
 class Steps:
@@ -67,7 +59,7 @@ class Steps:
         self.number = 0
         self.streaks: dict[str, Streak] = {}
         self.waiting: deque[EndedStep] = deque()
-        self._stuck: Callable[[Site], ScalerError] | None = None
+        self._stuck: tuple[str, str] | None = None
 
     @property
     def was_skipped(self) -> bool:
@@ -94,23 +86,19 @@ class Steps:
             self.history.add(row)
             if step.not_stepped is not None and not row.skipped:
                 step.not_stepped()
-            floor = step.floor.values()[0] if isinstance(step.floor, HostNumbers) else step.floor
-            streak = self.streaks.get(row.loss, Streak()).after(row, floor)
+            streak = self.streaks.get(row.loss, Streak()).after(row, step.floor.values()[0])
             if streak.is_stuck(self.patience):
                 streak = streak.told()
-                self._stuck = partial(_error, streak, row, step.is_watched)
+                self._stuck = found_text(streak, row), advice_text(streak, step.is_watched)
             self.streaks[row.loss] = streak
 
     def speak(self) -> None:
         """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
         if self._stuck is not None:
-            site = loop_line()
-            error, self._stuck = self._stuck(site), None
+            site, (found, advice) = loop_line(), self._stuck
+            self._stuck = None
+            where = (Origin(site.file, site.line),) if site.file else ()
+            error = ScalerError("training with a scaler", found, where, advice)
             if self.on_stuck == "raise":
                 raise error
             warn_at(str(error), site, ScalerWarning)
-
-
-def _error(streak: Streak, row: ScaledStep, is_watched: bool, site: Site) -> ScalerError:
-    where = (Origin(site.file, site.line),) if site.file else ()
-    return ScalerError("training with a scaler", found_text(streak, row), where, advice_text(streak, is_watched))
