@@ -18,7 +18,7 @@ from narrowcast.core.policy.capabilities import (
     short_name,
     units_in_use,
 )
-from narrowcast.core.policy.lacks import ONE_FORMAT
+from narrowcast.core.policy.settings import ONE_FORMAT
 from narrowcast.errors import PolicyError
 from narrowcast.formats import bf16, fp16, fp32, fp64
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowcast.core.policy import Policy
-from narrowcast.core.policy.lacks import FULL
+from narrowcast.core.policy.settings import FULL
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.isolation import isolated
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
