@@ -100,23 +100,9 @@ def _record(program: Program, edit: Edit) -> EditRecord:
     why: Why = edit.why
     src = value.type if value is not None and value.shape is not None else ""
     moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
-    return EditRecord(
-        kind=_KINDS[type(edit)],
-        by=why.by,
-        op=step.op,
-        argument=argument,
-        module_path=step.site.module_path,
-        file=step.site.file,
-        line=step.site.line,
-        src=src,
-        dst=dst,
-        moved_bytes=moved,
-        direction=step.direction,
-        action=str(why.rule.action) if why.rule else "",
-        rule=str(why.rule) if why.rule else "",
-        reason=why.reason,
-        policy=why.policy,
-    )
+    about = _KINDS[type(edit)], why.by, step.op, argument, *step.site.at
+    action, rule = (str(why.rule.action), str(why.rule)) if why.rule else ("", "")
+    return EditRecord(*about, src, dst, moved, step.direction, action, rule, why.reason, why.policy)
 
 
 def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:

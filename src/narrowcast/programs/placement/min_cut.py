@@ -39,11 +39,9 @@ def minimise_by_cut(energy: Energy) -> Optimum:
     chosen, flow = network.solve()
     cost = energy.evaluate(chosen)
     if cost is None or cost != flow + network.constant:
-        raise EnergyError(
-            asked="a placement of least cost",
-            found="every placement is forbidden" if cost is None else f"cut {cost} and flow {flow} differ",
-            advice="This is a fault of the cost model: please report it with the program's text.",
-        )
+        found = "every placement is forbidden" if cost is None else f"cut {cost} and flow {flow} differ"
+        advice = "This is a fault of the cost model: please report it with the program's text."
+        raise EnergyError("a placement of least cost", found, advice=advice)
     return Optimum(chosen, cost, flow + network.constant, "minimum cut")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from narrowcast.core.policy import RESULT, Rule
 from narrowcast.errors import ProgramError
@@ -261,9 +262,7 @@ class _Editor:
         cast = replace(self.program.steps[edit.step], grad_mode=before.grad_mode)
         source = self.program.values[cast.operands[0].value]
         known = source.weight
-        value = replace(cast.value if known else source, id=self.next_id, weight=False)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(cast.value if known else source)
         made = self._beside(cast, value, CAST if known else WEIGHT, (Operand("self", source.id),))
         steps.append(made if known else replace(made, constants=cast.value.type, aliases=(0,)))
         for other in edit.casts:
@@ -310,39 +309,37 @@ class _Editor:
         """One step that casts the operands, and one for each result; `operands` then reads those."""
         positions = self.together[step.id].operands
         chosen = [operands[p] for p in positions]
-        made = Value(self.next_id, "tuple", gradient=step.grad_mode)
+        made = self._new(Value(0, "tuple", gradient=step.grad_mode))
         rule = self.together[step.id].why.rule
         together = self._beside(step, made, TOGETHER, tuple(chosen))
         steps.append(replace(together, constants=str(rule.action) if rule is not None else ""))
-        for n, (position, operand) in enumerate(zip(positions, chosen, strict=True), 1):
+        for n, (position, operand) in enumerate(zip(positions, chosen, strict=True)):
             known = self.made.get(operand.value) or self.program.values[operand.value]
-            value = replace(
-                known, id=made.id + n, type=TENSOR, gradient=known.gradient and step.grad_mode, weight=False
-            )
-            self.made[value.id] = value
+            value = self._new(known, type=TENSOR, gradient=known.gradient and step.grad_mode)
             got = self._beside(step, value, "getitem", (Operand("a0", made.id),))
-            steps.append(replace(got, constants=str(n - 1), aliases=(0,)))
+            steps.append(replace(got, constants=str(n), aliases=(0,)))
             operands[position] = replace(operand, value=value.id)
-        self.next_id += 1 + len(chosen)
 
     def _operand(self, step: Step, position: int, operand: Operand) -> Operand:
         value = self._now(self.rereads.get((step.id, position), operand.value))
         return operand if value == operand.value else replace(operand, value=value)
 
     def _cast_back(self, step: Step, like: list[int]) -> Step:
-        value = replace(self.made[step.id], id=self.next_id, type=TENSOR, weight=False)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(self.made[step.id], type=TENSOR)
         operands = (Operand(RESULT, step.id), *(Operand("like", number) for number in like))
         return self._beside(step, value, BACK, operands)
 
     def _cast(self, source: int, dst: Format, step: Step, exactly: bool, name: str = "self") -> Step:
         known = self.made.get(source) or self.program.values[source]
-        value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(known, type=dst.name, gradient=known.gradient and step.grad_mode)
         made = self._beside(step, value, CAST, (Operand(name, source),))
         return replace(made, constants=EXACTLY) if exactly and known.type == TENSOR else made
+
+    def _new(self, like: Value, **facts: Any) -> Value:
+        value = replace(like, id=self.next_id, weight=False, **facts)
+        self.next_id += 1
+        self.made[value.id] = value
+        return value
 
     def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:
         """A new step in the region, and at the place, of one that is there."""
