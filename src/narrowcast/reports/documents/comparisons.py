@@ -38,10 +38,12 @@ def comparison_document(found: Differences) -> Document:
         *output_figures(found),
         Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
         Figure("calls", len(nodes), f"{differ} differ, {len(found.unmatched)} without a partner"),
-        *_compiler_figures(found),
-        *_gradient_figures(found.gradients),
     ]
-    page.bars = [bar for bar in [shares(nodes, "calls", "Calls by format")] if bar.parts]
+    if found.compiled:
+        said = "off what these calls give one by one"
+        page.figures.append(Figure("the compiler", found.compiled, said, "bad", "relative"))
+    page.figures += _gradient_figures(found.gradients)
+    page.bars = shares(nodes, "calls", "Calls by format")
     page.todos = _todos(found)[:3]
     rules = [_rule(row) for row in found.rows]
     modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes)]
@@ -83,11 +85,6 @@ def _notes(found: Differences) -> list[str]:
     return [*found.notes, *notes]
 
 
-def _compiler_figures(found: Differences) -> list[Figure]:
-    said = "off what these calls give one by one"
-    return [Figure("the compiler", found.compiled, said, "bad", "relative")] if found.compiled else []
-
-
 def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
     """The gradient that is furthest off, of those that are not zero but for round-off."""
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
@@ -119,11 +116,12 @@ def _before_fault(found: Differences) -> list[Todo]:
         return []
     before = next((row for row in reversed(found.rows[:first]) if row.is_low), None)
     why = "it rounds what the call at fault reads"
-    rule = _rule(before, why) if before is not None else {}
-    if before is None or not rule:
-        return []
-    call = before.forward or before.id
-    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)]
+    return _keep_high(before, why, why) if before is not None else []
+
+
+def _keep_high(row: CallError, why: str, reason: str) -> list[Todo]:
+    call, rule = row.forward or row.id, _rule(row, reason)
+    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)] if rule else []
 
 
 def _node(row: CallError) -> Node:
@@ -168,7 +166,7 @@ def output_figures(found: Differences | None) -> list[Figure]:
 
 def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[Todo]:
     """Keep the calls most to blame in fp32."""
-    found = []
+    found: list[Todo] = []
     for row in worst:
         at_fault = row.verdict in AT_FAULT
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
@@ -177,10 +175,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         why = f"its own error is {number_text(row.own)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
-        rule = _rule(row, why.partition(":")[0])
-        if rule:
-            call = row.forward or row.id
-            found.append(Todo(keeping(call.op, call.module_path), why, rule, call.module_path))
+        found += _keep_high(row, why, why.partition(":")[0])
     return found
 
 
@@ -212,9 +207,8 @@ def output_table(found: Differences) -> list[Table]:
 def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     """The errors of each call, in order; those most to blame are first to be looked at."""
     figures = ("own", "inherited", "total", "band", "kernel", "alone")
-    columns = "module:module, op:op, call, direction, computes:format, verdict, " + ", ".join(
-        f"{f}:error" for f in figures
-    )
+    errors = ", ".join(f"{figure}:error" for figure in figures)
+    columns = f"module:module, op:op, call, direction, computes:format, verdict, {errors}, line:line"
     found = [
         [row.id.module_path, row.id.op, label_of(row.id), row.id.direction, row.computes, row.verdict,
          *(number(getattr(row, name)) for name in figures), place(row.file, row.line)]
@@ -223,7 +217,7 @@ def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     at = {id(row): n for n, row in enumerate(compared.rows)}
     rules = map(_rule, compared.rows)
     first = [at[id(row)] for row in compared.worst]
-    return table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes, first)
+    return table("errors", "Each call: its errors", columns, found, rules, nodes, first)
 
 
 def error_series(nodes: list[Node]) -> list[Series]:

@@ -65,19 +65,28 @@ def explanation_document(found: Explanation) -> Document:
             add_costs(graph.nodes, placement)
     verdict, tone = _verdict(found)
     page = Document("explanation", found.subject, verdict, tone, graph=graph)
-    page.facts = _facts(found)
+    rules = f", {len(found.rules)} rules of its own" if found.rules else ""
+    page.facts = [
+        ("model", found.subject),
+        ("device", found.device_type),
+        ("policy", f"{found.policy} ({found.digest[:8]}{rules})"),
+        ("region", f"{found.device_type} in {found.low}"),
+        ("mode", found.front_end),
+        ("ran", found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"),
+    ]
     page.notes = _notes(found)
     page.figures = [
         *placement_figures(found.graphs), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
-        *_pass_figures(found.graph_rows()),
+        *_pass_figures(found.graph_rows()), *output_figures(comparison.differences if comparison is not None else None),
     ]  # fmt: skip
-    page.figures += output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
     page.tables = [
         *_comparison_tables(comparison, graph), *ledger_tables(ledger, graph, found.rules), *_graph_tables(found),
-        *_backward_casts(graph),
     ]  # fmt: skip
+    # Those of the backward are in no ledger: it is written before there is a backward.
+    casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
+    page.tables += edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, casts)
     page.series = [*error_series(graph.nodes), *cast_series(graph)]
     return page
 
@@ -109,27 +118,12 @@ def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Tabl
     """Calls and outputs against fp32, and the model's own metric."""
     if comparison is None:
         return []
-    metrics = [
-        [name, before, comparison.metric_found.get(name)] for name, before in comparison.metric_reference.items()
-    ]
+    now = comparison.metric_found
+    metrics = [[name, before, now.get(name)] for name, before in comparison.metric_reference.items()]
     return [
         *error_table(comparison.differences, graph.nodes), *output_table(comparison.differences),
         *table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics),
     ]  # fmt: skip
-
-
-def _facts(found: Explanation) -> list[tuple[str, str]]:
-    own = found.rules
-    rules = f", {len(own)} rules of its own" if own else ""
-    ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
-    return [
-        ("model", found.subject),
-        ("device", found.device_type),
-        ("policy", f"{found.policy} ({found.digest[:8]}{rules})"),
-        ("region", f"{found.device_type} in {found.low}"),
-        ("mode", found.front_end),
-        ("ran", ran),
-    ]
 
 
 def _verdict(found: Explanation) -> tuple[str, str]:
@@ -163,13 +157,12 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
     peaks += "; with gradients" if gradients else "; no_grad"
     times = f"{_time(comparison.region_ms)}, fp32 {_time(comparison.reference_ms)}; quartiles {low:.2f} to {high:.2f}"
     times += f" of {comparison.repeats} alternating pairs"
-    found = [
+    known, now = comparison.metric_reference, comparison.metric_found
+    return [
         Figure("time", ratio, times, tone, "times fp32"),
         Figure("peak memory", memory, peaks, "good" if memory < 1 else "", "times fp32"),
+        *(Figure(name, now.get(name, "None"), f"fp32 {before:.6g}") for name, before in known.items()),
     ]
-    for name, before in comparison.metric_reference.items():
-        found.append(Figure(name, comparison.metric_found.get(name, "None"), f"fp32 {before:.6g}"))
-    return found
 
 
 def spent(comparison: Comparison) -> str:
@@ -257,12 +250,6 @@ def _graph_tables(found: Explanation) -> list[Table]:
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     tables += table("differences", "Decided otherwise than in eager code", columns, others)
     return [*tables, *placement_tables(found.graphs)]
-
-
-def _backward_casts(graph: Graph) -> list[Table]:
-    """The casts of the backward, which are in no ledger: it is written before there is a backward."""
-    edges = [e for e in graph.edges if graph.nodes[e.end].direction != "forward"]
-    return edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, edges)
 
 
 _MAKES = {

@@ -34,13 +34,9 @@ def headroom_document(found: Headroom) -> Document:
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
     page.figures = [_figure(found, name, len(calls)) for name, calls in lost.items()]
-    page.bars = [
-        bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
-    ]
-    keep = Todo(
-        "Keep all of them in fp32",
-        "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that",
-    )
+    page.bars = shares(nodes.values(), "calls", "Calls by the first format that they fit")
+    how = "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that"
+    keep = Todo("Keep all of them in fp32", how)
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
     page.notes = list(found.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
-from narrowcast.reports.documents.run_sides import SideGraph
+from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
@@ -17,7 +17,6 @@ from narrowcast.reports.results.run_differences import (
     DIFFERS,
     EQUAL,
     INHERITED,
-    GradientRow,
     RunDifferences,
     RunRow,
     TokenDifference,
@@ -117,7 +116,9 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
     if found.gradients:
         far = [g for g in found.gradients if g.is_beyond or number(g.difference) is None]
-        said = f"{len(far)} beyond round-off; largest difference: {_furthest(found.gradients)}"
+        worst = max(found.gradients, key=lambda row: or_infinity(row.difference))
+        largest = f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
+        said = f"{len(far)} beyond round-off; largest difference: {largest}"
         figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
     tokens = found.tokens
     if tokens and tokens.count:
@@ -125,11 +126,6 @@ def _figures(found: RunDifferences) -> list[Figure]:
     elif tokens:
         figures.append(Figure("log-probabilities", "not compared", "no token is the same"))
     return figures
-
-
-def _furthest(rows: Iterable[GradientRow]) -> str:
-    worst = max(rows, key=lambda row: or_infinity(row.difference))
-    return f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
 
 
 def _of_tokens(found: TokenDifference) -> str:
@@ -237,10 +233,8 @@ def _series(rows: list[PairRow]) -> list[Series]:
     forward = [row for row in rows if row.difference is not None and row.a]
     if len(forward) < 2:
         return []
-    lines = [
-        ("difference", [row.difference or None for row in forward]),
-        ("round-off", [r.band or None for r in forward]),
-    ]
+    differences, bands = ([getattr(row, name) or None for row in forward] for name in ("difference", "band"))
+    lines = [("difference", differences), ("round-off", bands)]
     xs = [float(n) for n in range(1, len(forward) + 1)]
     return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, "whole", "relative",
                    log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip

@@ -38,12 +38,9 @@ def watch_document(found: Watching) -> Document:
         Todo(what, finding.sentence if what != finding.sentence else "", _format_rule(finding), finding.id.module_path)
         for finding, what in zip(findings, map(_advice, findings), strict=True)
     ][:3]
-    page.tables = [
-        *finding_table([_with_values(node) for node in nodes], map(_format_rule, findings)),
-        *table(
-            "intentional", "Intentional infinities", "times:number, why", [[n, why] for why, n in found.meant.items()]
-        ),
-    ]
+    meant = [[times, why] for why, times in found.meant.items()]
+    page.tables = finding_table([_with_values(node) for node in nodes], map(_format_rule, findings))
+    page.tables += table("intentional", "Intentional infinities", "times:number, why", meant)
     page.series = _history(found.history)
     return page
 
