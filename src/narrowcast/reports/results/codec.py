@@ -55,8 +55,13 @@ def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
 @functools.cache
 def _converter() -> Converter:
     made = Converter(detailed_validation=False)
-    made.register_unstructure_hook_factory(is_dataclass, lambda kind: _writer(kind, made))
-    made.register_structure_hook_factory(is_dataclass, lambda kind: _reader(kind, made))
+    made.register_unstructure_hook_factory(
+        is_dataclass, lambda kind: make_dict_unstructure_fn(kind, made, **_names(kind))
+    )
+    made.register_structure_hook_factory(
+        is_dataclass,
+        lambda kind: make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind)),
+    )
     made.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else str(number))
     _register(made, CallId, str, CallId.parse)
     _register(made, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
@@ -67,7 +72,10 @@ def _converter() -> Converter:
     _register(made, PlacedCall, _placed_row, _placed_call)
     _register(made, RepairRule, _repair_row, _repair_rule)
     _register(made, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
-    _register(made, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
+    _register(
+        made, deque[ScaledStep], lambda rows: list(map(to_data, rows)),
+        lambda rows: deque((of_data(ScaledStep, row) for row in rows), KEPT),
+    )  # fmt: skip
     for kind in (dict[Cast, Tally], dict[CallKind, Tally], dict[Advice, int]):
         _register(made, kind, _counts_rows, functools.partial(_counts, get_args(kind)))
     return made
@@ -88,21 +96,9 @@ def _names(kind: Any) -> dict[str, Any]:
     }
 
 
-def _writer(kind: Any, made: Converter) -> Callable[[Any], Any]:
-    return make_dict_unstructure_fn(kind, made, **_names(kind))
-
-
-def _reader(kind: Any, made: Converter) -> Callable[[Any, Any], Any]:
-    return make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
-
-
 def _histogram(row: Sequence[int]) -> Histogram:
     first, *counts = map(int, row)
     return Histogram(first, tuple(counts))
-
-
-def _scaled_steps(rows: Iterable[Row]) -> deque[ScaledStep]:
-    return deque((of_data(ScaledStep, row) for row in rows), KEPT)
 
 
 _Named = tuple[tuple[str, TensorFacts], ...]

@@ -59,10 +59,9 @@ class Run(Result):
         """
         ids, values = list(_flat(tokens)), [float(value) for value in _flat(log_probabilities)]
         if len(ids) != len(values):
-            raise RunError(
-                "run.keep_tokens", f"{len(ids)} tokens with {len(values)} log-probabilities",
-                advice="Give one log-probability for each token: that of the token, not of the whole vocabulary.",
-            )  # fmt: skip
+            found = f"{len(ids)} tokens with {len(values)} log-probabilities"
+            advice = "Give one log-probability for each token: that of the token, not of the whole vocabulary."
+            raise RunError("run.keep_tokens", found, advice=advice)
         self.tokens += [int(token) for token in ids]
         self.log_probabilities += values
 
@@ -72,9 +71,8 @@ class Run(Result):
         for call in self.calls:
             if call.id == wanted:
                 return call
-        raise RunError(
-            f"call {wanted}", f"this run of {len(self.calls)} calls has none like it", advice="List run.calls."
-        )
+        found = f"this run of {len(self.calls)} calls has none like it"
+        raise RunError(f"call {wanted}", found, advice="List run.calls.")
 
     def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
         """The tensors of a call by name: `run.facts(call.inputs)`."""
@@ -115,8 +113,7 @@ class Run(Result):
         return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
 
     def __repr__(self) -> str:
-        bad = len(self.not_finite())
-        return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
+        return f"<Run: {len(self.calls)} calls, {len(self.not_finite())} of them not finite; print shows it>"
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON, numbers with all their digits."""
