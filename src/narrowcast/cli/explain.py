@@ -62,8 +62,6 @@ def explain_command(
     write_trace(explanation, trace)
     show(explanation, result)
     if graphs.programs and not result.json:
-        from narrowcast.reports.render.programs import program_parts
-
         console = terminal()
         for part in program_parts(explanation):
             console.print(part)
@@ -97,3 +95,22 @@ def _goal(graphs: GraphOptions) -> Goal:
     if not given:
         return as_goal(graphs.goal)
     return Goal.fast(**given) if graphs.goal == FAST else Goal.memory(**given)
+
+
+def program_parts(explanation: nc.Explanation) -> list[str]:
+    """The programs of every graph before and after the passes, in their text form."""
+    from rich.markup import escape
+
+    from narrowcast.programs.program import print_program
+
+    parts = []
+    for graph in explanation.graphs:
+        for title, program in (
+            ("as captured", graph.before),
+            ("with explicit casts", graph.after),
+            ("joint graph, as autograd made it", graph.joint_before),
+            ("joint graph, after the passes", graph.joint_after),
+        ):
+            if program is not None:
+                parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(print_program(program))]
+    return parts

@@ -93,6 +93,6 @@ def _resolved(name: str, device: str | None) -> Policy:
     if device is None:
         return found.resolve("cpu")
     if device not in DEVICE_TYPES:
-        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it",
-                          advice=f"Give one of: {', '.join(DEVICE_TYPES)}.")  # fmt: skip
+        advice = f"Give one of: {', '.join(DEVICE_TYPES)}."
+        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it", advice=advice)
     return found.resolve(device)

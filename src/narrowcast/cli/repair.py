@@ -51,10 +51,8 @@ def _check_policy_file(output: Path, policy: Policy) -> None:
     """TargetError for a file that rules of the policy come from: they are the user's own."""
     files = {rule.origin.file for rule in (*policy.rules, *policy.allowances) if rule.origin is not None}
     if output.exists() and any(Path(file).exists() and output.samefile(file) for file in files):
-        raise TargetError(
-            f"--policy-out {output}", "it holds the policy that is to be repaired", (Origin(str(output)),),
-            "Name another file, or add --force.",
-        )  # fmt: skip
+        found, where = "it holds the policy that is to be repaired", (Origin(str(output)),)
+        raise TargetError(f"--policy-out {output}", found, where, "Name another file, or add --force.")
 
 
 def _write_policy(repair: Repair, output: Path) -> str:

@@ -322,11 +322,7 @@ def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rul
 
 
 def _override(
-    plan: Plan,
-    overrides: tuple[tuple[str, Rule], ...],
-    call: Call,
-    eligible: list[bool],
-    region: Region,
+    plan: Plan, overrides: tuple[tuple[str, Rule], ...], call: Call, eligible: list[bool], region: Region
 ) -> Plan:
     """The plan with single arguments and results decided by their own rules."""
     wanted: dict[str, Format | None] = {}

@@ -69,12 +69,9 @@ class Goal:
                 raise GoalError(f"Goal.fast({name}={value!r})", found, advice=f"Give {_WANTED[name]}.")
         is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
         if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
-            asked, found = (
-                f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})",
-                "a limit is a positive number of bytes",
-            )
             advice = "Write Goal.fast(memory_limit_bytes=2**30); Goal.memory() takes as little as it can."
-            raise GoalError(asked, found, advice=advice)
+            asked = f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})"
+            raise GoalError(asked, "a limit is a positive number of bytes", advice=advice)
         return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
 
     @staticmethod

@@ -90,10 +90,8 @@ def check_layer(layer: tuple[Rule, ...]) -> None:
         subject = str(rule).rpartition(":")[0]
         if rule.action == earlier.action:
             raise PolicyError(f"duplicate rows about {subject}", where=where, advice="Delete one.")
-        asked, advice = (
-            f"rows of equal specificity disagree about {subject}",
-            "Delete one, or set override = true on the later row.",
-        )
+        asked = f"rows of equal specificity disagree about {subject}"
+        advice = "Delete one, or set override = true on the later row."
         raise PolicyConflictError(asked, where=where, advice=advice)
 
 

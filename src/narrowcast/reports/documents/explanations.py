@@ -252,10 +252,7 @@ def _graph_tables(found: Explanation) -> list[Table]:
     return [*tables, *placement_tables(found.graphs)]
 
 
-_MAKES = {
-    "dgrad": (("makes", "the gradient of an input"),),
-    "wgrad": (("makes", "the gradient of a weight"),),
-}
+_MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}
 
 
 def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:

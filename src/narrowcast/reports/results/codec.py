@@ -59,8 +59,7 @@ def _converter() -> Converter:
         is_dataclass, lambda kind: make_dict_unstructure_fn(kind, made, **_names(kind))
     )
     made.register_structure_hook_factory(
-        is_dataclass,
-        lambda kind: make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind)),
+        is_dataclass, lambda kind: make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
     )
     made.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else str(number))
     _register(made, CallId, str, CallId.parse)
