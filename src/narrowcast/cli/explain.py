@@ -9,8 +9,15 @@ from typing import Annotated, Any
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import DeviceOption, ModelOptions, ResultOptions, TraceOption, check_folder
-from narrowcast.cli.shown import show, write_trace
+from narrowcast.cli.options import (
+    DeviceOption,
+    ModelOptions,
+    ResultOptions,
+    TraceOption,
+    check_folder,
+    show,
+    write_trace,
+)
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible
-from narrowcast.cli.shown import write_page
+from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible, write_page
 from narrowcast.errors import Origin, ProfileError, TargetError
 from narrowcast.output.console import print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions
-from narrowcast.cli.shown import show
+from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions, show
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
@@ -56,7 +55,6 @@ def _check_policy_file(output: Path, policy: Policy) -> None:
 
 
 def _write_policy(repair: Repair, output: Path) -> str:
-    """Write the policy, if it repairs; what was done."""
     if not repair.is_clean:
         return f"{output} is not written: nothing was repaired"
     if not repair.rules:

@@ -19,9 +19,10 @@ from narrowcast.cli.options import (
     TraceOption,
     check_file,
     check_folder,
+    show,
+    write_trace,
 )
 from narrowcast.cli.policy import diff_policies
-from narrowcast.cli.shown import show, write_trace
 from narrowcast.cli.target import grad, load_case
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import save_result
@@ -107,7 +108,6 @@ def diff_command(
 
 
 def _exit_by(verdict: str, findings: Collection[str]) -> None:
-    """1 for a verdict that is among the findings, 2 where nothing was compared."""
     if verdict == NOT_COMPARED:
         raise typer.Exit(2)
     if verdict in findings:

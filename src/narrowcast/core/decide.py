@@ -163,12 +163,10 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
 
 
 def _floats(call: Call, device: str) -> list[bool]:
-    """Which arguments may be cast, fp64 included."""
     return [(a.unknown or a.format is not None) and a.device == device and not a.written for a in call.arguments]
 
 
 def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
-    """The rule's action on the eligible arguments."""
     kind = rule.action.kind
     arguments = call.arguments
     untouched = (None,) * len(arguments)

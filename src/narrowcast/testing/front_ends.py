@@ -111,7 +111,6 @@ class _Formats(Observer):
         self.calls: list[RanCall] = []
 
     def after(self, call: SeenCall) -> None:
-        """A line of it."""
         result = format_names([t.dtype for t in call.results])
         if not call.is_cast and (call.computes or result):
             rule = call.rule.label if call.rule is not None else ""
@@ -119,7 +118,6 @@ class _Formats(Observer):
 
 
 def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None:
-    """Fail, or warn, as it is to be."""
     __tracebackhide__ = True
     missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
     if agreement.disagreements:

@@ -107,7 +107,6 @@ def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> st
 
 
 def _blame_text(worst: list[CallError]) -> str:
-    """The calls that add most of it."""
     if not worst:
         return ""
     lines = ["\n\nwhat adds most of it:"]

@@ -101,8 +101,6 @@ def _broken(found: str, where: tuple[Origin, ...]) -> SnapshotError:
 
 
 class _DeviceSection:
-    """One device's section while it is read."""
-
     def __init__(self, device_type: str, line: int) -> None:
         self._device_type, self._line = device_type, line
         self._facts: dict[str, str] = {}
@@ -110,7 +108,6 @@ class _DeviceSection:
         self._seen: dict[CallId, int] = {}
 
     def add_fact(self, line: str, where: tuple[Origin, ...]) -> None:
-        """A line of the head."""
         key, _, value = line.partition(" ")
         if key not in _KEYS:
             raise _broken(f"{line[:60]!r} is neither a call ({_CALL_FORM}) nor one of: {', '.join(_KEYS)}", where)
@@ -121,7 +118,6 @@ class _DeviceSection:
         self._facts[key] = value.strip()
 
     def add_call(self, line: str, number: int, where: tuple[Origin, ...]) -> None:
-        """A line of a call."""
         found = _CALL.fullmatch(line)
         if found is None:
             raise _broken(f"{line[:80]!r} is not of the form {_CALL_FORM}", where)
@@ -138,7 +134,6 @@ class _DeviceSection:
         self._calls.append(CallFormats(identity, came, computes, result, found["rule"], casts, times, line=number))
 
     def made(self, file: str) -> Snapshot:
-        """The section, once all of it is read."""
         where, facts = (Origin(file, self._line),), self._facts
         missing = [key for key in _KEYS if key not in facts]
         if missing:

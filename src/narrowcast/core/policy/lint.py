@@ -43,7 +43,6 @@ def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
 
 @lru_cache(maxsize=16)
 def _bases(extends: tuple[str, ...]) -> tuple[RuleTable, ...]:
-    """What built-in policies say on each device."""
     return tuple(Policy("base", extends=extends).resolve(device).table for device in DEVICE_TYPES)
 
 

@@ -316,8 +316,6 @@ class Policy:
 
 
 class _WeakDict(dict[Any, Any]):
-    """A dict that may be referred to weakly."""
-
     __slots__ = ("__weakref__",)
 
 

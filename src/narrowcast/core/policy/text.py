@@ -55,18 +55,14 @@ _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 @dataclass(frozen=True, slots=True)
 class _TableLines:
-    """The lines of one table: its header's line number and its text lines."""
-
     line: int
     lines: tuple[str, ...]
 
     def line_of(self, key: str) -> int:
-        """The line of `key = ...`, or the header's."""
         start = re.compile(rf'^\s*"?{re.escape(key)}"?\s*=')
         return next((self.line + n for n, text in enumerate(self.lines) if start.match(text)), self.line)
 
     def line_with(self, text: str) -> int:
-        """The first line that quotes `text`, or the header's."""
         return next((self.line + n for n, line in enumerate(self.lines) if f'"{text}"' in line), self.line)
 
 

@@ -86,7 +86,6 @@ class _Home:
                 self._enter(inner, position)
 
     def first_with(self, casts: list[Step]) -> Step | None:
-        """The first step that is one of the casts, or has one in it."""
         found = [self.position.get(cast.id) for cast in casts]
         known = [n for n in found if n is not None]
         return self.block.steps[min(known)] if len(known) == len(casts) else None

@@ -94,7 +94,6 @@ _KINDS: dict[type, str] = {
 
 
 def _record(program: Program, edit: Edit) -> EditRecord:
-    """The ledger's line about an edit."""
     step = program.steps[edit.step]
     value, argument, dst = _subject(program, step, edit)
     why: Why = edit.why

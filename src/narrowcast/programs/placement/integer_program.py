@@ -96,7 +96,6 @@ class _Model:
             self.rows.append((row, -math.inf, most + 1.0))
 
     def solve(self, seconds: float) -> tuple[tuple[Format, ...], int]:
-        """One format per choice, and the bound."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, so only where it is used
         from scipy.sparse import csr_matrix
 

@@ -144,7 +144,6 @@ class _Network:
         return reader.choice
 
     def solve(self) -> tuple[tuple[Format, ...], int]:
-        """One format per choice, and the value of the flow."""
         from scipy.sparse import csr_matrix  # scipy takes long to import, so only where it is used
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

@@ -128,7 +128,6 @@ class _Finder:
                 self._survey(inner, often * TRIPS if loops else often)
 
     def _is_written(self, value: int) -> bool:
-        """Whether something writes to the memory that a value shows."""
         return self.memories.of(value) in self.written
 
     def _is_free_cast(self, cast: Step) -> bool:
@@ -249,7 +248,6 @@ class _Finder:
     # -- values
 
     def _reads(self, value: Value) -> list[Read]:
-        """The readers of a value, also through the casts that are taken out."""
         found: list[Read] = []
         through: list[tuple[int, Step | None]] = [(value.id, None)]
         through += [(s.id, s) for s, _ in self.readers.get(value.id, ()) if s.id in self.casts]

@@ -175,8 +175,6 @@ def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
 
 
 class _Editor:
-    """The edits arranged by step."""
-
     def __init__(self, program: Program, edits: Sequence[Edit]) -> None:
         self.program = program
         self.made: dict[int, Value] = {}

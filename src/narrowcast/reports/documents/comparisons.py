@@ -136,7 +136,6 @@ def _node(row: CallError) -> Node:
 
 
 def _fill(node: Node, row: CallError) -> None:
-    """The errors of a call, on its node; a finding, if it is at fault."""
     node.own, node.inherited, node.total = number(row.own), number(row.inherited), number(row.total)
     node.verdict = row.verdict
     if row.verdict in AT_FAULT:

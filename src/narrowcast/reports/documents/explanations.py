@@ -26,6 +26,7 @@ from narrowcast.reports.documents.ledgers import (
 from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo
 from narrowcast.reports.documents.placements import (
     add_costs,
+    placed_graphs,
     placement_bars,
     placement_figures,
     placement_notes,
@@ -60,9 +61,9 @@ def explanation_document(found: Explanation) -> Document:
     graph = flow_graph(flows, ledger) if flows else ledger_graph(ledger)
     if comparison is not None:
         add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
-    for placement in (graph.placement for graph in found.graphs):
-        if placement is not None:
-            add_costs(graph.nodes, placement)
+    placed = placed_graphs(found.graphs)
+    for _, placement in placed:
+        add_costs(graph.nodes, placement)
     verdict, tone = _verdict(found)
     page = Document("explanation", found.subject, verdict, tone, graph=graph)
     rules = f", {len(found.rules)} rules of its own" if found.rules else ""
@@ -76,10 +77,10 @@ def explanation_document(found: Explanation) -> Document:
     ]
     page.notes = _notes(found)
     page.figures = [
-        *placement_figures(found.graphs), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
+        *placement_figures(placed), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
         *_pass_figures(found.graph_rows()), *output_figures(comparison.differences if comparison is not None else None),
     ]  # fmt: skip
-    page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
+    page.bars = [*placement_bars(placed), *format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
     page.tables = [
         *_comparison_tables(comparison, graph), *ledger_tables(ledger, graph, found.rules), *_graph_tables(found),
@@ -111,11 +112,10 @@ def _notes(found: Explanation) -> list[str]:
         notes += [f"The time in {found.low}: {on}", *comparison.differences.notes] if on else []
     notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in found.graph_rows() if g.broken_by]
     notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in found.graph_rows() if g.fallback]
-    return [note for note in (*notes, *placement_notes(found.graphs)) if note]
+    return [note for note in (*notes, *placement_notes(placed_graphs(found.graphs))) if note]
 
 
 def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Table]:
-    """Calls and outputs against fp32, and the model's own metric."""
     if comparison is None:
         return []
     now = comparison.metric_found
@@ -139,7 +139,7 @@ def _verdict(found: Explanation) -> tuple[str, str]:
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         said = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
         return said, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
-    chosen = placement_verdict(found.graphs)
+    chosen = placement_verdict(placed_graphs(found.graphs))
     if chosen:
         return chosen, ""
     share = f"{totals.share_of_casts:.0%} of all bytes"
@@ -236,7 +236,6 @@ def _pass_figures(graphs: list[GraphRow]) -> list[Figure]:
 
 
 def _graph_tables(found: Explanation) -> list[Table]:
-    """Graphs, what they decide otherwise than eager code, and what was placed."""
     rows = [
         [g.number, g.site, g.calls, g.assigned, g.shared, g.folded, g.dropped, g.casts, g.fallback or g.broken_by]
         for g in found.graph_rows()
@@ -249,7 +248,7 @@ def _graph_tables(found: Explanation) -> list[Table]:
     others = [[d.op, d.module_path, d.computes, d.eager, d.graph] for d in found.differences]
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     tables += table("differences", "Decided otherwise than in eager code", columns, others)
-    return [*tables, *placement_tables(found.graphs)]
+    return [*tables, *placement_tables(placed_graphs(found.graphs))]
 
 
 _MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}

@@ -68,7 +68,6 @@ def _rule(node: Node, reason: str = "") -> Shown:
 
 
 def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node]) -> list[Table]:
-    """A row for each tensor of a call, with what each format would lose of it."""
     found: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
     for row in rows:
         found.setdefault((row.id, row.argument), {})[row.format] = row

@@ -216,7 +216,6 @@ def _crossings(
 
 
 def _calls(groups: Groups) -> list[Table]:
-    """Every call, with its time in each format and what its samples are spread by."""
     rows = []
     for (family, backward), calls in groups.items():
         for call in sorted(calls, key=lambda each: each.size):

@@ -54,7 +54,6 @@ def repair_verdict(found: Repair) -> str:
 
 
 def _measured(found: Repair, step: RepairStep) -> str:
-    """The output's error and the metric, where they are known."""
     said = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
     for name, value in list(step.metric.items())[:2]:
         reference = f", fp32 {found.reference[name]:.6g}" if name in found.reference else ""
@@ -63,7 +62,6 @@ def _measured(found: Repair, step: RepairStep) -> str:
 
 
 def _figures(found: Repair) -> list[Figure]:
-    """What was wrong and what is left of it, and what it costs."""
     before, after = found.before, found.after
     figures = [Figure("runs", found.runs, "of the model, its metric included")]
     figures += [Figure("rules", len(found.rules), f"tried, and not needed: {len(found.dropped)}")]

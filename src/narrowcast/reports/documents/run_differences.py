@@ -69,7 +69,6 @@ def _given(row: RunRow) -> str:
 
 
 def _mark(found: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGraph, SideGraph]) -> None:
-    """A call that makes a difference is a finding on both sides."""
     for row, pair in zip(found, rows, strict=True):
         if row.verdict == DIFFERS:
             said = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
@@ -146,7 +145,6 @@ def _bars(found: RunDifferences) -> list[Bar]:
 
 
 def _formats(found: RunDifferences, run: str) -> Iterable[str]:
-    """The format of each call of a run."""
     for row in found.rows:
         calls, format = (row.a, row.format_a) if run == "a" else (row.b, row.format_b)
         yield from [format] * len(calls)
@@ -229,7 +227,6 @@ def _alone(found: RunDifferences, run: str, kind: str) -> list[Table]:
 
 
 def _series(rows: list[PairRow]) -> list[Series]:
-    """The difference by depth, with what round-off explains of it."""
     forward = [row for row in rows if row.difference is not None and row.a]
     if len(forward) < 2:
         return []

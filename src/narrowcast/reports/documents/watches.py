@@ -46,7 +46,6 @@ def watch_document(found: Watching) -> Document:
 
 
 def _with_values(node: Node) -> Node:
-    """What it was, and what it read and gave."""
     values = ", ".join(f"{name} {said}" for name, said in node.facts)
     return replace(node, finding=f"{node.finding} ({values})") if values else node
 

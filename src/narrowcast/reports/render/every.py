@@ -45,7 +45,6 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
 
 
 def _figures(page: Document, width: int) -> list[str]:
-    """A line for each share by format, and for each figure, or two."""
     figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
     titles = [_WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower()) for bar in page.bars]
     names = [
@@ -130,7 +129,6 @@ def _table(found: Table, width: int) -> list[str]:
 
 
 def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """A heading, and the rows below it; words on as many lines as they need."""
     columns = [found.columns[n] for n in shown]
 
     def line(texts: Sequence[str]) -> str:
@@ -158,7 +156,6 @@ def _cards(found: Table, cells: list[list[str]], shown: Sequence[int], width: in
 
 
 def _is_place(column: Column) -> bool:
-    """Whether cells of it say of which call a row is."""
     return column.kind in ("module", "op") or (column.name == "call" and column.kind == "text")
 
 

@@ -80,7 +80,6 @@ def explanation_trace(found: Explanation) -> str:
 
 
 def _timed_calls(graph: CompiledGraph) -> list[Timed]:
-    """The calls and casts of a graph with their predicted times, in the order of the program."""
     if graph.after is None:
         return []
     rows: list[Timed] = []
@@ -128,7 +127,6 @@ class _Track:
         self._slice(name, "cast" if call.is_cast else call.id.direction, left, colour, args)
 
     def close(self, depth: int) -> None:
-        """End the modules below this depth."""
         while len(self.open) > depth:
             name, (path, turn, direction), began = self.open.pop()
             args = {"module": path or "(root)", "turn": turn, "direction": direction}

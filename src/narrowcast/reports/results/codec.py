@@ -81,7 +81,6 @@ def _converter() -> Converter:
 
 
 def _register(made: Converter, kind: Any, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-    """How a type is written and read; it may be a generic one."""
     made.register_unstructure_hook_func(lambda known: known == kind, write)
     made.register_structure_hook_func(lambda known: known == kind, lambda data, _: read(data))
 
