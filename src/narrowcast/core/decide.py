@@ -159,7 +159,11 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     if overrides:
         plan = _override(plan, overrides, call, eligible, region)
     lacking = resolved.lacking.get(call.op)
-    return _repair(plan, lacking, call, eligible, resolved, region.low) if lacking else plan
+    if lacking:  # then the call may not run in the formats that it gives
+        plan = _repair_kernel(plan, lacking, call, eligible, resolved, region.low)
+        if None in lacking:
+            plan = _repair_mixture(plan, lacking[None], call, eligible)
+    return plan
 
 
 def _floats(call: Call, device: str) -> list[bool]:
@@ -250,13 +254,6 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
             refused = f"no format holds all of {kinds}" if len({a.format for a in floats}) > 1 else None
             return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
     return Plan(_cast_all(destination, call, eligible), rule, computes_in=destination, shields=True)
-
-
-def _repair(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool], policy: Policy, low: Format) -> Plan:
-    """The plan, unless the call cannot run in the formats that it gives."""
-    plan = _repair_kernel(plan, lacking, call, eligible, policy, low)
-    several = lacking.get(None)
-    return plan if several is None else _repair_mixture(plan, several, call, eligible)
 
 
 def _repair_mixture(plan: Plan, lack: Lack, call: Call, eligible: list[bool]) -> Plan:

@@ -89,9 +89,8 @@ class Goal:
         is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
         if not is_number or not slowdown_limit >= 1:
             asked, found = f"Goal.memory(slowdown_limit={slowdown_limit!r})", "a limit is a number, and at least 1"
-            raise GoalError(
-                asked, found, advice="Write Goal.memory(slowdown_limit=4) to allow up to four times the time."
-            )
+            advice = "Write Goal.memory(slowdown_limit=4) to allow up to four times the time."
+            raise GoalError(asked, found, advice=advice)
         return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
 
 

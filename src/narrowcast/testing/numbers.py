@@ -77,9 +77,8 @@ def assert_close_to(
     wanted = sum(t.is_floating_point() for t in tensors_of(expected.output))
     if not errors or len(errors) < wanted:
         advice = "Give a model that returns tensors, and a reference that returns as many, of the same shapes."
-        raise CheckError(
-            asked, f"{len(errors)} of {wanted} floating outputs have a partner of their shape", advice=advice
-        )
+        there = f"{len(errors)} of {wanted} floating outputs have a partner of their shape"
+        raise CheckError(asked, there, advice=advice)
     too_far = [error for error in errors if not error.relative_error <= budget]
     if too_far:
         found = compare(trial.model, (trial.args, trial.kwargs), under=opened, reference=reference)

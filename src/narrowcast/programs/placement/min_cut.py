@@ -62,7 +62,12 @@ class _Network:
         self.constant = 0
         self.edges: list[tuple[int, int, int]] = []
         self.never: list[tuple[int, int]] = []  # edges that no cut may take
-        self._choices()
+        for number, choice in enumerate(energy.choices):
+            costs = dict(zip(choice.formats, choice.costs, strict=True))
+            if len(costs) == 1:  # no edge: its readers and values are fixed
+                self.constant += choice.costs[0]
+            else:
+                self._unary(number, costs[self.low], costs[self.high])
         for flow in energy.flows:
             self._flow(flow)
 
@@ -80,15 +85,6 @@ class _Network:
         self.constant += least
         self._edge(node, self.sink, if_low - least)
         self._edge(self.source, node, if_high - least)
-
-    def _choices(self) -> None:
-        """What has one format gets no edge: its readers and values are fixed."""
-        for number, choice in enumerate(self.energy.choices):
-            costs = dict(zip(choice.formats, choice.costs, strict=True))
-            if len(costs) == 1:
-                self.constant += choice.costs[0]
-            else:
-                self._unary(number, costs[self.low], costs[self.high])
 
     def _flow(self, flow: Flow) -> None:
         maker = self._maker(flow)

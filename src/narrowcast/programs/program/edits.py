@@ -246,15 +246,11 @@ class _Editor:
         for step in block.steps:
             self._add(step, steps)
         returns = [self._now(value) for value in block.returns]
-        if block is self.program.body:
-            self._cast_returns(returns, steps)
-        return replace(block, steps=tuple(steps), returns=tuple(returns))
-
-    def _cast_returns(self, returns: list[int], steps: list[Step]) -> None:
-        for position, edit in self.returns.items():
+        for position, edit in self.returns.items() if block is self.program.body else ():
             cast = self._cast(returns[position], edit.dst, self.program.steps[edit.step], False)
             steps.append(replace(cast, region=None))
             returns[position] = cast.id
+        return replace(block, steps=tuple(steps), returns=tuple(returns))
 
     def _hoist(self, edit: Hoist, steps: list[Step], before: Step) -> None:
         cast = replace(self.program.steps[edit.step], grad_mode=before.grad_mode)

@@ -6,7 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
+from narrowcast.reports.documents.model import (
+    Document,
+    Figure,
+    Graph,
+    Node,
+    Series,
+    Table,
+    Todo,
+    facts_of,
+    label_of,
+    node_of,
+)
 from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
@@ -24,13 +35,8 @@ def comparison_document(found: Differences) -> Document:
     tone = "bad" if found.verdict in AT_FAULT else "good"
     page = Document("comparison", found.subject, comparison_verdict(found), tone, graph=Graph(nodes, [], note=ORDER))
     under = f"{found.policy} in {found.low}" if found.policy else "the model's own casts"
-    page.facts = [
-        ("model", found.subject),
-        ("device", str(found.environment.get("device", found.device_type))),
-        ("policy", under),
-        ("reference", found.reference),
-        ("runs", str(found.runs)),
-    ]
+    device = found.environment.get("device", found.device_type)
+    page.facts = facts_of(model=found.subject, device=device, policy=under, reference=found.reference, runs=found.runs)
     page.notes = _notes(found)
     differ = sum(bool(row.total) for row in found.rows)
     faults = len(found.faults)
@@ -151,9 +157,9 @@ def add_errors(nodes: Iterable[Node], rows: Iterable[CallError]) -> None:
             _fill(node, found)
 
 
-def output_figures(found: Differences | None) -> list[Figure]:
+def output_figures(found: Differences) -> list[Figure]:
     """The error of the output that is furthest off."""
-    if found is None or not found.outputs:
+    if not found.outputs:
         return []
     worst = max(found.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)

@@ -6,33 +6,8 @@ import math
 
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
-from narrowcast.reports.documents.comparisons import (
-    add_errors,
-    error_series,
-    error_table,
-    error_todos,
-    output_figures,
-    output_table,
-)
-from narrowcast.reports.documents.ledgers import (
-    advice_todos,
-    cast_figures,
-    cast_series,
-    cast_todos,
-    format_bars,
-    ledger_graph,
-    ledger_tables,
-)
-from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo
-from narrowcast.reports.documents.placements import (
-    add_costs,
-    placed_graphs,
-    placement_bars,
-    placement_figures,
-    placement_notes,
-    placement_tables,
-    placement_verdict,
-)
+from narrowcast.reports.documents import comparisons, ledgers, placements
+from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.words import in_time, number, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
@@ -58,37 +33,32 @@ def explanation_document(found: Explanation) -> Document:
     """The page of an explanation."""
     ledger, comparison = found.ledger, found.comparison
     flows = [flow for flow in found.flows() if flow.steps]
-    graph = flow_graph(flows, ledger) if flows else ledger_graph(ledger)
+    graph = flow_graph(flows, ledger) if flows else ledgers.ledger_graph(ledger)
     if comparison is not None:
-        add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
-    placed = placed_graphs(found.graphs)
+        comparisons.add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
+    placed = placements.placed_graphs(found.graphs)
     for _, placement in placed:
-        add_costs(graph.nodes, placement)
+        placements.add_costs(graph.nodes, placement)
     verdict, tone = _verdict(found)
     page = Document("explanation", found.subject, verdict, tone, graph=graph)
     rules = f", {len(found.rules)} rules of its own" if found.rules else ""
-    page.facts = [
-        ("model", found.subject),
-        ("device", found.device_type),
-        ("policy", f"{found.policy} ({found.digest[:8]}{rules})"),
-        ("region", f"{found.device_type} in {found.low}"),
-        ("mode", found.front_end),
-        ("ran", found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"),
-    ]
+    policy, region = f"{found.policy} ({found.digest[:8]}{rules})", f"{found.device_type} in {found.low}"
+    ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
+    page.facts = facts_of(
+        model=found.subject, device=found.device_type, policy=policy, region=region, mode=found.front_end, ran=ran
+    )
     page.notes = _notes(found)
-    page.figures = [
-        *placement_figures(placed), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
-        *_pass_figures(found.graph_rows()), *output_figures(comparison.differences if comparison is not None else None),
-    ]  # fmt: skip
-    page.bars = [*placement_bars(placed), *format_bars(graph.nodes)]
+    page.figures = [*placements.figures(placed), *_cost_figures(comparison, found.gradients)]
+    page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(found.graph_rows())]
+    page.figures += comparisons.output_figures(comparison.differences) if comparison is not None else []
+    page.bars = [*placements.bars(placed), *ledgers.format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
-    page.tables = [
-        *_comparison_tables(comparison, graph), *ledger_tables(ledger, graph, found.rules), *_graph_tables(found),
-    ]  # fmt: skip
+    page.tables = [*_comparison_tables(comparison, graph), *ledgers.ledger_tables(ledger, graph, found.rules)]
+    page.tables += _graph_tables(found)
     # Those of the backward are in no ledger: it is written before there is a backward.
     casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
     page.tables += edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, casts)
-    page.series = [*error_series(graph.nodes), *cast_series(graph)]
+    page.series = [*comparisons.error_series(graph.nodes), *ledgers.cast_series(graph)]
     return page
 
 
@@ -112,7 +82,7 @@ def _notes(found: Explanation) -> list[str]:
         notes += [f"The time in {found.low}: {on}", *comparison.differences.notes] if on else []
     notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in found.graph_rows() if g.broken_by]
     notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in found.graph_rows() if g.fallback]
-    return [note for note in (*notes, *placement_notes(placed_graphs(found.graphs))) if note]
+    return [note for note in (*notes, *placements.notes(placements.placed_graphs(found.graphs))) if note]
 
 
 def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Table]:
@@ -120,10 +90,9 @@ def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Tabl
         return []
     now = comparison.metric_found
     metrics = [[name, before, now.get(name)] for name, before in comparison.metric_reference.items()]
-    return [
-        *error_table(comparison.differences, graph.nodes), *output_table(comparison.differences),
-        *table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics),
-    ]  # fmt: skip
+    errors = comparisons.error_table(comparison.differences, graph.nodes)
+    own = table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics)
+    return [*errors, *comparisons.output_table(comparison.differences), *own]
 
 
 def _verdict(found: Explanation) -> tuple[str, str]:
@@ -139,7 +108,7 @@ def _verdict(found: Explanation) -> tuple[str, str]:
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         said = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
         return said, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
-    chosen = placement_verdict(placed_graphs(found.graphs))
+    chosen = placements.verdict(placements.placed_graphs(found.graphs))
     if chosen:
         return chosen, ""
     share = f"{totals.share_of_casts:.0%} of all bytes"
@@ -188,14 +157,14 @@ def _todos(found: Explanation) -> list[Todo]:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
         todos.append(Todo(runs[0] if runs else "Pin what raises in fp32.", failure.error, {}, failure.module_path))
     if comparison is not None:
-        todos += error_todos(comparison.worst, faults_only=True)
+        todos += comparisons.error_todos(comparison.worst, faults_only=True)
     todos += _break_todos(found.graph_rows())
     for row in found.rules:
         if not row.calls:
             at = short_place(row.origin) or "no file"
             todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({at})"))
-    todos += advice_todos(found.ledger)
-    of_casts = cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
+    todos += ledgers.advice_todos(found.ledger)
+    of_casts = ledgers.cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
@@ -205,7 +174,7 @@ def _todos(found: Explanation) -> list[Todo]:
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += of_casts
     if comparison is not None:
-        todos += error_todos(comparison.worst)[:1]
+        todos += comparisons.error_todos(comparison.worst)[:1]
     elif failure is None:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
         todos.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
@@ -248,7 +217,7 @@ def _graph_tables(found: Explanation) -> list[Table]:
     others = [[d.op, d.module_path, d.computes, d.eager, d.graph] for d in found.differences]
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     tables += table("differences", "Decided otherwise than in eager code", columns, others)
-    return [*tables, *placement_tables(placed_graphs(found.graphs))]
+    return [*tables, *placements.tables(placements.placed_graphs(found.graphs))]
 
 
 _MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}

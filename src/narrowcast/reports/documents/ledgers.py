@@ -10,17 +10,9 @@ from operator import attrgetter
 
 from narrowcast.core.ledger.records import Cast, Tally, Totals
 from narrowcast.output.console import in_bytes
+from narrowcast.reports.documents import tables
 from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Series, Table, Todo
 from narrowcast.reports.documents.rules import call_rule, cast_changes
-from narrowcast.reports.documents.tables import (
-    advice_table,
-    cast_table,
-    finding_table,
-    matched_table,
-    module_table,
-    op_table,
-    refusal_table,
-)
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import counted
@@ -165,13 +157,13 @@ def _dearest(copied: list[Cast]) -> list[Todo]:
 def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = ()) -> list[Table]:
     """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
     return [
-        *finding_table(graph.nodes),
-        *op_table(graph.nodes),
-        *cast_table(ledger, graph.nodes),
-        *module_table(graph.nodes),
-        *matched_table(ledger.matches, own_rules),
-        *refusal_table(ledger.refusals),
-        *advice_table(ledger.advice),
+        *tables.finding_table(graph.nodes),
+        *tables.op_table(graph.nodes),
+        *tables.cast_table(ledger, graph.nodes),
+        *tables.module_table(graph.nodes),
+        *tables.matched_table(ledger.matches, own_rules),
+        *tables.refusal_table(ledger.refusals),
+        *tables.advice_table(ledger.advice),
     ]
 
 

@@ -224,6 +224,11 @@ class PairRow:
     why: str
 
 
+def facts_of(**named: object) -> list[tuple[str, str]]:
+    """What was looked at, by name, in words."""
+    return [(name, str(value)) for name, value in named.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The second of two runs, which calls of the first its calls are, and the mapping that was given, as its file has

@@ -25,7 +25,7 @@ def _calls(placed: Placed) -> list[PlacedCall]:
     return [call for _, placement in placed for call in placement.calls]
 
 
-def placement_verdict(placed: Placed) -> str:
+def verdict(placed: Placed) -> str:
     """`Goal fast: 50 of 53 calls run higher than the policy asks; predicted 2.7 s, against ...`; empty without one."""
     if not placed:
         return ""
@@ -43,7 +43,7 @@ def _costs(placed: Placed) -> tuple[float, float]:
     return sum(float(p.cost) for _, p in placed), sum(float(p.policy_cost) for _, p in placed)
 
 
-def placement_figures(placed: Placed) -> list[Figure]:
+def figures(placed: Placed) -> list[Figure]:
     """The predicted costs; and what was measured of the candidates that are kept."""
     if not placed:
         return []
@@ -59,7 +59,7 @@ def _measured(placed: Placed) -> float | None:
     return sum(kept) if len(kept) == len(placed) else None
 
 
-def placement_bars(placed: Placed) -> list[Bar]:
+def bars(placed: Placed) -> list[Bar]:
     """The time of the calls that could choose, by the format that the policy gives them; casts left out."""
     if not placed or placed[0][1].unit != "ns":
         return []
@@ -70,7 +70,7 @@ def placement_bars(placed: Placed) -> list[Bar]:
     return [Bar("Time, as the policy says", "ns", tuple(sorted(sums.items(), key=lambda part: -part[1])))]
 
 
-def placement_notes(placed: Placed) -> list[str]:
+def notes(placed: Placed) -> list[str]:
     """Of each graph what is proved of its choice, what it is predicted to hold at most, and where that is wrong."""
     return [note for graph, placement in placed for note in _notes(graph, placement)]
 
@@ -123,7 +123,7 @@ def _held(graph: CompiledGraph) -> list[str]:
     return [f"It is predicted to hold at most {in_bytes(peak.bytes)} at once{of_these}{where}{line}{against}"]
 
 
-def placement_tables(placed: Placed) -> list[Table]:
+def tables(placed: Placed) -> list[Table]:
     """Each call that could choose, the costliest first, and each way that was considered."""
     ordered = sorted(_calls(placed), key=lambda call: (-max(call.costs), call.step))
     calls = [

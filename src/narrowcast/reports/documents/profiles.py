@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
 from narrowcast.core.policy.capabilities import RAISES, RUNS
-from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
+from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import in_count, without_format
 from narrowcast.reports.results.lines import counted
@@ -53,12 +53,8 @@ def profile_document(found: Profile) -> Document:
     groups = _groups(found.samples)
     ratios = _ratios(groups)
     page = Document("profile", device.name, _verdict(ratios))
-    page.facts = [
-        ("device", f"{device.name} ({device.type})"),
-        ("units", ", ".join(device.units) or "unknown"),
-        ("threads", str(device.threads)),
-        ("torch", device.torch),
-    ]
+    name, units = f"{device.name} ({device.type})", ", ".join(device.units) or "unknown"
+    page.facts = facts_of(device=name, units=units, threads=device.threads, torch=device.torch)
     page.figures = _figures(found, ratios)
     page.todos = _todos(found)
     crossings: list[list[Any]] = []

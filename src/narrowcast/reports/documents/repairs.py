@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from narrowcast.core.policy import Rule
-from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo
+from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text
@@ -17,13 +17,8 @@ from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REP
 def repair_document(found: Repair) -> Document:
     """The page of what `nc.repair` found."""
     page = Document("repair", found.subject, repair_verdict(found), "good" if found.is_clean else "bad")
-    page.facts = [
-        ("model", found.subject),
-        ("device", str(found.environment.get("device", found.device_type))),
-        ("policy", found.base),
-        ("region", f"{found.device_type} in {found.low}"),
-        ("asked", found.asked),
-    ]
+    device, region = found.environment.get("device", found.device_type), f"{found.device_type} in {found.low}"
+    page.facts = facts_of(model=found.subject, device=device, policy=found.base, region=region, asked=found.asked)
     page.figures = _figures(found)
     page.bars = _bars(found)
     rules = [_rule(row.rule) for row in found.rules]
