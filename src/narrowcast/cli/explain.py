@@ -9,15 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import (
-    DeviceOption,
-    ModelOptions,
-    ResultOptions,
-    TraceOption,
-    check_folder,
-    show,
-    write_trace,
-)
+from narrowcast.cli.options import DeviceOption, ModelOptions, ResultOptions, TraceOption, check_folder, show
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
@@ -66,8 +58,7 @@ def explain_command(
         if model_explorer is not None:
             module: Any = case.model
             _write_model_explorer(explanation, nc.export(module, case.inputs, under=model.under), model_explorer)
-    write_trace(explanation, trace)
-    show(explanation, result)
+    show(explanation, result, trace=trace)
     if graphs.programs and not result.json:
         console = terminal()
         for part in program_parts(explanation):

@@ -123,8 +123,13 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def show(result: nc.Result, options: ResultOptions, notices: Sequence[str] = (), room: int = LINES) -> None:
-    """Do what the options say. notices: sentences that follow, on standard error where JSON is printed."""
+def show(
+    result: nc.Result, options: ResultOptions, notices: Sequence[str] = (), room: int = LINES, trace: Path | None = None
+) -> None:
+    """Do what the options say. notices: sentences that follow, on standard error where JSON is printed. trace: a file
+    to write one into, if it is asked for.
+    """
+    _write_trace(result, trace)
     if options.output is not None:
         saved = result.save(options.output)
         size = in_bytes(saved.stat().st_size)
@@ -146,7 +151,7 @@ def write_page(result: nc.Result, html: Path | None) -> None:
         replace_text(html, result.to_html())
 
 
-def write_trace(result: nc.Result, trace: Path | None) -> None:
+def _write_trace(result: nc.Result, trace: Path | None) -> None:
     """Write the trace of a result, if one is asked for. TargetError for a result without times."""
     if trace is None:
         return

@@ -20,7 +20,6 @@ from narrowcast.cli.options import (
     check_file,
     check_folder,
     show,
-    write_trace,
 )
 from narrowcast.cli.policy import diff_policies
 from narrowcast.cli.target import grad, load_case
@@ -49,8 +48,7 @@ def capture_command(
             load_case(model.target), under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
-    write_trace(run, trace)
-    show(run, result)
+    show(run, result, trace=trace)
 
 
 def compare_command(
@@ -190,6 +188,4 @@ def show_command(
     trace: TraceOption = None,
 ) -> None:
     """Print a saved result again."""
-    found: nc.Result = nc.load(saved)
-    write_trace(found, trace)
-    show(found, result)
+    show(nc.load(saved), result, trace=trace)

@@ -230,15 +230,12 @@ def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
 
     Native folds from the left and stops at the first fp32; a third format that it meets before is an error there.
     """
-    dst = low
-    for a, is_eligible in zip(call.arguments, eligible, strict=True):
-        if not is_eligible or a.format is low:
-            continue
-        if a.format is not fp32:
-            refused = f"native promotion met {a.format} where it knows only {low} and fp32"
-            return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
-        dst = fp32
-        break
+    arguments = zip(call.arguments, eligible, strict=True)
+    first = next((a.format for a, is_eligible in arguments if is_eligible and a.format is not low), low)
+    if first is not low and first is not fp32:
+        refused = f"native promotion met {first} where it knows only {low} and fp32"
+        return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
+    dst = fp32 if first is fp32 else low
     return Plan(_cast_all(dst, call, eligible), rule, computes_in=dst, shields=True)
 
 

@@ -117,11 +117,9 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as TOML text; parsing it gives an equal policy."""
-        from narrowcast.core.policy.written import print_text  # loads tomlkit, which nothing else needs
-
-        settings = {key: getattr(self, key) for key in SETTINGS}
-        said = (self.name, self.layers, self.extends, self.description, settings, self.allowances)
-        return print_text(*said, self.text, self.text_layers)
+        # By its name, since it is about policies, and here: it loads tomlkit, which nothing else needs.
+        written: Any = importlib.import_module("narrowcast.core.policy.written")
+        return str(written.print_text(self))
 
     # -- new policies from old
 

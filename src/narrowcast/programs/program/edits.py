@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from narrowcast.core.ledger import EditRecord
 from narrowcast.core.policy import RESULT, Rule
 from narrowcast.errors import ProgramError
-from narrowcast.formats import Format
+from narrowcast.formats import FORMATS, Format
 from narrowcast.programs.program.model import (
     BACK,
     CAST,
@@ -164,6 +165,46 @@ Edit = (
     InsertCast | CastTogether | CastResult | CastReturn | Follow | SetDtype | Remove | Share | Retarget | Reread
     | Hoist
 )  # fmt: skip
+
+
+_KINDS: dict[type, str] = {
+    InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
+    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Reread: "remove",
+    CastReturn: "insert",
+}  # fmt: skip
+
+
+def edit_record(program: Program, edit: Edit) -> EditRecord:
+    """The ledger's line about an edit."""
+    step = program.steps[edit.step]
+    value, argument, dst = _subject(program, step, edit)
+    why: Why = edit.why
+    src = value.type if value is not None and value.shape is not None else ""
+    moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
+    about = _KINDS[type(edit)], why.by, step.op, argument, *step.site.at
+    action, rule = (str(why.rule.action), str(why.rule)) if why.rule else ("", "")
+    return EditRecord(*about, src, dst, moved, step.direction, action, rule, why.reason, why.policy)
+
+
+def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:
+    """The value that a cast of this edit reads, the argument that it is for, and the format that it gives."""
+    if isinstance(edit, InsertCast):
+        operand = step.operands[edit.operand]
+        return program.values[operand.value], operand.name, edit.dst.name
+    if isinstance(edit, CastResult):
+        src = edit.src.name if edit.src is not None else TENSOR
+        return replace(step.value, type=src), RESULT, edit.dst.name if edit.dst is not None else TENSOR
+    if isinstance(edit, SetDtype | Follow):
+        return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
+    if isinstance(edit, CastReturn):
+        return step.value, "returned", edit.dst.name
+    if isinstance(edit, Reread):
+        return program.values[edit.source], step.operands[edit.operand].name, ""
+    if isinstance(edit, CastTogether):
+        return None, ", ".join(dict.fromkeys(step.operands[p].name for p in edit.operands)), ""
+    if step.is_cast:
+        return program.values[step.operands[0].value], "", step.value.type
+    return None, "", ""
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:

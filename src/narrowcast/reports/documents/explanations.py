@@ -244,7 +244,5 @@ def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
             )  # fmt: skip
         for edge in flow.edges:
             begin = OUTSIDE if edge.start == OUTSIDE else edge.start + first
-            edges.append(
-                Edge(begin, edge.end + first, edge.argument, edge.src, edge.dst, edge.moved_bytes, edge.kind, edge.how)
-            )
+            edges.append(Edge(begin, edge.end + first, *edge[2:]))
     return Graph(nodes, edges, flow=True, note="Views and what only names a part of a tuple are left out.")

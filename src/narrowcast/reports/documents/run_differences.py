@@ -13,15 +13,7 @@ from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    EQUAL,
-    INHERITED,
-    RunDifferences,
-    RunRow,
-    TokenDifference,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
@@ -121,16 +113,13 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
     tokens = found.tokens
     if tokens and tokens.count:
-        figures.append(Figure("log-probabilities", tokens.rms, _of_tokens(tokens), unit="relative"))
+        said = f"rms, in nats, of {counted(tokens.count, 'token')}; p99 {number_text(tokens.p99)}, largest "
+        said += f"{number_text(tokens.largest)} at {tokens.at}, mean {tokens.mean:+.1e}"
+        said += f"; they differ from token {tokens.first_other} on" if tokens.first_other >= 0 else ""
+        figures.append(Figure("log-probabilities", tokens.rms, said, unit="relative"))
     elif tokens:
         figures.append(Figure("log-probabilities", "not compared", "no token is the same"))
     return figures
-
-
-def _of_tokens(found: TokenDifference) -> str:
-    said = f"rms, in nats, of {counted(found.count, 'token')}; p99 {number_text(found.p99)}, largest "
-    said += f"{number_text(found.largest)} at {found.at}, mean {found.mean:+.1e}"
-    return f"{said}; they differ from token {found.first_other} on" if found.first_other >= 0 else said
 
 
 def _bars(found: RunDifferences) -> list[Bar]:

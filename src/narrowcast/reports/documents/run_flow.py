@@ -91,17 +91,12 @@ class RunFlow:
     def _node(self, call: CallRecord, read: list[TensorFacts], gave: list[tuple[str, int]]) -> Node:
         results = [(name, self.tensors[n]) for name, n in gave]
         gives = ",".join(dict.fromkeys(facts.format for _, facts in results))
-        node = replace(
-            node_of(call.id, call.computes, call.file, call.line), came=call.came, result=gives, rule=call.rule,
-            reason=call.reason,
-        )  # fmt: skip
-        node.bytes = sum(
-            facts.elements * FORMATS[facts.format].bits // 8 for facts in (*read, *(facts for _, facts in results))
-        )
-        node.multiplications = multiplications(
-            call.id.op, [self.tensors[n].shape for _, n in call.inputs],
-            [self.tensors[n].shape for _, n in call.outputs], ("transposed", "True") in call.given,
-        )  # fmt: skip
+        node = node_of(call.id, call.computes, call.file, call.line)
+        node.came, node.result, node.rule, node.reason = call.came, gives, call.rule, call.reason
+        moved = (*read, *(facts for _, facts in results))
+        node.bytes = sum(facts.elements * FORMATS[facts.format].bits // 8 for facts in moved)
+        shapes, made = ([self.tensors[n].shape for _, n in named] for named in (call.inputs, call.outputs))
+        node.multiplications = multiplications(call.id.op, shapes, made, ("transposed", "True") in call.given)
         node.facts = tuple((name, tensor_words(facts)) for name, facts in results)
         bad = [name for name, facts in results if not facts.is_finite]
         if bad:

@@ -72,9 +72,7 @@ def _format_rule(row: Finding) -> Shown:
 def _advice(row: Finding) -> str:
     """What to do: in the words of the finding, unless these are the rule that stands below."""
     rule = _format_rule(row)
-    if rule:
-        return keeping(rule["op"], rule.get("module", ""))
-    return row.advice or row.sentence
+    return keeping(rule["op"], rule.get("module", "")) if rule else row.advice or row.sentence
 
 
 def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:
