@@ -216,10 +216,8 @@ class HidingBlock:
         """What is to be said if this many calls ran in it."""
         where = f"{self.site.file}:{self.site.line}"
         if self.policy:
-            what = (
-                f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
-                f"{self.policy} for {calls} calls"
-            )
+            what = f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
+            what += f"{self.policy} for {calls} calls"
             kind, todo = "hidden policy", f"{TO_RULE_INSIDE}. Or leave it, if torch's own lists are intended there."
         else:
             what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"

@@ -32,10 +32,8 @@ def print_program(program: Program) -> str:
     for n, region in enumerate(program.regions):
         r = region.facts
         state = f"{'enabled' if r.enabled else 'disabled'} {'cached' if r.cache else 'uncached'}"
-        lines.append(
-            f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
-            + (f" open {','.join(region.open)}" if region.open else "")
-        )
+        line = f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
+        lines.append(line + (f" open {','.join(region.open)}" if region.open else ""))
     _print_block(program.body, "", sites, lines)
     for site, n in sites.items():
         lines.append(f"site {n}: {json.dumps({k: v for k, v in asdict(site).items() if v}, sort_keys=True)}")

@@ -78,17 +78,13 @@ def notes(placed: Placed) -> list[str]:
 def _notes(graph: CompiledGraph, placement: Placement) -> list[str]:
     timed = next((c for c in graph.candidates if c.name == graph.chosen and c.measured_ns), None)
     earlier = ", chosen earlier" if graph.from_disk else ""
-    found = [
-        f"Graph {graph.number}, goal {graph.goal}: {graph.chosen} is kept{earlier}: {_proof(graph, placement)}; "
-        f"choosing took {graph.candidates_seconds:.1f} s",
-        *_held(graph),
-    ]
+    kept = f"{graph.chosen} is kept{earlier}: {_proof(graph, placement)}"
+    took = f"choosing took {graph.candidates_seconds:.1f} s"
+    found = [f"Graph {graph.number}, goal {graph.goal}: {kept}; {took}", *_held(graph)]
     returned, written_bytes = graph.returned
     if returned and placement.raised == len(placement.calls):
-        found.append(
-            f"Every call runs high; results keep the formats that the policy gives them: {returned} casts of results, "
-            f"{in_bytes(written_bytes)} written"
-        )
+        high = "Every call runs high; results keep the formats that the policy gives them"
+        found.append(f"{high}: {returned} casts of results, {in_bytes(written_bytes)} written")
     if timed is not None and timed.measured_ns and not 0.5 < timed.predicted_ns / timed.measured_ns < 2:
         found.append("The cost model is wrong here by more than half")
     return found
@@ -141,10 +137,8 @@ def tables(placed: Placed) -> list[Table]:
         for graph, _ in placed
         for c in graph.candidates
     ]  # fmt: skip
-    said = (
-        "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
-        "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
-    )
+    said = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
+    said += "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
     return [
         *table("placement", "Calls that could choose, the costliest first", columns, calls),
         *table("candidates", "Candidates: each way that was considered", said, ways),

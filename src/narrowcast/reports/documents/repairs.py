@@ -133,10 +133,8 @@ def _step_table(steps: list[RepairStep]) -> list[Table]:
          "; ".join(step.added), "; ".join(step.left_out)]
         for at, step in enumerate(steps, 1)
     ]  # fmt: skip
-    columns = (
-        "run:number, under what, found, output error:error, matmuls in low:number, of:number, metric, then adds, "
-        "left out"
-    )
+    columns = "run:number, under what, found, output error:error, matmuls in low:number, of:number, metric, then adds, "
+    columns += "left out"
     return table("steps", "Each run: findings, and what was tried", columns, rows)
 
 

@@ -175,11 +175,9 @@ def _names(calls: Iterable[CallId]) -> str:
 
 
 def _tables(found: RunDifferences) -> list[Table]:
-    columns = (
-        "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
-        "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
-        "line of a:line, line of b:line"
-    )
+    columns = "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
+    columns += "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
+    columns += "line of a:line, line of b:line"
 
     def cells(row: RunRow) -> list[Any]:
         band = number(row.band) if row.measured_by else None

@@ -76,9 +76,7 @@ def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:
          number(t.high), number(t.rms), t.zeros, t.subnormal, t.saturated, t.nan, t.infinite]
         for i, name, t in flow.results
     ]  # fmt: skip
-    columns = (
-        "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
-        "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
-    )
+    columns = "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
+    columns += "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
     largest = sorted(range(len(rows)), key=lambda n: -flow.results[n][2].largest)
     return table("tensors", "Output of each call", columns, rows, first=largest)

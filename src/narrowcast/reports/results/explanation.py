@@ -103,10 +103,8 @@ class Failure:
         call = self.op.removesuffix(".default") or "the model's own code"
         got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
         where = site_text(self.module_path, self.file, self.line)
-        return (
-            f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
-            f"It says: {self.error.rstrip('.')}."
-        )
+        raises = f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}"
+        return f"{raises}. It says: {self.error.rstrip('.')}."
 
 
 @dataclass(frozen=True, slots=True)
