@@ -88,11 +88,8 @@ def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
     """What changed. Calls of one op of one module are aligned by what they do where there are more or fewer of them."""
     before, after = _groups(was.calls), _groups(now.calls)
     changes: list[Change] = []
-    for key, rows in after.items():
-        changes += _changes_in(before.get(key, []), rows)
-    for key, rows in before.items():
-        if key not in after:
-            changes += _changes_in(rows, [])
+    for key in after | before:
+        changes += _changes_in(before.get(key, []), after.get(key, []))
     changes, moves = _without_moves(changes)
     return SnapshotCheck(was, now, tuple(changes), moves)
 

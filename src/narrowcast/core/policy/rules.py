@@ -202,7 +202,6 @@ class Rule:
         return PolicyError(asked, found, (self.origin,) if self.origin else (), advice)
 
     def _check_call(self) -> None:
-        """PolicyError for a number of a call that nobody counts."""
         is_number = isinstance(self.call, int) and not isinstance(self.call, bool) and self.call >= 1
         found, advice = "", "Omit call."
         if not is_number:

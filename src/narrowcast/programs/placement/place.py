@@ -161,7 +161,6 @@ def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[Placed
 
 
 def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
-    """From the program as it is to the one that was chosen."""
     program = question.program
     why = Why(NAME, "it costs least so")
     edits: list[Edit] = []

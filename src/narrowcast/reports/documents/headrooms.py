@@ -44,7 +44,6 @@ def headroom_document(found: Headroom) -> Document:
 
 
 def _figure(found: Headroom, format: str, unfit: int) -> Figure:
-    """How many calls would lose something in a format, and how many with scales."""
     scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
     rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
     detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"

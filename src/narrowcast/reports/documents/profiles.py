@@ -36,15 +36,10 @@ class MeasuredCall:
     samples: Mapping[str, Sample]
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """Where the lines of a low format and of fp32 cross. size, ns: the point. below, above: which is faster there."""
-
-    low: str
-    size: float
-    ns: float
-    below: str
-    above: str
+Crossing = tuple[str, float, float, str, str]
+"""Where the lines of a low format and of fp32 cross: that format, size and ns of the point; which is faster below, and
+above.
+"""
 
 
 def profile_document(found: Profile) -> Document:
@@ -62,7 +57,7 @@ def profile_document(found: Profile) -> Document:
         series, crossed = _plot(family, backward, calls)
         page.series += series
         crossings += [
-            [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above] for at in crossed
+            [family, _direction(backward), low, size, _unit(family), *others] for low, size, *others in crossed
         ]
     abilities = [[one.op, one.format, one.direction, one.state, one.error] for one in found.abilities.values()]
     page.tables = [
@@ -185,7 +180,7 @@ def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[
     unsure = {name: [statistics.median(c.samples[name].spread for c in inside) for inside in points] for name in order}
     lows = [name for name in order if name != HIGH] if HIGH in times and family != COPY else []
     crossings = [crossing for low in lows for crossing in _crossings(low, xs, times, unsure)]
-    marks = [(c.size, c.ns, f"{c.above} faster above {in_count(c.size)}") for c in crossings]
+    marks = [(size, ns, f"{above} faster above {in_count(size)}") for _, size, ns, _, above in crossings]
     title = f"{family}: time over size" + (", with backward" if backward else "")
     lines: list[tuple[str, list[float | None]]] = [(name, list(times[name])) for name in order]
     series = Series(
@@ -208,7 +203,7 @@ def _crossings(
             size = xs[at] * (xs[at + 1] / xs[at]) ** part
             ns = times[HIGH][at] * (times[HIGH][at + 1] / times[HIGH][at]) ** part
             below, above = (low, HIGH) if gaps[first] < 0 else (HIGH, low)
-            yield Crossing(low, size, ns, below, above)
+            yield low, size, ns, below, above
 
 
 def _calls(groups: Groups) -> list[Table]:

@@ -186,7 +186,7 @@ def _tables(found: RunDifferences) -> list[Table]:
             number(row.inputs), row.measured_by, row.aligned_by, _given(row), row.why, row.place_a, row.place_b,
         ]  # fmt: skip
 
-    marked = [row for row in found.rows if row.verdict == DIFFERS or row.differs_in_format]
+    marked = (row for row in found.rows if row.verdict == DIFFERS or row.differs_in_format)
     return [
         *table("differences", "Pairs that make a difference, or compute in other formats", columns, map(cells, marked)),
         *table("pairs", "Every pair of calls, in the order of a", columns, map(cells, found.rows)),

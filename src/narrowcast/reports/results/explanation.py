@@ -300,7 +300,6 @@ _PLACED = ("goal", "chosen", "candidates", "candidates_seconds", "from_disk")
 
 
 def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
-    """What was placed in a graph, and the ways that were timed."""
     to_data = codec().to_data
     own = {name: to_data(getattr(graph, name)) for name in _PLACED}
     gap = 0.0 if graph.placement is None else graph.placement.gap

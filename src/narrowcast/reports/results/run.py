@@ -12,15 +12,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, codec, renderer
-from narrowcast.reports.results.run_records import (
-    CALL_COLUMNS,
-    TENSOR_COLUMNS,
-    CallRecord,
-    TensorFacts,
-    call_row,
-    short,
-    tensor_row,
-)
+from narrowcast.reports.results.run_records import CallRecord, TensorFacts, rows_of, short
 from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
@@ -119,9 +111,7 @@ class Run(Result):
         """What is written as JSON, numbers with all their digits."""
         data: dict[str, Any] = {
             "schema": self.SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
-            "tokens": self.tokens, "log_probabilities": self.log_probabilities,
-            "tensor_columns": list(TENSOR_COLUMNS), "tensors": [tensor_row(t) for t in self.tensors],
-            "call_columns": list(CALL_COLUMNS), "calls": [call_row(c) for c in self.calls],
+            "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
         return data | timed
