@@ -28,8 +28,9 @@ def check_counted(policy: Policy, op: str, site: Site, computes: bool = True) ->
     rule = next((r for r in (*known.per_argument, *known.whole) if r.call is not None and r.matches_site(site)), None)
     if rule is not None:
         asked, found = f"a rule about call {rule.call} of {op}", "which call this is, is not known before it runs"
-        advice = "Name the module, class or function that contains it instead; or run it as eager code, where calls"
-        raise RefusedError(asked, found, origins(site, rule), f"{advice} are counted as the model runs.")
+        eager = "run it as eager code, where calls are counted as the model runs"
+        advice = f"Name the module, class or function that contains it instead; or {eager}."
+        raise RefusedError(asked, found, origins(site, rule), advice)
 
 
 def origins(site: Site, rule: Rule | None) -> tuple[Origin, ...]:

@@ -161,9 +161,9 @@ class TrainingPrecision:
         """
         if not self._has_opened:
             here, asked = loop_line(), f"training under policy {self.policy.name} in {FORMATS[self.low]}"
-            found = "an optimizer is about to step, and no forward and no loss ran in the region: nothing was computed "
+            early = "an optimizer is about to step, and no forward and no loss ran in the region"
             where = (Origin(here.file, here.line),) if here.file else ()
-            raise TrainingError(asked, f"{found}under the policy", where, advice or self.to_open)
+            raise TrainingError(asked, f"{early}: nothing was computed under the policy", where, advice or self.to_open)
 
     def begin_step(self) -> None:
         """A forward that trains comes: open what looks at it. Further micro-batches of the step change nothing."""

@@ -312,11 +312,9 @@ class Rule:
 
     def __str__(self) -> str:
         module = "the root module" if self.module == "" else self.module
-        conditions = {
-            "call": self.call, "argument": self.argument or None, "in": module, "in class": self.module_class,
-            "in function": self.function,
-        }  # fmt: skip
-        parts = [self.op, *(f"{word} {value}" for word, value in conditions.items() if value is not None)]
+        words = ("call", "argument", "in", "in class", "in function")
+        asked = (self.call, self.argument or None, module, self.module_class, self.function)
+        parts = [self.op, *(f"{word} {what}" for word, what in zip(words, asked, strict=True) if what is not None)]
         return f"{' '.join(parts)}: {self.action}"
 
     def __repr__(self) -> str:

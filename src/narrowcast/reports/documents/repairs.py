@@ -26,10 +26,8 @@ def repair_document(found: Repair) -> Document:
     page.notes = list(found.notes)
     others = [[rule, "was tried, and is not needed"] for rule in found.dropped]
     others += [[rule, "may not be needed: the limit of runs was reached"] for rule in found.untried]
-    page.tables = [
-        *_rule_table(found.rules, rules), *_step_table(found.steps),
-        *table("other rules", "Other rules", "rule, outcome", others),
-    ]  # fmt: skip
+    page.tables = [*_rule_table(found.rules, rules), *_step_table(found.steps)]
+    page.tables += table("other rules", "Other rules", "rule, outcome", others)
     page.series = _series(found)
     return page
 

@@ -71,10 +71,7 @@ def _converter() -> Converter:
     _register(made, PlacedCall, _placed_row, _placed_call)
     _register(made, RepairRule, _repair_row, _repair_rule)
     _register(made, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
-    _register(
-        made, deque[ScaledStep], lambda rows: list(map(to_data, rows)),
-        lambda rows: deque((of_data(ScaledStep, row) for row in rows), KEPT),
-    )  # fmt: skip
+    _register(made, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
     for kind in (dict[Cast, Tally], dict[CallKind, Tally], dict[Advice, int]):
         _register(made, kind, _counts_rows, functools.partial(_counts, get_args(kind)))
     return made
@@ -97,6 +94,10 @@ def _names(kind: Any) -> dict[str, Any]:
 def _histogram(row: Sequence[int]) -> Histogram:
     first, *counts = map(int, row)
     return Histogram(first, tuple(counts))
+
+
+def _scaled_steps(rows: Iterable[Row]) -> deque[ScaledStep]:
+    return deque((of_data(ScaledStep, row) for row in rows), KEPT)
 
 
 _Named = tuple[tuple[str, TensorFacts], ...]

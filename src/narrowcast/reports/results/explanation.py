@@ -264,16 +264,13 @@ class Explanation(Result):
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""
         to_data = codec().to_data
-        rows = {
-            "ops": self.op_rows(), "modules": self.module_rows(), "repeated_casts": self.repeats(),
-            "graphs": self.graph_rows(),
-        }  # fmt: skip
-        return {
-            "schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}, **to_data(rows),
-            "placements": [_placed_row(graph) for graph in self.graphs if graph.placement is not None],
-            "flows": to_data(self.flows()), "comparison": self.comparison.data() if self.comparison else None,
-            "ledger": self.ledger.data(),
-        }  # fmt: skip
+        data: dict[str, Any] = {"schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}}
+        data |= {"ops": to_data(self.op_rows()), "modules": to_data(self.module_rows())}
+        data |= {"repeated_casts": to_data(self.repeats()), "graphs": to_data(self.graph_rows())}
+        data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
+        data["flows"] = to_data(self.flows())
+        data["comparison"] = self.comparison.data() if self.comparison else None
+        return {**data, "ledger": self.ledger.data()}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Explanation:
@@ -292,10 +289,8 @@ class Explanation(Result):
         return replace(made, ledger=Ledger.of_data(data["ledger"]))
 
 
-_SAID = (
-    "subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end", "gradients", "rules",
-    "differences", "failure",
-)  # fmt: skip
+_ASKED = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
+_SAID = (*_ASKED, "gradients", "rules", "differences", "failure")
 _PLACED = ("goal", "chosen", "candidates", "candidates_seconds", "from_disk")
 
 

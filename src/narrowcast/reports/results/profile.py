@@ -173,8 +173,9 @@ class Profile(Result):
                     self._take_over(path)
                 replace_text(path, self.to_json(indent=1) + "\n")
         except (OSError, Timeout) as error:
-            advice = "What was measured holds for this process. Set NARROWCAST_CACHE_DIR to a folder that can be "
-            raise self._unsaved(f"{type(error).__name__}: {error}", path, f"{advice}written to.") from error
+            folder = "Set NARROWCAST_CACHE_DIR to a folder that can be written to."
+            advice = f"What was measured holds for this process. {folder}"
+            raise self._unsaved(f"{type(error).__name__}: {error}", path, advice) from error
         self.path = path
         return path
 
