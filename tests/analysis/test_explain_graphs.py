@@ -12,9 +12,9 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.analysis.record.graph_ledger import decision_differences
+from narrowcast.cli.explain import program_parts
 from narrowcast.core.ledger import CallKind
 from narrowcast.programs.program import print_program
-from narrowcast.reports.render.programs import program_parts
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.saved import parse
 

@@ -1,5 +1,7 @@
 """What a device lacks, as data: what `decide` makes of it, and what is known of devices that are not here."""
 
+from dataclasses import asdict
+
 import pytest
 
 from narrowcast import Policy, Rule
@@ -18,7 +20,7 @@ from narrowcast.core.policy.capabilities import (
     short_name,
     units_in_use,
 )
-from narrowcast.core.policy.lacks import ONE_FORMAT
+from narrowcast.core.policy.settings import ONE_FORMAT
 from narrowcast.errors import PolicyError
 from narrowcast.formats import bf16, fp16, fp32, fp64
 
@@ -172,7 +174,7 @@ def test_an_ability_says_what_it_is_about():
     """As a key, and as JSON has it."""
     ability = Ability("aten.mm.default", "bf16", "forward", EMULATED, 4.0)
     assert ability.key == "aten.mm.default|bf16|forward"
-    assert ability.to_data() == {
+    assert asdict(ability) == {
         "op": "aten.mm.default", "format": "bf16", "direction": "forward", "state": EMULATED, "ratio": 4.0, "error": "",
     }  # fmt: skip
 

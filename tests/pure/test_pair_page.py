@@ -13,7 +13,7 @@ from page_results import LINEAR, SCRIPT, a_pair, a_side, saved, two_runs
 from narrowcast.analysis.diff.diff import diff
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.documents.run_sides import merged_turns
+from narrowcast.reports.documents.run_flow import merged_turns
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.saved import load
 

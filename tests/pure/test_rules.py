@@ -5,8 +5,8 @@ from importlib import metadata
 import pytest
 
 from narrowcast.core.policy import Lack, Policy, Rule, Site, as_policy, installed_torch, parse_action
+from narrowcast.core.policy.lint import nearest_name
 from narrowcast.core.policy.rules import did_you_mean
-from narrowcast.core.policy.unmatched import nearest_name
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import bf16, fp16, fp32
 

@@ -17,7 +17,7 @@ from narrowcast.programs.passes import (
     run_passes,
     share_casts,
 )
-from narrowcast.programs.passes.pipeline import _record, before_autograd
+from narrowcast.programs.passes.pipeline import before_autograd
 from narrowcast.programs.passes.readers import count_readers
 from narrowcast.programs.program import (
     CastResult,
@@ -30,6 +30,7 @@ from narrowcast.programs.program import (
     SetDtype,
     Share,
     Why,
+    edit_record,
     print_program,
 )  # fmt: skip
 
@@ -260,7 +261,7 @@ def test_the_record_of_an_edit_says_what_is_cast_and_what_it_moves():
         SetDtype(3, fp32, plain), Follow(3, fp32, plain), CastReturn(3, 0, fp32, plain), Reread(3, 0, 0, plain),
         CastTogether(3, (0, 1), plain), Remove(2, plain), Share(4, 2, plain), Remove(3, plain),
     ]  # fmt: skip
-    rows = [_record(program, edit) for edit in edits]
+    rows = [edit_record(program, edit) for edit in edits]
     assert [(r.kind, r.argument, r.src, r.dst, r.moved_bytes) for r in rows] == [
         ("insert", "other", "bf16", "fp16", 20), ("insert", "result", "fp32", "fp16", 30),
         ("insert", "result", "tensor", "tensor", 0), ("set dtype", "", "", "fp32", 0), ("follow", "", "", "fp32", 0),

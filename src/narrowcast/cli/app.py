@@ -9,20 +9,13 @@ from typing import Annotated, Any, TypeGuard
 import typer
 
 from narrowcast import __version__
+from narrowcast.cli import runs
 from narrowcast.cli.check import check_command
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.options import with_groups
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
 from narrowcast.cli.repair import repair_command
-from narrowcast.cli.runs import (
-    capture_command,
-    compare_command,
-    diff_command,
-    headroom_command,
-    show_command,
-    watch_command,
-)
 from narrowcast.errors import NarrowcastError
 
 app = typer.Typer(
@@ -37,18 +30,18 @@ for panel, command, example in (
     (_MODELS, explain_command, "explain examples/minilm.py --under bf16 --run"),
     (_MODELS, repair_command, "repair model.py --under fp16 --budget 0.01 --policy-out fixed.toml"),
     (_MODELS, check_command, "check examples/minilm.py --snapshot examples/formats/minilm.txt"),
-    (_RUNS, capture_command, "capture model.py --under bf16 -o run.json.gz"),
-    (_RUNS, compare_command, "compare model.py --under bf16 --backward"),
-    (_RUNS, diff_command, "diff a.json.gz b.json.gz"),
-    (_RUNS, headroom_command, "headroom model.py --policy-out fits.toml"),
-    (_RUNS, show_command, "show run.json.gz --html run.html"),
+    (_RUNS, runs.capture_command, "capture model.py --under bf16 -o run.json.gz"),
+    (_RUNS, runs.compare_command, "compare model.py --under bf16 --backward"),
+    (_RUNS, runs.diff_command, "diff a.json.gz b.json.gz"),
+    (_RUNS, runs.headroom_command, "headroom model.py --policy-out fits.toml"),
+    (_RUNS, runs.show_command, "show run.json.gz --html run.html"),
 ):
     name = command.__name__.removesuffix("_command")
     app.command(name, rich_help_panel=panel, epilog=f"Example: narrowcast {example}")(with_groups(command))
 app.command(
     "watch", rich_help_panel=_RUNS, epilog="Example: narrowcast watch --stop train.py --lr 0.1",
     context_settings={"ignore_unknown_options": True},
-)(with_groups(watch_command))  # fmt: skip
+)(with_groups(runs.watch_command))  # fmt: skip
 app.add_typer(policy_app, name="policy", rich_help_panel=_DEVICES)
 app.add_typer(profile_app, name="profile", rich_help_panel=_DEVICES)
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import DeviceOption, ModelOptions, ResultOptions, TraceOption, check_folder
-from narrowcast.cli.shown import show, write_trace
+from narrowcast.cli.options import DeviceOption, ModelOptions, ResultOptions, TraceOption, check_folder, show
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
@@ -59,11 +58,8 @@ def explain_command(
         if model_explorer is not None:
             module: Any = case.model
             _write_model_explorer(explanation, nc.export(module, case.inputs, under=model.under), model_explorer)
-    write_trace(explanation, trace)
-    show(explanation, result)
+    show(explanation, result, trace=trace)
     if graphs.programs and not result.json:
-        from narrowcast.reports.render.programs import program_parts
-
         console = terminal()
         for part in program_parts(explanation):
             console.print(part)
@@ -97,3 +93,22 @@ def _goal(graphs: GraphOptions) -> Goal:
     if not given:
         return as_goal(graphs.goal)
     return Goal.fast(**given) if graphs.goal == FAST else Goal.memory(**given)
+
+
+def program_parts(explanation: nc.Explanation) -> list[str]:
+    """The programs of every graph before and after the passes, in their text form."""
+    from rich.markup import escape
+
+    from narrowcast.programs.program import print_program
+
+    parts = []
+    for graph in explanation.graphs:
+        for title, program in (
+            ("as captured", graph.before),
+            ("with explicit casts", graph.after),
+            ("joint graph, as autograd made it", graph.joint_before),
+            ("joint graph, after the passes", graph.joint_after),
+        ):
+            if program is not None:
+                parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(print_program(program))]
+    return parts

@@ -1,13 +1,14 @@
 """The options that commands share: a dataclass for each group, whose fields are options of every command that takes it.
 
-A file to write is checked when the command line is read, before anything runs for it.
+A file to write is checked when the command line is read, before anything runs for it. And what a command does with its
+result: print the first screen, all of it or its JSON; save it; write its page.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+import narrowcast as nc
 from narrowcast.errors import TargetError
+from narrowcast.output.console import in_bytes, print_text
+from narrowcast.output.files import replace_text
+from narrowcast.output.screen import LINES, columns, wrapped
 
 
 def check_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -102,11 +107,8 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
         types = get_type_hints(group, include_extras=True)
         for field in fields(group):
             default = inspect.Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
-                )
-            )
+            of_field = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            parameters.append(of_field.replace(annotation=types[field.name]))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -119,3 +121,41 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def show(
+    result: nc.Result, options: ResultOptions, notices: Sequence[str] = (), room: int = LINES, trace: Path | None = None
+) -> None:
+    """Do what the options say. notices: sentences that follow, on standard error where JSON is printed. trace: a file
+    to write one into, if it is asked for.
+    """
+    _write_trace(result, trace)
+    if options.output is not None:
+        saved = result.save(options.output)
+        size = in_bytes(saved.stat().st_size)
+        notices = [*notices, f"saved in {saved} ({size}): narrowcast show prints it again"]
+    write_page(result, options.html)
+    width = columns()
+    below = [line for notice in notices for line in wrapped(notice, width=width)]
+    if options.json:
+        typer.echo(result.to_json(indent=1))
+        typer.echo("".join(f"{line}\n" for line in below), err=True, nl=False)
+        return
+    text = result.to_text(True, width) if options.whole else result.to_text(width=width, lines=room - len(below))
+    print_text("\n".join([text.rstrip("\n"), *below]))
+
+
+def write_page(result: nc.Result, html: Path | None) -> None:
+    """Write the page of a result, if one is asked for."""
+    if html is not None:
+        replace_text(html, result.to_html())
+
+
+def _write_trace(result: nc.Result, trace: Path | None) -> None:
+    """Write the trace of a result, if one is asked for. TargetError for a result without times."""
+    if trace is None:
+        return
+    if not isinstance(result, nc.Run | nc.Explanation):
+        found = f"a {type(result).__name__} has no calls with times"
+        raise TargetError(f"--trace {trace}", found, advice="Give a captured run or an explanation.")
+    replace_text(trace, result.to_trace() + "\n")

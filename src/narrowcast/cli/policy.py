@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -29,12 +30,9 @@ def show(policy: PolicyName, device: Device = None, whole: AllOption = False) ->
     head = f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}"
     rules: list[list[str]] = []
     for layer in reversed(found.layers):
-        reason = None
-        for rule in layer:
-            if (rule.reason, rule.source) != reason:
-                reason = (rule.reason, rule.source)
-                rules.append(["", f"# {rule.reason or 'no reason given'} ({rule.source or 'no source given'})"])
-            rules[-1].append(f"{rule}" + (f"    {rule.origin}" if rule.origin else ""))
+        for (reason, source), alike in groupby(layer, lambda rule: (rule.reason, rule.source)):
+            lines = [f"{rule}" + (f"    {rule.origin}" if rule.origin else "") for rule in alike]
+            rules.append(["", f"# {reason or 'no reason given'} ({source or 'no source given'})", *lines])
     actions = Counter(str(rule.action) for rule in found.rules)
     counts = "actions: " + ", ".join(f"{action} {number}" for action, number in actions.most_common())
     _print_rows([head, *([counts] if actions else [])], rules, whole)
@@ -83,7 +81,6 @@ def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Seque
 
 
 def _settings(policy: Policy) -> dict[str, str]:
-    """What a resolved policy says besides its rules."""
     low, training = policy.effective_low or "the device's", ", ".join(policy.training) or "any"
     return {"weight cache": policy.effective_cache, "low format": low, "training in": training}
 
@@ -93,6 +90,6 @@ def _resolved(name: str, device: str | None) -> Policy:
     if device is None:
         return found.resolve("cpu")
     if device not in DEVICE_TYPES:
-        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it",
-                          advice=f"Give one of: {', '.join(DEVICE_TYPES)}.")  # fmt: skip
+        advice = f"Give one of: {', '.join(DEVICE_TYPES)}."
+        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it", advice=advice)
     return found.resolve(device)

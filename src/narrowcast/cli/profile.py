@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible
-from narrowcast.cli.shown import write_page
+from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible, write_page
 from narrowcast.errors import Origin, ProfileError, TargetError
 from narrowcast.output.console import print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 
 if TYPE_CHECKING:
-    from narrowcast.reports.results.profile import Profile
+    from narrowcast.reports.results.profile import Device, Profile
 
 profile_app = typer.Typer(
     help="Measure what ops cost on a device; show and compare profiles.",
@@ -43,14 +42,12 @@ def measure_command(
 
     from narrowcast.reports.results.profile import Profile, load_profile, profile_path
     from narrowcast.runtime.devices.abilities import capabilities
-    from narrowcast.runtime.devices.device import device_now
     from narrowcast.runtime.devices.measure import machine_load, measure
     from narrowcast.runtime.devices.sweep import sweep
 
-    _check_here(device)
+    here = _here(device)
     if not seconds > 0:
         raise ProfileError(f"--seconds {seconds}", "not a positive number of seconds", advice="Give 50, for example.")
-    here = device_now(device)
     profile = Profile(here) if fresh else load_profile(here)
     if output is not None:
         profile.write(output)  # what is wrong with the file is said before a minute is spent
@@ -120,20 +117,18 @@ def compare(
 def path(device: DeviceType = "cpu") -> None:
     """Print where this device's profile is kept."""
     from narrowcast.reports.results.profile import profile_path
-    from narrowcast.runtime.devices.device import device_now
 
-    _check_here(device)
-    typer.echo(profile_path(device_now(device)))
+    typer.echo(profile_path(_here(device)))
 
 
-def _check_here(device: str) -> None:
-    from narrowcast.runtime.devices.device import is_here
+def _here(device: str) -> Device:
+    from narrowcast.runtime.devices.device import device_now, is_here
 
     if not is_here(device):
-        raise ProfileError(
-            asked=f"the profile of device type {device!r}", found="torch has no such device here",
-            advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",
-        )  # fmt: skip
+        asked, found = f"the profile of device type {device!r}", "torch has no such device here"
+        advice = "Measure on a machine that has it, and ship the file: narrowcast profile --output FILE."
+        raise ProfileError(asked, found, advice=advice)
+    return device_now(device)
 
 
 def _profile(file: Path | None, device: str) -> Profile:
@@ -141,13 +136,8 @@ def _profile(file: Path | None, device: str) -> Profile:
 
     if file is not None:
         return Profile.read(file)
-    from narrowcast.runtime.devices.device import device_now
-
-    _check_here(device)
-    found = load_profile(device_now(device))
+    found = load_profile(_here(device))
     if not found.samples:
-        raise ProfileError(
-            asked=f"the profile of {found.device}", found="nothing was measured yet",
-            where=(Origin(str(found.path)),), advice="Run: narrowcast profile",
-        )  # fmt: skip
+        asked, where = f"the profile of {found.device}", (Origin(str(found.path)),)
+        raise ProfileError(asked, "nothing was measured yet", where, "Run: narrowcast profile")
     return found

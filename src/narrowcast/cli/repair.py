@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions
-from narrowcast.cli.shown import show
+from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions, show
 from narrowcast.cli.target import grad, load_case
 from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
@@ -51,14 +50,11 @@ def _check_policy_file(output: Path, policy: Policy) -> None:
     """TargetError for a file that rules of the policy come from: they are the user's own."""
     files = {rule.origin.file for rule in (*policy.rules, *policy.allowances) if rule.origin is not None}
     if output.exists() and any(Path(file).exists() and output.samefile(file) for file in files):
-        raise TargetError(
-            f"--policy-out {output}", "it holds the policy that is to be repaired", (Origin(str(output)),),
-            "Name another file, or add --force.",
-        )  # fmt: skip
+        found, where = "it holds the policy that is to be repaired", (Origin(str(output)),)
+        raise TargetError(f"--policy-out {output}", found, where, "Name another file, or add --force.")
 
 
 def _write_policy(repair: Repair, output: Path) -> str:
-    """Write the policy, if it repairs; what was done."""
     if not repair.is_clean:
         return f"{output} is not written: nothing was repaired"
     if not repair.rules:

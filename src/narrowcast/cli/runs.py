@@ -19,9 +19,9 @@ from narrowcast.cli.options import (
     TraceOption,
     check_file,
     check_folder,
+    show,
 )
 from narrowcast.cli.policy import diff_policies
-from narrowcast.cli.shown import show, write_trace
 from narrowcast.cli.target import grad, load_case
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import save_result
@@ -48,8 +48,7 @@ def capture_command(
             load_case(model.target), under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
-    write_trace(run, trace)
-    show(run, result)
+    show(run, result, trace=trace)
 
 
 def compare_command(
@@ -107,7 +106,6 @@ def diff_command(
 
 
 def _exit_by(verdict: str, findings: Collection[str]) -> None:
-    """1 for a verdict that is among the findings, 2 where nothing was compared."""
     if verdict == NOT_COMPARED:
         raise typer.Exit(2)
     if verdict in findings:
@@ -190,6 +188,4 @@ def show_command(
     trace: TraceOption = None,
 ) -> None:
     """Print a saved result again."""
-    found: nc.Result = nc.load(saved)
-    write_trace(found, trace)
-    show(found, result)
+    show(nc.load(saved), result, trace=trace)

@@ -28,17 +28,15 @@ def load_case(target: str) -> nc.Case:
     make = getattr(module, name, None)
     if not callable(make):
         origin = Origin(getattr(module, "__file__", None) or path)
-        raise TargetError(f"target {target!r}", f"it defines no function {name}()", (origin,), _ADVICE)
+        raise _wrong(target, f"it defines no function {name}()", origin)
     try:
         case = make()
     except (Exception, SystemExit) as error:
-        raise TargetError(
-            f"target {target!r}", f"{name}() raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
-        ) from error
+        raise _wrong(target, f"{name}() raised {type(error).__name__}: {error}", _where(error, path)) from error
     if not isinstance(case, nc.Case):
         code = getattr(make, "__code__", None)
         origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
-        raise TargetError(f"target {target!r}", f"{name}() returned a {type(case).__name__}", (origin,), _ADVICE)
+        raise _wrong(target, f"{name}() returned a {type(case).__name__}", origin)
     return case
 
 
@@ -52,7 +50,7 @@ def grad(is_on: bool) -> AbstractContextManager[Any]:
 def _import(path: str, target: str) -> ModuleType:
     is_file = path.endswith(".py")
     if is_file and not Path(path).is_file():
-        raise TargetError(f"target {target!r}", "no such file", (Origin(path),), _ADVICE)
+        raise _wrong(target, "no such file", Origin(path))
     try:
         if not is_file:
             sys.path.insert(0, "")  # a package in the current folder, as `python -m` finds it
@@ -73,15 +71,17 @@ def _import(path: str, target: str) -> ModuleType:
             sys.path.pop(0)
         return module
     except (Exception, SystemExit) as error:
-        raise TargetError(
-            f"target {target!r}", f"importing it raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
-        ) from error
+        raise _wrong(target, f"importing it raised {type(error).__name__}: {error}", _where(error, path)) from error
 
 
-def _where(error: BaseException, path: str) -> tuple[Origin, ...]:
+def _wrong(target: str, found: str, where: Origin) -> TargetError:
+    return TargetError(f"target {target!r}", found, (where,), _ADVICE)
+
+
+def _where(error: BaseException, path: str) -> Origin:
     """The deepest line of the target's own file in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
-        return (Origin(error.filename, error.lineno or 0),)
+        return Origin(error.filename, error.lineno or 0)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).stem == Path(path).stem]
-    return (Origin(own[-1].filename, own[-1].lineno or 0),) if own else (Origin(path),)
+    return Origin(own[-1].filename, own[-1].lineno or 0) if own else Origin(path)

@@ -159,16 +159,18 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     if overrides:
         plan = _override(plan, overrides, call, eligible, region)
     lacking = resolved.lacking.get(call.op)
-    return _repair(plan, lacking, call, eligible, resolved, region.low) if lacking else plan
+    if lacking:  # then the call may not run in the formats that it gives
+        plan = _repair_kernel(plan, lacking, call, eligible, resolved, region.low)
+        if None in lacking:
+            plan = _repair_mixture(plan, lacking[None], call, eligible)
+    return plan
 
 
 def _floats(call: Call, device: str) -> list[bool]:
-    """Which arguments may be cast, fp64 included."""
     return [(a.unknown or a.format is not None) and a.device == device and not a.written for a in call.arguments]
 
 
 def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
-    """The rule's action on the eligible arguments."""
     kind = rule.action.kind
     arguments = call.arguments
     untouched = (None,) * len(arguments)
@@ -228,15 +230,12 @@ def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
 
     Native folds from the left and stops at the first fp32; a third format that it meets before is an error there.
     """
-    dst = low
-    for a, is_eligible in zip(call.arguments, eligible, strict=True):
-        if not is_eligible or a.format is low:
-            continue
-        if a.format is not fp32:
-            refused = f"native promotion met {a.format} where it knows only {low} and fp32"
-            return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
-        dst = fp32
-        break
+    arguments = zip(call.arguments, eligible, strict=True)
+    first = next((a.format for a, is_eligible in arguments if is_eligible and a.format is not low), low)
+    if first is not low and first is not fp32:
+        refused = f"native promotion met {first} where it knows only {low} and fp32"
+        return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
+    dst = fp32 if first is fp32 else low
     return Plan(_cast_all(dst, call, eligible), rule, computes_in=dst, shields=True)
 
 
@@ -252,13 +251,6 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
             refused = f"no format holds all of {kinds}" if len({a.format for a in floats}) > 1 else None
             return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
     return Plan(_cast_all(destination, call, eligible), rule, computes_in=destination, shields=True)
-
-
-def _repair(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool], policy: Policy, low: Format) -> Plan:
-    """The plan, unless the call cannot run in the formats that it gives."""
-    plan = _repair_kernel(plan, lacking, call, eligible, policy, low)
-    several = lacking.get(None)
-    return plan if several is None else _repair_mixture(plan, several, call, eligible)
 
 
 def _repair_mixture(plan: Plan, lack: Lack, call: Call, eligible: list[bool]) -> Plan:
@@ -322,11 +314,7 @@ def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rul
 
 
 def _override(
-    plan: Plan,
-    overrides: tuple[tuple[str, Rule], ...],
-    call: Call,
-    eligible: list[bool],
-    region: Region,
+    plan: Plan, overrides: tuple[tuple[str, Rule], ...], call: Call, eligible: list[bool], region: Region
 ) -> Plan:
     """The plan with single arguments and results decided by their own rules."""
     wanted: dict[str, Format | None] = {}

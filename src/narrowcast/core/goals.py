@@ -65,15 +65,13 @@ class Goal:
         """
         for name, value, wanted in (("verify", verify, bool), ("profile", profile, (str, Path))):
             if not isinstance(value, wanted):
-                raise GoalError(
-                    f"Goal.fast({name}={value!r})", f"a {type(value).__name__}", advice=f"Give {_WANTED[name]}."
-                )
+                found = f"a {type(value).__name__}"
+                raise GoalError(f"Goal.fast({name}={value!r})", found, advice=f"Give {_WANTED[name]}.")
         is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
         if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
-            raise GoalError(
-                f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})", "a limit is a positive number of bytes",
-                advice="Write Goal.fast(memory_limit_bytes=2**30); Goal.memory() takes as little as it can.",
-            )  # fmt: skip
+            advice = "Write Goal.fast(memory_limit_bytes=2**30); Goal.memory() takes as little as it can."
+            asked = f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})"
+            raise GoalError(asked, "a limit is a positive number of bytes", advice=advice)
         return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
 
     @staticmethod
@@ -86,15 +84,13 @@ class Goal:
         Raises GoalError.
         """
         if not isinstance(profile, (str, Path)):
-            raise GoalError(
-                f"Goal.memory(profile={profile!r})", f"a {type(profile).__name__}", advice=f"Give {_WANTED['profile']}."
-            )
+            asked, found = f"Goal.memory(profile={profile!r})", f"a {type(profile).__name__}"
+            raise GoalError(asked, found, advice=f"Give {_WANTED['profile']}.")
         is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
         if not is_number or not slowdown_limit >= 1:
-            raise GoalError(
-                asked=f"Goal.memory(slowdown_limit={slowdown_limit!r})", found="a limit is a number, and at least 1",
-                advice="Write Goal.memory(slowdown_limit=4) to allow up to four times the time.",
-            )  # fmt: skip
+            asked, found = f"Goal.memory(slowdown_limit={slowdown_limit!r})", "a limit is a number, and at least 1"
+            advice = "Write Goal.memory(slowdown_limit=4) to allow up to four times the time."
+            raise GoalError(asked, found, advice=advice)
         return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
 
 
@@ -105,19 +101,15 @@ def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
     """The goal that a user wrote. GoalError for what does not exist, and where both say another thing of weights."""
     if not isinstance(goal, Goal):
         if goal not in GOALS:
-            names = ", ".join(map(repr, GOALS))
-            raise GoalError(
-                f"goal={goal!r}", "no such goal", advice=f"Give one of {names}, Goal.fast(...) or Goal.memory(...)."
-            )
+            advice = f"Give one of {', '.join(map(repr, GOALS))}, Goal.fast(...) or Goal.memory(...)."
+            raise GoalError(f"goal={goal!r}", "no such goal", advice=advice)
         goal = Goal(goal)
     if weights is None:
         weights = goal.weights
     if weights not in WEIGHTS:
-        raise GoalError(
-            f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
-        )
+        advice = f"Give one of: {', '.join(map(repr, WEIGHTS))}."
+        raise GoalError(f"weights={weights!r}", "no such choice", advice=advice)
     if goal.weights not in (FOLDED, weights):
-        raise GoalError(
-            f"weights={weights!r} with {goal!r}", "the goal says another thing of weights", advice="Say it once."
-        )
+        found = "the goal says another thing of weights"
+        raise GoalError(f"weights={weights!r} with {goal!r}", found, advice="Say it once.")
     return replace(goal, weights=weights)

@@ -24,15 +24,13 @@ def check_counted(policy: Policy, op: str, site: Site, computes: bool = True) ->
     So it is where the graph begins inside a module's call, and where an op may run more or less often: in a branch, in
     a loop, and behind them.
     """
-    found = policy.table.candidates(op, computes)
-    rule = next((r for r in (*found.per_argument, *found.whole) if r.call is not None and r.matches_site(site)), None)
+    known = policy.table.candidates(op, computes)
+    rule = next((r for r in (*known.per_argument, *known.whole) if r.call is not None and r.matches_site(site)), None)
     if rule is not None:
-        raise RefusedError(
-            asked=f"a rule about call {rule.call} of {op}", found="which call this is, is not known before it runs",
-            where=origins(site, rule),
-            advice="Name the module, class or function that contains it instead; or run it as eager code, where calls"
-            " are counted as the model runs.",
-        )  # fmt: skip
+        asked, found = f"a rule about call {rule.call} of {op}", "which call this is, is not known before it runs"
+        eager = "run it as eager code, where calls are counted as the model runs"
+        advice = f"Name the module, class or function that contains it instead; or {eager}."
+        raise RefusedError(asked, found, origins(site, rule), advice)
 
 
 def origins(site: Site, rule: Rule | None) -> tuple[Origin, ...]:

@@ -99,10 +99,9 @@ class AcceleratePrecision(TrainingPrecision):
     def _load(self, models: Any, folder: Any) -> None:
         file = Path(folder) / SCALER_FILE
         if self.scaler is not None and not file.exists():
-            raise TrainingError(
-                f"resuming from {folder} with a scaler", "it was saved without one", (Origin(str(file)),),
-                "Train in the low format that it was saved under, or give scaler=False.",
-            )  # fmt: skip
+            asked, where = f"resuming from {folder} with a scaler", (Origin(str(file)),)
+            advice = "Train in the low format that it was saved under, or give scaler=False."
+            raise TrainingError(asked, "it was saved without one", where, advice)
         load_precision(self, folder)
 
 
@@ -132,11 +131,9 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
     """
     mode = getattr(accelerator, "mixed_precision", "no")
     if mode != "no" or getattr(accelerator, "native_amp", False):
-        raise TrainingError(
-            f"{asked}, policy {precision.policy.name}",
-            f'Accelerator(mixed_precision="{mode}") would autocast inside our region, and rule there',
-            advice='Write Accelerator(mixed_precision="no"), also in `accelerate launch`, and give dtype= here.',
-        )
+        found = f'Accelerator(mixed_precision="{mode}") would autocast inside our region, and rule there'
+        advice = 'Write Accelerator(mixed_precision="no"), also in `accelerate launch`, and give dtype= here.'
+        raise TrainingError(f"{asked}, policy {precision.policy.name}", found, advice=advice)
     engine = str(getattr(accelerator, "distributed_type", "")).rpartition(".")[2]
     if engine in ENGINES:
         raise TrainingError(asked, f"{engine} scales and steps by itself", advice="Use DDP, or no plugin.")
@@ -146,10 +143,8 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
             precision.share_decisions(torch.distributed.group.WORLD)
     scaler = precision.scaler
     if scaler is not None and getattr(accelerator, "_optimizers", None):
-        raise TrainingError(
-            asked, "an optimizer is prepared already, and would step without the scaler",
-            advice="Make the plugin before anything is prepared.",
-        )  # fmt: skip
+        found = "an optimizer is prepared already, and would step without the scaler"
+        raise TrainingError(asked, found, advice="Make the plugin before anything is prepared.")
     accelerator.scaler = scaler
 
     def unscale_gradients(optimizer: Any = None) -> None:
@@ -202,8 +197,6 @@ def _refuse_formats_of_shards(accelerator: Any, asked: str) -> None:
     given = getattr(plugin, "mixed_precision_policy", None)
     formats = [name for name in FSDP_FORMATS if getattr(given, name, None) not in (None, torch.float32)]
     if formats:
-        raise TrainingError(
-            asked, f"FSDP has a mixed_precision_policy with {formats[0]}={getattr(given, formats[0])}, and would cast "
-            "weights and inputs before the region does",
-            advice="Leave mixed_precision_policy out of FullyShardedDataParallelPlugin: the policy says the formats.",
-        )  # fmt: skip
+        has = f"FSDP has a mixed_precision_policy with {formats[0]}={getattr(given, formats[0])}"
+        advice = "Leave mixed_precision_policy out of FullyShardedDataParallelPlugin: the policy says the formats."
+        raise TrainingError(asked, f"{has}, and would cast weights and inputs before the region does", advice=advice)

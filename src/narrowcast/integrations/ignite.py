@@ -62,10 +62,8 @@ class IgnitePrecision(TrainingPrecision):
         engine = find_framework("ignite.engine", "pytorch-ignite", "IgnitePrecision.trainer")
         _refuse(amp_mode, scaler)
         if gradient_accumulation_steps < 1:
-            raise TrainingError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}", "batches are counted from 1",
-                advice="Give 1 or more.",
-            )  # fmt: skip
+            asked = f"gradient_accumulation_steps={gradient_accumulation_steps}"
+            raise TrainingError(asked, "batches are counted from 1", advice="Give 1 or more.")
         self.follow(model)
         prepare, every = prepare_batch or engine._prepare_batch, gradient_accumulation_steps
 
@@ -114,8 +112,6 @@ class IgnitePrecision(TrainingPrecision):
 def _refuse(amp_mode: str | None, scaler: Any) -> None:
     if amp_mode is not None or scaler:
         given = f'amp_mode="{amp_mode}"' if amp_mode is not None else f"scaler={scaler}"
-        raise TrainingError(
-            f"an Ignite engine with {given}, under a policy",
-            "Ignite's own torch.autocast would rule inside our region, and its scaler scale once more",
-            advice="Leave it out, and write IgnitePrecision(policy=..., dtype=..., scaler=...).",
-        )
+        found = "Ignite's own torch.autocast would rule inside our region, and its scaler scale once more"
+        advice = "Leave it out, and write IgnitePrecision(policy=..., dtype=..., scaler=...)."
+        raise TrainingError(f"an Ignite engine with {given}, under a policy", found, advice=advice)

@@ -101,9 +101,8 @@ class _Plugin:
         return _again, (plugin, base), self.__dict__
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(policy={self.training.policy}) [leave precision= out: the plugin says the formats]"
-        )
+        name = f"{type(self).__name__}(policy={self.training.policy})"
+        return f"{name} [leave precision= out: the plugin says the formats]"
 
 
 class LightningPrecision(_Plugin):
@@ -205,10 +204,9 @@ def _home(cls: type[_Plugin], package: str | None) -> str:
         return cls.homes[package]
     imported = [name for name, home in cls.homes.items() if sys.modules.get(home.rpartition(".plugins")[0])]
     if len(imported) > 1:
-        raise TrainingError(
-            asked, f"{' and '.join(imported)} are both imported, and neither takes the other's plugins",
-            advice=f"Say whose Trainer or Fabric it is for: {cls.__name__}(package={imported[0]!r}, ...).",
-        )  # fmt: skip
+        found = f"{' and '.join(imported)} are both imported, and neither takes the other's plugins"
+        advice = f"Say whose Trainer or Fabric it is for: {cls.__name__}(package={imported[0]!r}, ...)."
+        raise TrainingError(asked, found, advice=advice)
     return cls.homes[imported[0] if imported else next(iter(cls.homes))]
 
 

@@ -51,10 +51,8 @@ class LoopPrecision(TrainingPrecision):
         """
         if clip_grad is not None and (parameters is None or clip_mode not in CLIP_MODES):
             what = "there are no parameters to clip" if parameters is None else f"no clip_mode {clip_mode!r}"
-            raise TrainingError(
-                f"loss_scaler(clip_grad={clip_grad}, clip_mode={clip_mode!r})", what,
-                advice=f"Give parameters=model.parameters(), and one of {', '.join(CLIP_MODES)}.",
-            )  # fmt: skip
+            advice = f"Give parameters=model.parameters(), and one of {', '.join(CLIP_MODES)}."
+            raise TrainingError(f"loss_scaler(clip_grad={clip_grad}, clip_mode={clip_mode!r})", what, advice=advice)
         self.backward(loss, create_graph=create_graph)
         if need_update:
             self.step(optimizer, clip=None if clip_grad is None else partial(_clip, parameters, clip_grad, clip_mode))

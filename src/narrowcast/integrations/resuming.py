@@ -15,6 +15,7 @@ from narrowcast.runtime.sites.warned import warn_at
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SCHEMA = "narrowcast.training/1"
+RESUMING = "resuming the precision of a training run"
 BARE_SCALER = {"scale", "growth_factor", "backoff_factor"}
 """What the state of torch's GradScaler has: frameworks save it alone."""
 STATE_FILE = "narrowcast.pt"
@@ -45,10 +46,8 @@ def take_up(
         say(_of_scaler(True, has_scaler))
         return None, state
     if state.get("schema") != SCHEMA:
-        raise TrainingError(
-            "resuming the precision of a training run", f"schema {state.get('schema')!r} where {SCHEMA!r} is known",
-            advice="Give the state_dict() of a plugin, or resume without it.",
-        )  # fmt: skip
+        found = f"schema {state.get('schema')!r} where {SCHEMA!r} is known"
+        raise TrainingError(RESUMING, found, advice="Give the state_dict() of a plugin, or resume without it.")
     low = str(FORMATS[region.fast_dtype])
     if state["digest"] != policy.digest or state["dtype"] != low:
         saved = f"{state['policy']} ({state['digest'][:DIGITS]}), {state['dtype']}"
@@ -72,10 +71,8 @@ def load_precision(precision: Any, folder: str | Path) -> None:
     try:
         found: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
     except Exception as error:
-        raise TrainingError(
-            "resuming the precision of a training run", f"{type(error).__name__}: {error}", (Origin(str(file)),),
-            "Resume from another checkpoint, or delete this file to go on without what it says.",
-        ) from error  # fmt: skip
+        advice = "Resume from another checkpoint, or delete this file to go on without what it says."
+        raise TrainingError(RESUMING, f"{type(error).__name__}: {error}", (Origin(str(file)),), advice) from error
     precision.load_state_dict(found)
 
 

@@ -68,10 +68,8 @@ class TrainingPrecision:
     def __init__(self, **settings: Unpack[Settings]) -> None:
         unknown = [name for name in settings if name not in Settings.__annotations__]
         if unknown:
-            there = ", ".join(Settings.__annotations__)
-            raise TrainingError(
-                f"{type(self).__name__}({unknown[0]}=...)", "no such setting", advice=f"There are {there}."
-            )
+            asked, there = f"{type(self).__name__}({unknown[0]}=...)", ", ".join(Settings.__annotations__)
+            raise TrainingError(asked, "no such setting", advice=f"There are {there}.")
         self.policy: Policy = as_policy(settings.get("policy"))
         self.every = every = settings.get("ledger_every", 0)
         if every < 0:
@@ -128,13 +126,9 @@ class TrainingPrecision:
 
     def _make_region(self) -> autocast:
         given = self._settings
-        return autocast(
-            given.get("device_type") or _device_type(self._model),
-            given.get("dtype"),
-            cache_enabled=given.get("cache_enabled"),
-            policy=self.policy,
-            inner=given.get("inner"),
-        )
+        device_type = given.get("device_type") or _device_type(self._model)
+        cache, inner = given.get("cache_enabled"), given.get("inner")
+        return autocast(device_type, given.get("dtype"), cache_enabled=cache, policy=self.policy, inner=inner)
 
     @property
     def low(self) -> torch.dtype:
@@ -166,13 +160,10 @@ class TrainingPrecision:
         computed as if there were no plugin. advice: how to open it; None is `to_open`.
         """
         if not self._has_opened:
-            here = loop_line()
-            raise TrainingError(
-                f"training under policy {self.policy.name} in {FORMATS[self.low]}",
-                "an optimizer is about to step, and no forward and no loss ran in the region: nothing was computed "
-                "under the policy",
-                (Origin(here.file, here.line),) if here.file else (), advice or self.to_open,
-            )  # fmt: skip
+            here, asked = loop_line(), f"training under policy {self.policy.name} in {FORMATS[self.low]}"
+            early = "an optimizer is about to step, and no forward and no loss ran in the region"
+            where = (Origin(here.file, here.line),) if here.file else ()
+            raise TrainingError(asked, f"{early}: nothing was computed under the policy", where, advice or self.to_open)
 
     def begin_step(self) -> None:
         """A forward that trains comes: open what looks at it. Further micro-batches of the step change nothing."""
@@ -241,11 +232,9 @@ class TrainingPrecision:
         """
         given = self._settings.get("scaler")
         if given and not (isinstance(given, Scaler) and given.process_group is not None):
-            raise TrainingError(
-                f"a {type(given).__name__} where gradients are sharded",
-                "each process would decide by its own shards whether to step",
-                advice="Leave scaler= out, or give nc.Scaler(device, process_group=torch.distributed.group.WORLD).",
-            )
+            found = "each process would decide by its own shards whether to step"
+            advice = "Leave scaler= out, or give nc.Scaler(device, process_group=torch.distributed.group.WORLD)."
+            raise TrainingError(f"a {type(given).__name__} where gradients are sharded", found, advice=advice)
         self._process_group = process_group
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

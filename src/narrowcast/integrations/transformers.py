@@ -41,23 +41,19 @@ class PrecisionMixin:
         super().__init_subclass__(**kwargs)
         first = next(base for base in cls.__mro__ if OVERRIDDEN[0] in vars(base))
         if not issubclass(first, PrecisionMixin):
-            raise TrainingError(
-                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})",
-                f"{first.__name__} comes before PrecisionMixin, which would never be asked: it would train in fp32",
-                (Origin(here.file, here.line),) if (here := loop_line()).file else (),
-                f"Write class {cls.__name__}(PrecisionMixin, {first.__name__}).",
-            )
+            here, asked = loop_line(), f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
+            found = f"{first.__name__} comes before PrecisionMixin, which would never be asked: it would train in fp32"
+            where = (Origin(here.file, here.line),) if here.file else ()
+            raise TrainingError(asked, found, where, f"Write class {cls.__name__}(PrecisionMixin, {first.__name__}).")
 
     def __init__(self, *args: Any, precision: TrainingPrecision | None = None, **kwargs: Any) -> None:
         transformers = find_framework("transformers", "transformers accelerate", type(self).__name__)
         below = super()
         missing = [name for name in OVERRIDDEN if not hasattr(below, name)]
         if missing:
-            raise TrainingError(
-                f"{type(self).__name__} with transformers {transformers.__version__}",
-                f"the class after PrecisionMixin has no {missing[0]}",
-                advice="Write class MyTrainer(PrecisionMixin, Trainer), with a transformers that the page names.",
-            )
+            asked = f"{type(self).__name__} with transformers {transformers.__version__}"
+            advice = "Write class MyTrainer(PrecisionMixin, Trainer), with a transformers that the page names."
+            raise TrainingError(asked, f"the class after PrecisionMixin has no {missing[0]}", advice=advice)
         self.precision = TrainingPrecision() if precision is None else precision
         super().__init__(*args, **kwargs)
 
@@ -68,12 +64,10 @@ class PrecisionMixin:
         trainer: Any = self
         flags = [name for name in FLAGS if getattr(trainer.args, name, False)]
         if flags:
-            raise TrainingError(
-                f"{type(self).__name__}, policy {self.precision.policy.name}",
-                f"TrainingArguments({flags[0]}=True) has the Trainer choose formats, too, and its choice would rule",
-                advice=f"Write TrainingArguments({', '.join(f'{name}=False' for name in flags)}) and "
-                "precision=TrainingPrecision(policy=..., dtype=...).",
-            )
+            found = f"TrainingArguments({flags[0]}=True) has the Trainer choose formats, too, and its choice would rule"
+            off = ", ".join(f"{name}=False" for name in flags)
+            advice = f"Write TrainingArguments({off}) and precision=TrainingPrecision(policy=..., dtype=...)."
+            raise TrainingError(f"{type(self).__name__}, policy {self.precision.policy.name}", found, advice=advice)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.precision.follow(trainer.model)
         self.precision.on_device(trainer.accelerator.device.type)

@@ -46,10 +46,9 @@ def save_result(path: Path, what: str, content: str | bytes) -> None:
     try:
         replace_bytes(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise RunError(
-            f"saving {what} as {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
-            "Give a folder that exists and has room; nothing was written.",
-        ) from error  # fmt: skip
+        found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+        advice = "Give a folder that exists and has room; nothing was written."
+        raise RunError(f"saving {what} as {path}", found, where, advice) from error
 
 
 def set_aside(path: Path) -> str:

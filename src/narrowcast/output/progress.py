@@ -62,7 +62,6 @@ class _Line:
         self._ended = False
 
     def step(self, text: str = "", done: bool = True) -> None:
-        """A part is done, or begins."""
         with self._lock:
             self._what = text or self._what
             self._done += done
@@ -70,7 +69,6 @@ class _Line:
                 self._shown.update(self._shown.task_ids[0], description=self._what, completed=self._done)
 
     def show(self) -> None:
-        """Begin to show it."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -88,7 +86,6 @@ class _Line:
             self._shown.start()
 
     def end(self) -> None:
-        """The work has ended."""
         with self._lock:
             self._ended = True
             if self._shown is not None:

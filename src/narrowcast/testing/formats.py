@@ -30,13 +30,7 @@ ANEW = (
 )
 
 
-def take_snapshot(
-    model: Model,
-    inputs: Inputs = (),
-    *,
-    under: Under = None,
-    device: str | None = None,
-) -> Snapshot:
+def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, device: str | None = None) -> Snapshot:
     """The formats of each call of the model, forward, on fake tensors where these carry it.
 
     model:  a Module, a callable, or a Case (then without inputs). It is left as it is; weights may be meta tensors.
@@ -52,10 +46,9 @@ def take_snapshot(
         raise CheckError(asked, found.failure.text, where, "Fix the model, or name a policy that runs it.")
     if found.ledger.refusals:
         refusal = found.ledger.refusals[0]
-        raise CheckError(
-            asked, f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}",
-            (Origin(refusal.file, refusal.line, refusal.module_path),), "Fix the model, or the policy.",
-        )  # fmt: skip
+        refused = f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}"
+        where = (Origin(refusal.file, refusal.line, refusal.module_path),)
+        raise CheckError(asked, refused, where, "Fix the model, or the policy.")
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
     opened = asked_or_around("take_snapshot", under, found.device_type)
@@ -189,8 +182,7 @@ def _check_expected(found: Snapshot, expected: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
     wrong = unmet(found, expected)
     if wrong:
-        raise CheckError(
-            f"formats: {len(wrong)} of {len(expected)} expected entries do not hold for {found.model} on "
-            f"{found.device_type}, policy {found.policy}, low {found.low}\n\n{unmet_text(wrong)}\n",
-            advice="A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER.",
-        )  # fmt: skip
+        said = f"formats: {len(wrong)} of {len(expected)} expected entries do not hold for {found.model} on "
+        said += f"{found.device_type}, policy {found.policy}, low {found.low}"
+        advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER."
+        raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=advice)

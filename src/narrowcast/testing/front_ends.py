@@ -51,10 +51,9 @@ def assert_front_ends_agree(
     asked = tuple(FRONT_ENDS if front_ends is None else front_ends)
     unknown = [name for name in asked if name not in FRONT_ENDS]
     if unknown:
-        raise NarrowcastError(
-            f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}",
-            advice=f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against.",
-        )  # fmt: skip
+        said, missing = f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}"
+        advice = f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against."
+        raise NarrowcastError(said, missing, advice=advice)
     trial = Trial.of("assert_front_ends_agree", model, inputs)
     opened = observed_region("assert_front_ends_agree", trial, under, "native")
     eager = _calls(trial, opened, opened.policy)
@@ -112,7 +111,6 @@ class _Formats(Observer):
         self.calls: list[RanCall] = []
 
     def after(self, call: SeenCall) -> None:
-        """A line of it."""
         result = format_names([t.dtype for t in call.results])
         if not call.is_cast and (call.computes or result):
             rule = call.rule.label if call.rule is not None else ""
@@ -120,23 +118,17 @@ class _Formats(Observer):
 
 
 def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None:
-    """Fail, or warn, as it is to be."""
     __tracebackhide__ = True
     missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
     if agreement.disagreements:
         front_ends = ", ".join(dict.fromkeys(d.front_end for d in agreement.disagreements))
-        raise CheckError(
-            f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
-            f"{front_ends} than in eager code\n\n" + "\n".join(disagreement_lines(agreement.disagreements)),
-            advice=f"\nNot taken: {missing}" if missing else "",
-        )  # fmt: skip
+        said = f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
+        lines = [f"{said}{front_ends} than in eager code", "", *disagreement_lines(agreement.disagreements)]
+        raise CheckError("\n".join(lines), advice=f"\nNot taken: {missing}" if missing else "")
     if not agreement.not_taken:
         return
     if by_name or not agreement.calls:
-        raise CheckError(
-            f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken", missing,
-            advice="Omit it from front_ends, or fix the error.",
-        )  # fmt: skip
-    warnings.warn(
-        f"narrowcast: front ends of {trial.name} that were not compared: {missing}", CheckWarning, stacklevel=3
-    )
+        said = f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken"
+        raise CheckError(said, missing, advice="Omit it from front_ends, or fix the error.")
+    said = f"narrowcast: front ends of {trial.name} that were not compared: {missing}"
+    warnings.warn(said, CheckWarning, stacklevel=3)

@@ -22,11 +22,7 @@ _NAMED = 3
 
 
 def assert_finite(
-    model: Callable[..., Any] | Case,
-    inputs: Inputs = (),
-    *,
-    under: Under = None,
-    backward: bool | Loss = False,
+    model: Callable[..., Any] | Case, inputs: Inputs = (), *, under: Under = None, backward: bool | Loss = False
 ) -> None:
     """Assert that no call of the model makes a NaN or an infinity.
 
@@ -45,10 +41,8 @@ def assert_finite(
     first = watching.found.first
     if first is not None:
         more = len(watching.found.findings) - 1
-        raise CheckError(
-            f"finite values of {trial.name}, policy {opened.policy.name}", str(first),
-            advice=f"{more} more calls make one: nc.watch lists them." if more else "",
-        )  # fmt: skip
+        advice = f"{more} more calls make one: nc.watch lists them." if more else ""
+        raise CheckError(f"finite values of {trial.name}, policy {opened.policy.name}", str(first), advice=advice)
 
 
 def assert_close_to(
@@ -82,44 +76,36 @@ def assert_close_to(
     asked = f"outputs of {trial.name} within {budget:g} of {reference if is_own else other.name}"
     wanted = sum(t.is_floating_point() for t in tensors_of(expected.output))
     if not errors or len(errors) < wanted:
-        raise CheckError(
-            asked, f"{len(errors)} of {wanted} floating outputs have a partner of their shape",
-            advice="Give a model that returns tensors, and a reference that returns as many, of the same shapes.",
-        )  # fmt: skip
+        advice = "Give a model that returns tensors, and a reference that returns as many, of the same shapes."
+        there = f"{len(errors)} of {wanted} floating outputs have a partner of their shape"
+        raise CheckError(asked, there, advice=advice)
     too_far = [error for error in errors if not error.relative_error <= budget]
     if too_far:
         found = compare(trial.model, (trial.args, trial.kwargs), under=opened, reference=reference)
-        raise CheckError(
-            asked, _too_far_text(too_far, len(errors), opened) + _blame_text(found.worst[:_NAMED]),
-            advice="Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32.",
-        )  # fmt: skip
+        said = _too_far_text(too_far, len(errors), opened) + _blame_text(found.worst[:_NAMED])
+        advice = "Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32."
+        raise CheckError(asked, said, advice=advice)
     return errors
 
 
 def _check_budget(budget: float, reference: Any) -> None:
     if not budget >= 0 or math.isinf(budget):
-        raise NarrowcastError(
-            f"assert_close_to(budget={budget!r})", "that is no relative error", advice="Give 1e-2, for example."
-        )
+        asked, found = f"assert_close_to(budget={budget!r})", "that is no relative error"
+        raise NarrowcastError(asked, found, advice="Give 1e-2, for example.")
     if isinstance(reference, str) and reference not in REFERENCES:
-        raise NarrowcastError(
-            f"assert_close_to(reference={reference!r})", "no such reference",
-            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
-        )  # fmt: skip
+        advice = f"Give one of {', '.join(REFERENCES)}, or another model."
+        raise NarrowcastError(f"assert_close_to(reference={reference!r})", "no such reference", advice=advice)
 
 
 def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> str:
     lines = [f"{len(errors)} of {count} outputs are further off under policy {region.policy.name}"]
     for error in errors[:_NAMED]:
-        lines.append(
-            f"  {error.name} ({error.found}): relative error {error.relative_error:.3g}, largest difference "
-            f"{error.largest_error:.3g}"
-        )
+        far = f"relative error {error.relative_error:.3g}, largest difference {error.largest_error:.3g}"
+        lines.append(f"  {error.name} ({error.found}): {far}")
     return "\n".join(lines)
 
 
 def _blame_text(worst: list[CallError]) -> str:
-    """The calls that add most of it."""
     if not worst:
         return ""
     lines = ["\n\nwhat adds most of it:"]

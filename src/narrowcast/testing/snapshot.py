@@ -91,10 +91,8 @@ def holds_for(versions: str, torch: str) -> bool:
     try:
         return any(in_range(f"=={v}.*" if v[:1].isdigit() else v, torch) for v in versions.split(OR))
     except InvalidSpecifier:
-        raise SnapshotError(
-            f"torch {versions!r}", "no versions of torch",
-            advice="Write 2.13, 2.13 or 2.15, or a range: >=2.11,<2.16.",
-        ) from None  # fmt: skip
+        advice = "Write 2.13, 2.13 or 2.15, or a range: >=2.11,<2.16."
+        raise SnapshotError(f"torch {versions!r}", "no versions of torch", advice=advice) from None
 
 
 def minor_of(torch: str) -> str:
@@ -189,10 +187,8 @@ class Snapshots:
         found = [s for s in self.sections if s.device_type == device_type and holds_for(s.torch, torch)]
         if len(found) > 1:
             where = tuple(Origin(self.file, s.line, f"torch {s.torch}") for s in found)
-            raise SnapshotError(
-                f"the formats on {device_type} with torch {torch}", f"{len(found)} sections of {self.file} hold",
-                where, "Delete one, or narrow its torch versions.",
-            )  # fmt: skip
+            said = f"{len(found)} sections of {self.file} hold"
+            raise SnapshotError(_asked(device_type, torch), said, where, "Delete one, or narrow its torch versions.")
         return found[0] if found else None
 
     def needed(self, device_type: str, torch: str) -> Snapshot:
@@ -200,12 +196,9 @@ class Snapshots:
         found = self.of(device_type, torch)
         if found is None:
             there = ", ".join(f"{s.device_type} with torch {s.torch}" for s in self.sections) or "nothing"
-            raise SnapshotError(
-                f"the formats on {device_type} with torch {torch}", f"{self.file} holds {there}",
-                (Origin(self.file),),
-                "Add them: run once with this torch and pytest --narrowcast-update (or narrowcast check --update); "
-                "what the file holds of others stays.",
-            )  # fmt: skip
+            advice = "Add them: run once with this torch and pytest --narrowcast-update (or narrowcast check --update)"
+            advice += "; what the file holds of others stays."
+            raise SnapshotError(_asked(device_type, torch), f"{self.file} holds {there}", (Origin(self.file),), advice)
         return found
 
     def with_section(self, made: Snapshot, torch: str, versions: str = "") -> Snapshots:
@@ -235,6 +228,10 @@ class Snapshots:
         return Snapshots(tuple(sorted(sections, key=lambda s: (s.device_type, s.torch))), self.file)
 
 
+def _asked(device_type: str, torch: str) -> str:
+    return f"the formats on {device_type} with torch {torch}"
+
+
 def _is_list(versions: str) -> bool:
     return all(v[:1].isdigit() for v in versions.split(OR))
 
@@ -250,7 +247,5 @@ def _is_inside(section: Snapshot, device_type: str, versions: str) -> bool:
 def check_versions(versions: str, torch: str) -> None:
     """SnapshotError if that is no range of versions, or one without this torch."""
     if versions and not holds_for(versions, torch):
-        raise SnapshotError(
-            f"a snapshot for torch {versions}", f"this is torch {torch}",
-            advice="Widen the range, or skip the test where another torch is installed.",
-        )  # fmt: skip
+        advice = "Widen the range, or skip the test where another torch is installed."
+        raise SnapshotError(f"a snapshot for torch {versions}", f"this is torch {torch}", advice=advice)

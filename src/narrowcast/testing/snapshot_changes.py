@@ -12,7 +12,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule, Site
 from narrowcast.formats import parse_format
 from narrowcast.output.screen import LINES, Part, first_screen, wrapped
-from narrowcast.testing.snapshot import CallFormats, Snapshot
+from narrowcast.testing.snapshot import CallFormats, Found, Snapshot
 
 SCHEMA = "narrowcast.check/1"
 CHANGED, NEW, GONE = "changed", "new", "gone"
@@ -88,11 +88,8 @@ def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
     """What changed. Calls of one op of one module are aligned by what they do where there are more or fewer of them."""
     before, after = _groups(was.calls), _groups(now.calls)
     changes: list[Change] = []
-    for key, rows in after.items():
-        changes += _changes_in(before.get(key, []), rows)
-    for key, rows in before.items():
-        if key not in after:
-            changes += _changes_in(rows, [])
+    for key in after | before:
+        changes += _changes_in(before.get(key, []), after.get(key, []))
     changes, moves = _without_moves(changes)
     return SnapshotCheck(was, now, tuple(changes), moves)
 
@@ -106,11 +103,8 @@ def _groups(calls: Iterable[CallFormats]) -> dict[tuple[str, str, int, str], lis
 
 def _changes_in(before: list[CallFormats], after: list[CallFormats]) -> list[Change]:
     found: list[Change] = []
-    if len(before) == len(after):
-        pairs: Iterable[tuple[CallFormats | None, CallFormats | None]] = zip(before, after, strict=True)
-    else:
-        pairs = _aligned(before, after)
-    for was, now in pairs:
+    is_even = len(before) == len(after)
+    for was, now in zip(before, after, strict=True) if is_even else _aligned(before, after):
         if now is None:
             found += [] if was is None else [Change(GONE, was.id, was, None)]
         elif was is None:
@@ -247,17 +241,13 @@ def check_screen(found: SnapshotCheck, width: int, room: int = LINES) -> str:
 
 
 def _same(found: SnapshotCheck) -> str:
-    return (
-        f"{len(found.now.calls)} calls of {found.now.model} on {found.now.device_type} compute as {found.was.file} says"
-    )
+    now = found.now
+    return f"{len(now.calls)} calls of {now.model} on {now.device_type} compute as {found.was.file} says"
 
 
 def _moved(found: SnapshotCheck) -> list[list[str]]:
-    return [
-        [f"moved    {move.src or '(the root)'} is now {move.dst or '(the root)'}: {move.calls} calls, their formats as "
-         "they were"]
-        for move in found.moves
-    ]  # fmt: skip
+    names = [(f"{m.src or '(the root)'} is now {m.dst or '(the root)'}", m.calls) for m in found.moves]
+    return [[f"moved    {said}: {calls} calls, their formats as they were"] for said, calls in names]
 
 
 def summary(found: SnapshotCheck) -> str:
@@ -336,10 +326,8 @@ def since_then(found: SnapshotCheck) -> str:
     changed = [f"{name} was {a} and is {b}" for name, (a, b) in pairs.items() if a != b]
     if changed:
         return f"Besides, since it was written: {'; '.join(changed)}."
-    return (
-        f"Policy ({now.policy}, {now.digest}), low format and gradients are as they were: the model, its inputs or a "
-        "library changed."
-    )
+    same = f"Policy ({now.policy}, {now.digest}), low format and gradients are as they were"
+    return f"{same}: the model, its inputs or a library changed."
 
 
 def _head(snapshot: Snapshot) -> dict[str, Any]:
@@ -352,10 +340,8 @@ def _change_data(change: Change) -> dict[str, Any]:
     for name, call in (("was", change.was), ("now", change.now)):
         facts = ("came", "computes", "result", "rule", "casts", "times")
         data[name] = None if call is None else {"call": str(call.id)} | {f: getattr(call, f) for f in facts}
-    seen = change.now.found if change.now is not None else None
-    data |= {
-        "file": seen.file if seen else "", "line": seen.line if seen else 0, "decided_by": seen.rule if seen else "",
-        "reason": seen.reason if seen else "", "snapshot_line": change.was.line if change.was else 0,
-        "new_casts": list(_new_casts(change)),
+    seen = (change.now.found if change.now is not None else None) or Found()
+    return data | {
+        "file": seen.file, "line": seen.line, "decided_by": seen.rule, "reason": seen.reason,
+        "snapshot_line": change.was.line if change.was else 0, "new_casts": list(_new_casts(change)),
     }  # fmt: skip
-    return data

@@ -44,14 +44,10 @@ def load_snapshots(path: str | Path) -> Snapshots:
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
-        raise SnapshotError(
-            f"the snapshot {path}", f"{type(error).__name__}: {error.strerror}", (Origin(str(path)),),
-            "Write it once with pytest --narrowcast-update, or narrowcast check --update, and commit it.",
-        ) from None  # fmt: skip
+        advice = "Write it once with pytest --narrowcast-update, or narrowcast check --update, and commit it."
+        raise _wrong(path, f"{type(error).__name__}: {error.strerror}", advice) from None
     except UnicodeDecodeError:
-        raise SnapshotError(
-            f"the snapshot {path}", "it is no text", (Origin(str(path)),), "Give the file that an update wrote."
-        ) from None
+        raise _wrong(path, "it is no text", "Give the file that an update wrote.") from None
     return parse_snapshots(text, str(path))
 
 
@@ -61,10 +57,9 @@ def save_snapshots(snapshots: Snapshots, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, snapshots_text(snapshots))
     except OSError as error:
-        raise SnapshotError(
-            f"writing the snapshot {path}", f"{type(error).__name__}: {error.strerror}", (Origin(str(path)),),
-            "Give a path that may be written to; nothing was changed.",
-        ) from error  # fmt: skip
+        asked, found = f"writing the snapshot {path}", f"{type(error).__name__}: {error.strerror}"
+        advice = "Give a path that may be written to; nothing was changed."
+        raise SnapshotError(asked, found, (Origin(str(path)),), advice) from error
 
 
 def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
@@ -72,14 +67,12 @@ def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
     lines = text.splitlines()
     first = lines[0].strip() if lines else ""
     if first != SCHEMA:
-        is_ours = first.startswith(SCHEMA.partition("/")[0])
         found = f"it begins with {first[:40]!r}" if first else "it is empty"
-        raise SnapshotError(
-            f"the snapshot {file}", f"schema {first!r} where {SCHEMA!r} is known" if is_ours else found,
-            (Origin(file, 1),),
-            "Read it with the version of Narrowcast that wrote it." if is_ours else
-            "Give a file that pytest --narrowcast-update or narrowcast check --update wrote.",
-        )  # fmt: skip
+        advice = "Give a file that pytest --narrowcast-update or narrowcast check --update wrote."
+        if first.startswith(SCHEMA.partition("/")[0]):
+            found = f"schema {first!r} where {SCHEMA!r} is known"
+            advice = "Read it with the version of Narrowcast that wrote it."
+        raise _wrong(file, found, advice, 1)
     sections: list[_DeviceSection] = []
     for number, line in enumerate(lines[1:], 2):
         line = line.strip()
@@ -99,13 +92,15 @@ def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
     return Snapshots(tuple(section.made(file) for section in sections), file)
 
 
+def _wrong(file: str | Path, found: str, advice: str, line: int = 0) -> SnapshotError:
+    return SnapshotError(f"the snapshot {file}", found, (Origin(str(file), line),), advice)
+
+
 def _broken(found: str, where: tuple[Origin, ...]) -> SnapshotError:
     return SnapshotError(f"the snapshot {where[0].file}", found, where, _ANEW)
 
 
 class _DeviceSection:
-    """One device's section while it is read."""
-
     def __init__(self, device_type: str, line: int) -> None:
         self._device_type, self._line = device_type, line
         self._facts: dict[str, str] = {}
@@ -113,7 +108,6 @@ class _DeviceSection:
         self._seen: dict[CallId, int] = {}
 
     def add_fact(self, line: str, where: tuple[Origin, ...]) -> None:
-        """A line of the head."""
         key, _, value = line.partition(" ")
         if key not in _KEYS:
             raise _broken(f"{line[:60]!r} is neither a call ({_CALL_FORM}) nor one of: {', '.join(_KEYS)}", where)
@@ -124,7 +118,6 @@ class _DeviceSection:
         self._facts[key] = value.strip()
 
     def add_call(self, line: str, number: int, where: tuple[Origin, ...]) -> None:
-        """A line of a call."""
         found = _CALL.fullmatch(line)
         if found is None:
             raise _broken(f"{line[:80]!r} is not of the form {_CALL_FORM}", where)
@@ -138,22 +131,16 @@ class _DeviceSection:
         self._seen[identity] = number
         casts = tuple(found["casts"].split(", ")) if found["casts"] else ()
         times = int(found["times"] or 1)
-        self._calls.append(
-            CallFormats(identity, came, computes, result, found["rule"], casts, times, line=number)
-        )  # fmt: skip
+        self._calls.append(CallFormats(identity, came, computes, result, found["rule"], casts, times, line=number))
 
     def made(self, file: str) -> Snapshot:
-        """The section, once all of it is read."""
         where, facts = (Origin(file, self._line),), self._facts
         missing = [key for key in _KEYS if key not in facts]
         if missing:
             raise _broken(f"the section of {self._device_type} lacks: {', '.join(missing)}", where)
         if facts["calls"] != str(len(self._calls)):
-            raise _broken(
-                f"the section of {self._device_type} says calls {facts['calls']} and has {len(self._calls)}: it was "
-                "cut off, or merged wrongly",
-                where,
-            )
+            counts = f"the section of {self._device_type} says calls {facts['calls']} and has {len(self._calls)}"
+            raise _broken(f"{counts}: it was cut off, or merged wrongly", where)
         if facts["gradients"] not in ("on", "off"):
             raise _broken(f"gradients are {facts['gradients']!r}, not on or off", where)
         try:

@@ -17,7 +17,7 @@ from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Policy
-from narrowcast.core.policy.changes import RuleChange
+from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.lines import counted

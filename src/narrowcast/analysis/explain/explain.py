@@ -24,7 +24,7 @@ from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.core.policy.capabilities import one_format
-from narrowcast.core.policy.lacks import FULL
+from narrowcast.core.policy.settings import FULL
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around

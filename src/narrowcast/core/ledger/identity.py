@@ -41,10 +41,8 @@ class CallId:
         """The identity of that text. RunError for other text."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise RunError(
-                f"a call named {text!r}", "no identity of a call",
-                advice="Write MODULE_PATH OP #NUMBER, as encoder.layer.0.attention aten.matmul.default #2.",
-            )  # fmt: skip
+            advice = "Write MODULE_PATH OP #NUMBER, as encoder.layer.0.attention aten.matmul.default #2."
+            raise RunError(f"a call named {text!r}", "no identity of a call", advice=advice)
         path, op, number, turn, direction = found.groups()
         return CallId(path or "", op, int(number), int(turn or 1), direction or FORWARD)
 

@@ -1,11 +1,13 @@
-"""The records of a ledger: casts, refusals, and how often which op ran in which formats."""
+"""The records of a ledger: casts, refusals, and how often which op ran in which formats; and blocks inside a region in
+which the region's policy does not rule, with what is to be said of them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.core.policy import Rule, Site
+from narrowcast.core.policy import NOWHERE, Rule, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +191,35 @@ class Totals:
         """Bytes moved by casts, as a part of all bytes moved (0 to 1)."""
         moved = self.cast_bytes + self.op_bytes
         return self.cast_bytes / moved if moved else 0.0
+
+
+TO_RULE_INSIDE = (
+    'Give the region inner="policy" (in a policy file: inner = "policy") to have the policy hold in such blocks, too'
+)
+
+_TO_DECIDE = 'To decide about them, take the block away, and give its module a rule with action = "full".'
+
+
+@dataclass(frozen=True, slots=True)
+class HidingBlock:
+    """A block that is opened inside a region, on its device type.
+
+    policy: the one that it hides, being torch's own region; empty if it switches autocasting off. place: where it is
+    opened; of a graph, which does not say that, the first call in it.
+    """
+
+    policy: str
+    device_type: str
+    site: Site = NOWHERE
+
+    def advice(self, calls: int) -> Advice:
+        """What is to be said if this many calls ran in it."""
+        where = f"{self.site.file}:{self.site.line}"
+        if self.policy:
+            what = f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
+            what += f"{self.policy} for {calls} calls"
+            kind, todo = "hidden policy", f"{TO_RULE_INSIDE}. Or leave it, if torch's own lists are intended there."
+        else:
+            what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"
+            kind, todo = "switched off", f"Nothing, if it is intended: no policy reaches these calls. {_TO_DECIDE}"
+        return Advice(kind, what, todo, *self.site.at)

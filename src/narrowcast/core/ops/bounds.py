@@ -24,18 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from narrowcast.core.ops.facts import (
-    ATTENTION,
-    CONV,
-    GEMM,
-    MOVEMENT,
-    NORM,
-    POINTWISE,
-    REDUCTION,
-    SOFTMAX,
-    named,
-    op_kind,
-)
+from narrowcast.core.ops.facts import ATTENTION, CONV, COPY, FUSED, GEMM, NORM, VIEW, named, op_kind
 from narrowcast.formats import Format, fp32
 
 PRODUCT, SUM, SCATTER, WEIGHTS, WIDE, STEPS, WEIGHTS_BACKWARD = (
@@ -150,9 +139,7 @@ def bound_kind(op: str, is_pointwise: bool = False) -> str:
         return PRODUCT
     if kind.family == ATTENTION:
         return WEIGHTS
-    known = (
-        is_pointwise or kind.family in (NORM, SOFTMAX, REDUCTION, POINTWISE, MOVEMENT) or name in named("bound.wide")
-    )
+    known = is_pointwise or kind.family in FUSED - {VIEW, COPY} or name in named("bound.wide")
     return WIDE if known else ""
 
 

@@ -5,9 +5,8 @@ from narrowcast.core.policy.known_ops import (
     installed_torch as installed_torch,
     known_ops as known_ops,
 )
-from narrowcast.core.policy.lacks import Lack as Lack
-from narrowcast.core.policy.named import as_policy as as_policy
-from narrowcast.core.policy.policy import Policy as Policy, known_policy as known_policy
+from narrowcast.core.policy.lint import nearest_name as nearest_name
+from narrowcast.core.policy.policy import Policy as Policy, as_policy as as_policy, known_policy as known_policy
 from narrowcast.core.policy.rules import (
     MODULE_CALL as MODULE_CALL,
     MODULE_CALL_OP as MODULE_CALL_OP,
@@ -21,5 +20,4 @@ from narrowcast.core.policy.rules import (
     find_allowance as find_allowance,
     parse_action as parse_action,
 )
-from narrowcast.core.policy.settings import BUILTIN as BUILTIN, DEVICE_TYPES as DEVICE_TYPES
-from narrowcast.core.policy.unmatched import nearest_name as nearest_name
+from narrowcast.core.policy.settings import BUILTIN as BUILTIN, DEVICE_TYPES as DEVICE_TYPES, Lack as Lack

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,6 @@ class Ability:
     def key(self) -> str:
         """`aten.mm.default|bf16|forward`: what it says something about."""
         return f"{self.op}|{self.format}|{self.direction}"
-
-    def to_data(self) -> dict[str, Any]:
-        """The ability as a dict that JSON can write, by the names of its fields."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
-"""Lint: what is legal in a policy but probably a mistake."""
+"""Lint: what is legal in a policy but probably a mistake; and rules about modules that match none of those that were
+seen, with the nearest name that would.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
-from narrowcast.core.policy.changes import LintLine
 from narrowcast.core.policy.known_ops import known_ops, unknown_op
 from narrowcast.core.policy.policy import Policy
-from narrowcast.core.policy.rules import Kind, Rule
+from narrowcast.core.policy.rules import MODULE_CALL, Kind, Rule, Site, did_you_mean
 from narrowcast.core.policy.settings import DEVICE_TYPES
-from narrowcast.core.policy.table import RuleTable
+from narrowcast.core.policy.table import LintLine, RuleTable
 
 
 def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
@@ -41,7 +43,6 @@ def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
 
 @lru_cache(maxsize=16)
 def _bases(extends: tuple[str, ...]) -> tuple[RuleTable, ...]:
-    """What built-in policies say on each device."""
     return tuple(Policy("base", extends=extends).resolve(device).table for device in DEVICE_TYPES)
 
 
@@ -82,3 +83,36 @@ def _may_meet(a: Rule, b: Rule) -> bool:
         return False
     fixed = all(p is not None and not set(p) & set("*?[") for p in (a.module, b.module))
     return not fixed or a.module == b.module
+
+
+def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
+    """` module "encoder.layers.*": did you mean 'encoder.layer.*'?`; empty if a module, or class, fits the rule's."""
+    sites = list(sites)
+    if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in sites):
+        names = sorted({name for p in sites for path in p.paths for name in _patterns(path)} - {""})
+        return f'module "{rule.module}" names none of the modules{did_you_mean(rule.module, names)}'
+    of_class = Rule(rule.op, rule.action, module_class=rule.module_class)
+    if rule.module_class is not None and not any(_fits(of_class, p) for p in sites):
+        names = sorted({tail for p in sites for name in p.classes for tail in (name, name.rpartition(".")[2])})
+        near = did_you_mean(rule.module_class, names)
+        return f'class "{rule.module_class}" names none of the modules\' classes{near}'
+    return ""
+
+
+def _fits(rule: Rule, site: Site) -> bool:
+    """Whether a module on the way to the place is one that the rule is about."""
+    if rule.op != MODULE_CALL or rule.module is None:
+        return rule.matches_site(site)
+    inside = Rule("aten.*", rule.action, module=rule.module)  # a call inside a module tells that the module is there
+    return inside.matches_site(site)
+
+
+def _patterns(path: str) -> list[str]:
+    """A path, those around it, and each with its numbers as stars, as people write them."""
+    parts = path.split(".")
+    found = []
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        starred = ".".join("*" if part.isdigit() else part for part in parts[:end])
+        found += [name, starred]
+    return found

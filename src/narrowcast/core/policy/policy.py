@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from narrowcast.core.policy.changes import LintLine, RuleChange, changed_rules
 from narrowcast.core.policy.known_ops import cited, existing, installed_torch
-from narrowcast.core.policy.lacks import FULL, RAISE, Lack
 from narrowcast.core.policy.rules import Rule
 from narrowcast.core.policy.settings import (
     BUILTIN,
+    FULL,
     INNER,
     NOTHING,
+    RAISE,
     SETTINGS,
+    Lack,
     check_builtin_name,
     check_device_type,
     check_is_loaded,
     check_settings,
 )
-from narrowcast.core.policy.table import RuleTable, check_layer
+from narrowcast.core.policy.table import LintLine, RuleChange, RuleTable, changed_rules, check_layer
 from narrowcast.core.policy.text import parse_text, read_text
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
@@ -116,19 +117,15 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as TOML text; parsing it gives an equal policy."""
-        from narrowcast.core.policy.written import print_text  # loads tomlkit, which nothing else needs
-
-        settings = {key: getattr(self, key) for key in SETTINGS}
-        said = (self.name, self.layers, self.extends, self.description, settings, self.allowances)
-        return print_text(*said, self.text, self.text_layers)
+        # By its name, since it is about policies, and here: it loads tomlkit, which nothing else needs.
+        written: Any = importlib.import_module("narrowcast.core.policy.written")
+        return str(written.print_text(self))
 
     # -- new policies from old
 
     def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
         """This policy with one more layer, whose rules win over everything before it."""
-        flat: list[Rule] = []
-        for rule in rules:
-            flat += [rule] if isinstance(rule, Rule) else list(rule)
+        flat = [rule for given in rules for rule in ([given] if isinstance(given, Rule) else given)]
         if name is None:
             name = self.name if self.name.endswith("+") else f"{self.name}+"
         return replace(self, name=name, layers=(*self.layers, tuple(flat))) if flat else replace(self, name=name)
@@ -137,11 +134,10 @@ class Policy:
         """This policy with `other`'s layers on top; what both extend is taken once, `other`'s cache setting wins."""
         extra = tuple(name for name in other.extends if name not in self.extends)
         if extra and self.layers:
-            raise PolicyError(
-                asked=f"{self.name} merged with {other.name}",
-                found=f"{other.name} extends {', '.join(extra)}, which would have to come below rules that are there",
-                advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
-            )
+            names = ", ".join(extra)
+            found = f"{other.name} extends {names}, which would have to come below rules that are there"
+            advice = f"Merge the other way round, or let {self.name} extend {names} itself."
+            raise PolicyError(f"{self.name} merged with {other.name}", found, advice=advice)
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
         settings["allowances"] = self.allowances + other.allowances
         said = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
@@ -157,10 +153,7 @@ class Policy:
     def memory(self) -> dict[Any, Any]:
         """What was worked out about this policy, in words and rules: it goes when the last policy like it goes."""
         key = (self.digest, self.wording)
-        found = _memories.get(key)
-        if found is None:
-            found = _memories[key] = _WeakDict()
-        return found
+        return _memories.setdefault(key, _WeakDict())
 
     def remembered(self, key: Any, make: Callable[[], T]) -> T:
         """What was worked out about this policy under a key, or is worked out now."""
@@ -321,8 +314,6 @@ class Policy:
 
 
 class _WeakDict(dict[Any, Any]):
-    """A dict that may be referred to weakly."""
-
     __slots__ = ("__weakref__",)
 
 
@@ -335,12 +326,29 @@ def known_policy(digest: str) -> Policy | None:
     return next((policy for policy in list(_known.values()) if policy.digest == digest), None)
 
 
+def as_policy(wanted: Policy | str | Path | None) -> Policy:
+    """A policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's path, or
+    as the digest of one that is in use, which is how compiled code names them.
+
+    None is native. Raises PolicyError for a name that is neither.
+    """
+    if isinstance(wanted, Policy):
+        return wanted
+    if wanted is None or wanted == "native":
+        return Policy.native()
+    if str(wanted).endswith(".toml"):
+        return Policy.load(Path(wanted))
+    in_use = known_policy(str(wanted))
+    if in_use is None:
+        check_builtin_name(str(wanted))
+    return in_use or load_builtin(str(wanted))
+
+
 def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
     """The policy in the file; `inside` are the files that extend one another on the way here."""
     if path.resolve() in inside:
-        raise PolicyError(
-            f"policy file {path}", "it extends itself", tuple(Origin(str(p)) for p in inside), "Break the circle."
-        )
+        where = tuple(Origin(str(p)) for p in inside)
+        raise PolicyError(f"policy file {path}", "it extends itself", where, "Break the circle.")
     return _parse(read_text(path), str(path), path.parent, (*inside, path.resolve()))
 
 
@@ -368,10 +376,8 @@ def load_builtin(name: str) -> Policy:
     file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
     policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
     version = installed_torch()
-    layers = tuple(
-        tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in existing(policy.layers)
-    )
-    return replace(policy, text=None, text_layers=0, layers=layers)
+    layers = ([replace(r, source=cited(r.source, version)) for r in layer] for layer in existing(policy.layers))
+    return replace(policy, text=None, text_layers=0, layers=tuple(map(tuple, layers)))
 
 
 def _resolve(policy: Policy, device_type: str) -> Policy:

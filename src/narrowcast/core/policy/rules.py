@@ -39,17 +39,12 @@ class Action:
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.TO) != (self.format is not None):
-            raise PolicyError(
-                asked=f"action {self.kind.value!r}",
-                found="to(...) needs a format, and no other action takes one",
-                advice='Write action = "to(bf16)", for example.',
-            )
+            found = "to(...) needs a format, and no other action takes one"
+            raise PolicyError(f"action {self.kind.value!r}", found, advice='Write action = "to(bf16)", for example.')
         if self.format is tf32:
-            raise PolicyError(
-                asked="action 'to(tf32)'",
-                found="tf32 is no storage format: it is how products of fp32 tensors are computed",
-                advice="Set torch.backends.cuda.matmul.fp32_precision, or name a format that tensors have.",
-            )
+            found = "tf32 is no storage format: it is how products of fp32 tensors are computed"
+            advice = "Set torch.backends.cuda.matmul.fp32_precision, or name a format that tensors have."
+            raise PolicyError("action 'to(tf32)'", found, advice=advice)
 
     def __str__(self) -> str:
         return f"to({self.format})" if self.format else self.kind.value
@@ -74,11 +69,8 @@ def parse_action(text: str) -> Action:
     try:
         return Action(Kind(word))
     except ValueError:
-        raise PolicyError(
-            asked=f"action {text!r}",
-            found=f"no such action{did_you_mean(word, [k.value for k in Kind])}",
-            advice=f"Write one of: {', '.join(ACTIONS)}.",
-        ) from None
+        found = f"no such action{did_you_mean(word, [k.value for k in Kind])}"
+        raise PolicyError(f"action {text!r}", found, advice=f"Write one of: {', '.join(ACTIONS)}.") from None
 
 
 def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
@@ -181,49 +173,35 @@ class Rule:
         if isinstance(self.action, str):  # Rule("aten.gelu", "full") reads better than a nested constructor
             object.__setattr__(self, "action", parse_action(self.action))
         if not isinstance(self.op, str):
-            raise PolicyError(
-                asked=f"a rule about {self.op!r}", found=f"the op is given as a {type(self.op).__name__}, not by name",
-                advice=f'Write Rule("{_name_of(self.op)}", "{self.action}"): the names that narrowcast.explain lists.',
-            )  # fmt: skip
+            found = f"the op is given as a {type(self.op).__name__}, not by name"
+            advice = f'Write Rule("{_name_of(self.op)}", "{self.action}"): the names that narrowcast.explain lists.'
+            raise PolicyError(f"a rule about {self.op!r}", found, advice=advice)
         namespace, dot, name = self.target.partition(".")
         if not (namespace and dot and name):
-            raise PolicyError(
-                asked=f"op {self.op!r}",
-                found="an op is written namespace.name or namespace.name.overload",
-                where=(self.origin,) if self.origin else (),
-                advice=f"Write aten.{self.op.strip('.') or 'mm'}, for example.",
-            )
+            found = "an op is written namespace.name or namespace.name.overload"
+            raise self._wrong(f"op {self.op!r}", found, f"Write aten.{self.op.strip('.') or 'mm'}, for example.")
         if self.torch is not None:
             from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
             try:
                 SpecifierSet(self.torch)
             except InvalidSpecifier:
-                raise PolicyError(
-                    asked=f"torch = {self.torch!r} of {self.op}",
-                    found="no version range",
-                    where=(self.origin,) if self.origin else (),
-                    advice='Write a range such as ">=2.12" or ">=2.12,<2.15".',
-                ) from None
+                advice = 'Write a range such as ">=2.12" or ">=2.12,<2.15".'
+                raise self._wrong(f"torch = {self.torch!r} of {self.op}", "no version range", advice) from None
         if self.call is not None:
             self._check_call()
         if self.is_module_call and self.argument is None and self.action.kind not in _PER_MODULE:
-            raise PolicyError(
-                asked=f"action {self.action} for {MODULE_CALL}",
-                found="a module has no such action",
-                where=(self.origin,) if self.origin else (),
-                advice=f"Write one of: {', '.join(k.value for k in _PER_MODULE)}.",
-            )
+            advice = f"Write one of: {', '.join(k.value for k in _PER_MODULE)}."
+            raise self._wrong(f"action {self.action} for {MODULE_CALL}", "a module has no such action", advice)
         if self.argument is not None and self.action.kind not in _PER_ARGUMENT:
-            raise PolicyError(
-                asked=f"action {self.action} for argument {self.argument!r} of {self.op}",
-                found="this action looks at all arguments together",
-                where=(self.origin,) if self.origin else (),
-                advice=f"Per argument, write one of: {', '.join(k.value for k in _PER_ARGUMENT)}.",
-            )
+            asked = f"action {self.action} for argument {self.argument!r} of {self.op}"
+            advice = f"Per argument, write one of: {', '.join(k.value for k in _PER_ARGUMENT)}."
+            raise self._wrong(asked, "this action looks at all arguments together", advice)
+
+    def _wrong(self, asked: str, found: str, advice: str) -> PolicyError:
+        return PolicyError(asked, found, (self.origin,) if self.origin else (), advice)
 
     def _check_call(self) -> None:
-        """PolicyError for a number of a call that nobody counts."""
         is_number = isinstance(self.call, int) and not isinstance(self.call, bool) and self.call >= 1
         found, advice = "", "Omit call."
         if not is_number:
@@ -235,8 +213,7 @@ class Rule:
         elif self.direction != "forward":
             found = "calls of the forward are counted; autograd runs its own in an order of its own"
         if found:
-            where = (self.origin,) if self.origin else ()
-            raise PolicyError(f"call = {self.call!r} of {self.op}", found, where, advice)
+            raise self._wrong(f"call = {self.call!r} of {self.op}", found, advice)
 
     @property
     def direction(self) -> str:
@@ -300,14 +277,9 @@ class Rule:
         """Orders the rules of one layer: place first, then how exactly the op is named: without wildcards a name of
         one overload is longer than the one for all of them.
         """
-        return (
-            _literals(self.module),
-            _literals(self.module_class),
-            _literals(self.function),
-            (self.call is not None, 0),
-            (self.direction in ("dgrad", "wgrad"), not self.is_glob),
-            _literals(self.op),
-        )
+        place = map(_literals, (self.module, self.module_class, self.function))
+        is_narrow = self.direction in ("dgrad", "wgrad")
+        return (*place, (self.call is not None, 0), (is_narrow, not self.is_glob), _literals(self.op))
 
     def matches_op(self, op: str) -> bool:
         """Whether the op id `namespace.name.overload` is one that the rule names."""
@@ -339,15 +311,10 @@ class Rule:
         return (self.call is None or self.call == number) and self.matches_site(site)
 
     def __str__(self) -> str:
-        parts = [self.op if self.call is None else f"{self.op} call {self.call}"]
-        if self.argument:
-            parts.append(f"argument {self.argument}")
-        if self.module is not None:
-            parts.append(f"in {self.module or 'the root module'}")
-        if self.module_class is not None:
-            parts.append(f"in class {self.module_class}")
-        if self.function is not None:
-            parts.append(f"in function {self.function}")
+        module = "the root module" if self.module == "" else self.module
+        words = ("call", "argument", "in", "in class", "in function")
+        asked = (self.call, self.argument or None, module, self.module_class, self.function)
+        parts = [self.op, *(f"{word} {what}" for word, what in zip(words, asked, strict=True) if what is not None)]
         return f"{' '.join(parts)}: {self.action}"
 
     def __repr__(self) -> str:

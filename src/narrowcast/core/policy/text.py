@@ -55,18 +55,14 @@ _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 @dataclass(frozen=True, slots=True)
 class _TableLines:
-    """The lines of one table: its header's line number and its text lines."""
-
     line: int
     lines: tuple[str, ...]
 
     def line_of(self, key: str) -> int:
-        """The line of `key = ...`, or the header's."""
         start = re.compile(rf'^\s*"?{re.escape(key)}"?\s*=')
         return next((self.line + n for n, text in enumerate(self.lines) if start.match(text)), self.line)
 
     def line_with(self, text: str) -> int:
-        """The first line that quotes `text`, or the header's."""
         return next((self.line + n for n, line in enumerate(self.lines) if f'"{text}"' in line), self.line)
 
 
@@ -94,12 +90,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(
-            asked=f"policy file {path}",
-            found=getattr(error, "strerror", None) or str(error),
-            where=(Origin(str(path)),),
-            advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe, ipex.",
-        ) from None
+        found = getattr(error, "strerror", None) or str(error)
+        advice = "Give the path of a TOML policy file, or the name of a built-in one: native, safe, ipex."
+        raise PolicyError(f"policy file {path}", found, (Origin(str(path)),), advice) from None
 
 
 def parse_text(text: str, file: str) -> PolicyText:
@@ -109,9 +102,8 @@ def parse_text(text: str, file: str) -> PolicyText:
     except tomllib.TOMLDecodeError as error:
         at = _DECODE_LINE.search(str(error))
         line = int(at.group(1)) if at else text.count("\n") + 1
-        raise PolicyError(
-            f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Correct this line."
-        ) from None
+        found = f"not TOML: {error}"
+        raise PolicyError(f"policy file {file}", found, (Origin(file, line),), "Correct this line.") from None
     head, blocks = _blocks(text)
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")
     allowances: list[Rule] = []
@@ -165,9 +157,8 @@ def _rules(
             allowances += _rules_of_row({**row, "action": NO_ACTION}, block, file)
         for key in ("op",) if allows else ("op", "action"):
             if key not in row:
-                raise PolicyError(
-                    "a rule", f"it has no {key}", (Origin(file, block.line),), f'Add a line: {key} = "...".'
-                )
+                where = (Origin(file, block.line),)
+                raise PolicyError("a rule", f"it has no {key}", where, f'Add a line: {key} = "...".')
         if "action" in row:
             rules += _rules_of_row(row, block, file)
     return rules
@@ -179,45 +170,34 @@ def _rules_of_row(row: dict[str, Any], block: _TableLines, file: str) -> list[Ru
     except NarrowcastError as error:
         raise with_origin(error, Origin(file, block.line_of("action"))) from None
     several = [row.get(key) for key in ("op", "class", "argument")]
+    others = ("module", "function", "call", "reason", "source", "override", "torch")
+    same = {key: row[key] for key in others if key in row}
     rules = []
     for op, of_class, argument in product(*(given if isinstance(given, list) else [given] for given in several)):
         origin = Origin(file, block.line_with(str(op)) if isinstance(row["op"], list) else block.line_of("op"))
         try:
-            rule = Rule(
-                op=str(op), action=action, module=row.get("module"), module_class=of_class,
-                function=row.get("function"), argument=argument, call=row.get("call"), reason=row.get("reason", ""),
-                source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"),
-                origin=origin,
-            )  # fmt: skip
+            rule = Rule(str(op), action, module_class=of_class, argument=argument, origin=origin, **same)
         except NarrowcastError as error:
             raise with_origin(error, origin) from None
         nearest = unknown_op(rule)
         if nearest is not None:
-            raise UnknownOpError(
-                f"op {rule.op!r}",
-                f"PyTorch has no such op{nearest}",
-                (origin,),
-                "Correct the name, or delete the rule.",
-            )
+            found = f"PyTorch has no such op{nearest}"
+            raise UnknownOpError(f"op {rule.op!r}", found, (origin,), "Correct the name, or delete the rule.")
         rules.append(rule)
     return rules
 
 
 def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _TableLines, what: str) -> None:
     for key, value in row.items():
-        origin = Origin(file, block.line_of(key))
+        asked, where = f"key {key!r} of {what}", (Origin(file, block.line_of(key)),)
         if key not in known:
-            raise PolicyError(
-                f"key {key!r} of {what}", f"no such key{did_you_mean(key, list(known))}", (origin,),
-                f"Write one of: {', '.join(known)}.",
-            )  # fmt: skip
+            found = f"no such key{did_you_mean(key, list(known))}"
+            raise PolicyError(asked, found, where, f"Write one of: {', '.join(known)}.")
         if not isinstance(value, known[key]):
             wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
-            raise PolicyError(
-                f"key {key!r} of {what}", f"a value of type {type(value).__name__}", (origin,),
-                f"Give a value of type {' or '.join(t.__name__ for t in wanted)}.",
-            )  # fmt: skip
+            advice = f"Give a value of type {' or '.join(t.__name__ for t in wanted)}."
+            raise PolicyError(asked, f"a value of type {type(value).__name__}", where, advice)
         if isinstance(value, list) and (not value or any(not isinstance(item, _LISTS[key]) for item in value)):
             items = "tables" if _LISTS[key] is dict else "strings"
             found = f"a list of other things than {items}" if value else "an empty list"
-            raise PolicyError(f"key {key!r} of {what}", found, (origin,), f"Give a list of {items}.")
+            raise PolicyError(asked, found, where, f"Give a list of {items}.")

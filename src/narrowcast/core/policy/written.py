@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tomlkit
 
+from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Rule
-from narrowcast.core.policy.settings import NOTHING
+from narrowcast.core.policy.settings import NOTHING, SETTINGS
 
 
-def print_text(
-    name: str,
-    layers: tuple[tuple[Rule, ...], ...],
-    extends: tuple[str, ...],
-    description: str,
-    settings: dict[str, Any],
-    allowances: tuple[Rule, ...],
-    text: str | None,
-    text_layers: int,
-) -> str:
-    """TOML text that says this. Where there is a text that says the first layers already, its comments stay."""
-    document = tomlkit.parse(text) if text is not None else _header(name, extends, description)
-    if document.get("name") != name:
-        document["name"] = name
-    for key, value in settings.items():
+def print_text(policy: Policy) -> str:
+    """Its TOML text. Where there is a text that says the first layers already, its comments stay."""
+    document = tomlkit.parse(policy.text) if policy.text is not None else _header(policy)
+    if document.get("name") != policy.name:
+        document["name"] = policy.name
+    for key in SETTINGS:
+        value = getattr(policy, key)
         if value and document.get(key) != value:
             document[key] = value
-    later = list(layers[text_layers:])
-    added = allowances if text is None else ()
-    if (later and text_layers == 0) or added:
-        first = later.pop(0) if later and text_layers == 0 else ()
+    later = list(policy.layers[policy.text_layers :])
+    added = policy.allowances if policy.text is None else ()
+    if (later and policy.text_layers == 0) or added:
+        first = later.pop(0) if later and policy.text_layers == 0 else ()
         document["rule"] = _array_of_rules(first, added)
     if later:
         written = document.get("layer") or tomlkit.aot()
@@ -43,12 +34,12 @@ def print_text(
     return tomlkit.dumps(document)
 
 
-def _header(name: str, extends: tuple[str, ...], description: str) -> tomlkit.TOMLDocument:
+def _header(policy: Policy) -> tomlkit.TOMLDocument:
     document = tomlkit.document()
-    document["name"] = name
-    if description:
-        document["description"] = description
-    names = extends or (NOTHING,)
+    document["name"] = policy.name
+    if policy.description:
+        document["description"] = policy.description
+    names = policy.extends or (NOTHING,)
     document["extends"] = names[0] if len(names) == 1 else list(names)
     return document
 

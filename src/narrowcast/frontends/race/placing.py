@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from narrowcast.core.goals import MEMORY, Goal
 from narrowcast.core.policy import NOWHERE
-from narrowcast.core.policy.lacks import ONE_FORMAT
+from narrowcast.core.policy.settings import ONE_FORMAT
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.explicit import Explicit, read_explicit

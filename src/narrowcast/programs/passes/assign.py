@@ -204,12 +204,10 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why:
         results = [s for s in results if wanted.part in ("", s.constants)]
     for result in results:
         if wanted.format is None:
-            raise RefusedError(
-                asked=f"the result of {step.op} in the format of its input",
-                found="a script that does not say what format comes in",
-                where=origins(step.site, why.rule),
-                advice='Name the format, action = "to(bf16)" for example, or give the whole call the action "inside".',
-            )
+            asked = f"the result of {step.op} in the format of its input"
+            found = "a script that does not say what format comes in"
+            advice = 'Name the format, action = "to(bf16)" for example, or give the whole call the action "inside".'
+            raise RefusedError(asked, found, origins(step.site, why.rule), advice)
         if result.value.type == TENSOR:
             yield CastResult(result.id, None, wanted.format, why, wanted.exactly)
         elif result.value.format is wanted.format is not src:

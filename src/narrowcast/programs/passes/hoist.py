@@ -51,9 +51,9 @@ def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int]
         if before is not None and not before.grad_mode:  # a cast that is made there carries no gradient
             casts = [cast for cast in casts if not cast.grad_mode]
             before = home.first_with(casts) if casts else None
-        if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
+        if before is None or value in home.inner or (len(casts) == 1 and before.id == casts[0].id):
             continue
-        if alone is not None and not all(home.has(cast.id) for cast in casts):
+        if alone is not None and any(cast.id in home.inner for cast in casts):
             continue  # what it needs to know may not be there yet
         if home.writes.is_written_after(value, -1):
             if written is not None:
@@ -70,7 +70,7 @@ class _Home:
     def __init__(self, block: Block) -> None:
         self.block = block
         self.position: dict[int, int] = {}  # of each step in it, or of the step around that
-        self.inner: set[int] = set()  # what is made in blocks inside it
+        self.inner: set[int] = set()  # what is made in blocks inside it, and not there for every step of it
         self.writes = Writes(block)
         for n, step in enumerate(block.steps):
             self.position[step.id] = n
@@ -86,14 +86,9 @@ class _Home:
                 self._enter(inner, position)
 
     def first_with(self, casts: list[Step]) -> Step | None:
-        """The first step that is one of the casts, or has one in it."""
         found = [self.position.get(cast.id) for cast in casts]
         known = [n for n in found if n is not None]
         return self.block.steps[min(known)] if len(known) == len(casts) else None
-
-    def has(self, value: int) -> bool:
-        """Whether the value is there for every step of the block."""
-        return value not in self.inner
 
 
 def _session(program: Program, step: Step, left: Set[int]) -> int | None:

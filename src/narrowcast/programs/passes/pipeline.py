@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from narrowcast.core.ledger import EditRecord
-from narrowcast.core.policy import RESULT, Policy
-from narrowcast.formats import FORMATS
+from narrowcast.core.policy import Policy
 from narrowcast.programs.passes.assign import Overload, assign_casts
 from narrowcast.programs.passes.drop import drop_casts
 from narrowcast.programs.passes.fold import fold_casts
 from narrowcast.programs.passes.share import share_casts
 from narrowcast.programs.placement.place import move_casts
-from narrowcast.programs.program import (
-    TENSOR,
-    CastResult,
-    CastReturn,
-    CastTogether,
-    Edit,
-    Follow,
-    Hoist,
-    InsertCast,
-    Program,
-    Remove,
-    Reread,
-    Retarget,
-    SetDtype,
-    Share,
-    Step,
-    Value,
-    Why,
-    apply_edits,
-    verify,
-)
+from narrowcast.programs.program import Edit, Program, apply_edits, edit_record, verify
 
 Pass = Callable[[Program], list[Edit]]
 
@@ -47,11 +26,8 @@ def before_autograd(dense: Set[int]) -> tuple[Pass, ...]:
     return (*BEFORE_AUTOGRAD, lambda program: move_casts(program, dense=dense), share_casts, drop_casts)
 
 
-AFTER_AUTOGRAD: tuple[Pass, ...] = (
-    lambda program: share_casts(program, after_autograd=True),
-    lambda program: fold_casts(program, after_autograd=True),
-    lambda program: drop_casts(program, after_autograd=True),
-    lambda program: share_casts(program, after_autograd=True),
+AFTER_AUTOGRAD: tuple[Pass, ...] = tuple(
+    partial(one, after_autograd=True) for one in (share_casts, fold_casts, drop_casts, share_casts)
 )
 """Forward and backward are both there: whatever keeps every value. Folding makes casts equal: so share twice."""
 
@@ -78,63 +54,9 @@ def run_passes(
     for one in passes:
         edits = one(program)
         if edits:
-            records += [_record(program, edit) for edit in edits]
+            records += [edit_record(program, edit) for edit in edits]
             program = apply_edits(program, edits)
             verify(program)
     if policies is not None:
         verify(program, assigned=True)
     return PassResult(program, tuple(records))
-
-
-_KINDS: dict[type, str] = {
-    InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
-    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Reread: "remove",
-    CastReturn: "insert",
-}  # fmt: skip
-
-
-def _record(program: Program, edit: Edit) -> EditRecord:
-    """The ledger's line about an edit."""
-    step = program.steps[edit.step]
-    value, argument, dst = _subject(program, step, edit)
-    why: Why = edit.why
-    src = value.type if value is not None and value.shape is not None else ""
-    moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
-    return EditRecord(
-        kind=_KINDS[type(edit)],
-        by=why.by,
-        op=step.op,
-        argument=argument,
-        module_path=step.site.module_path,
-        file=step.site.file,
-        line=step.site.line,
-        src=src,
-        dst=dst,
-        moved_bytes=moved,
-        direction=step.direction,
-        action=str(why.rule.action) if why.rule else "",
-        rule=str(why.rule) if why.rule else "",
-        reason=why.reason,
-        policy=why.policy,
-    )
-
-
-def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:
-    """The value that a cast of this edit reads, the argument that it is for, and the format that it gives."""
-    if isinstance(edit, InsertCast):
-        operand = step.operands[edit.operand]
-        return program.values[operand.value], operand.name, edit.dst.name
-    if isinstance(edit, CastResult):
-        src = edit.src.name if edit.src is not None else TENSOR
-        return replace(step.value, type=src), RESULT, edit.dst.name if edit.dst is not None else TENSOR
-    if isinstance(edit, SetDtype | Follow):
-        return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
-    if isinstance(edit, CastReturn):
-        return step.value, "returned", edit.dst.name
-    if isinstance(edit, Reread):
-        return program.values[edit.source], step.operands[edit.operand].name, ""
-    if isinstance(edit, CastTogether):
-        return None, ", ".join(dict.fromkeys(step.operands[p].name for p in edit.operands)), ""
-    if step.is_cast:
-        return program.values[step.operands[0].value], "", step.value.type
-    return None, "", ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from narrowcast.programs.program import Program, Step
 
 COMPOSITE = "cast by what it calls"
@@ -11,16 +13,9 @@ Readers = dict[int, list[tuple[Step, int]]]
 
 def count_readers(program: Program) -> dict[int, int]:
     """For each value id, how many operands and block returns name it."""
-    counts: dict[int, int] = {}
-    blocks = {id(program.body): program.body}
-    for block, step in program.body.walk():
-        blocks[id(block)] = block
-        for operand in step.operands:
-            counts[operand.value] = counts.get(operand.value, 0) + 1
-    for block in blocks.values():
-        for value in block.returns:
-            counts[value] = counts.get(value, 0) + 1
-    return counts
+    blocks = {id(block): block for block in (program.body, *(block for block, _ in program.body.walk()))}
+    read = Counter(operand.value for step in program.steps.values() for operand in step.operands)
+    return read + Counter(value for block in blocks.values() for value in block.returns)
 
 
 def cast_inside(program: Program) -> set[int]:

@@ -93,6 +93,10 @@ class Energy:
                 total += flow.stores.get(need, 0) if stores else 0
         return total
 
+    def given(self, chosen: tuple[Format, ...], method: str) -> Optimum:
+        """A placement that is no proven optimum: nothing is known to be below it."""
+        return Optimum(chosen, self.evaluate(chosen) or 0, 0, method)
+
     def position(self, choice: int, chosen: Sequence[Format]) -> int:
         """Which of its formats a choice has under a placement; 0 where the format is given."""
         return 0 if choice == FIXED else self.choices[choice].formats.index(chosen[choice])

@@ -96,7 +96,6 @@ class _Model:
             self.rows.append((row, -math.inf, most + 1.0))
 
     def solve(self, seconds: float) -> tuple[tuple[Format, ...], int]:
-        """One format per choice, and the bound."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, so only where it is used
         from scipy.sparse import csr_matrix
 
@@ -106,13 +105,9 @@ class _Model:
         matrix = csr_matrix((data, (row_of, column_of)), shape=shape)
         kinds = np.zeros(len(self.costs))
         kinds[: self.whole] = 1
-        found = milp(
-            np.array(self.costs),
-            integrality=kinds,
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, [r[1] for r in self.rows], [r[2] for r in self.rows]),
-            options={"time_limit": seconds, "mip_rel_gap": 0},
-        )
+        limits = LinearConstraint(matrix, [r[1] for r in self.rows], [r[2] for r in self.rows])
+        options = {"time_limit": seconds, "mip_rel_gap": 0}
+        found = milp(np.array(self.costs), integrality=kinds, bounds=Bounds(0, 1), constraints=limits, options=options)
         if found.x is None:
             raise EnergyError("a placement of least cost", str(found.message))
         chosen = tuple(max(made, key=lambda f: found.x[made[f]]) for made in self.columns)

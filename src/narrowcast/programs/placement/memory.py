@@ -15,7 +15,7 @@ from narrowcast.core.ops import ATTENTION, CONV, GEMM, NORM, POINTWISE, SOFTMAX,
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
 from narrowcast.programs.placement import Choice, Energy, Flow, Optimum, minimise
-from narrowcast.programs.placement.prices import Prices, Reads, ValuePrice
+from narrowcast.programs.placement.prices import Prices, Reads, ValuePrice, with_costs
 from narrowcast.programs.placement.question import Question
 from narrowcast.programs.program import Step, Value
 
@@ -72,13 +72,13 @@ class Smallest:
         free = minimise(energy)
         most = self.slowdown * (free.cost + fixed) - fixed
         heavy = max(energy_total(energy), 1)
-        fewest = _as_time(energy, minimise(_in_range(combine(energy, self.kept, heavy))).chosen)
+        fewest = energy.given(minimise(_in_range(combine(energy, self.kept, heavy))).chosen, _FOR_MEMORY)
         if math.isinf(self.slowdown) or fewest.cost <= most:
             return fewest
-        low, high, best = 0.0, float(heavy), _as_time(energy, free.chosen)
+        low, high, best = 0.0, float(heavy), energy.given(free.chosen, _FOR_MEMORY)
         for _ in range(_STEPS):
             price = math.sqrt(max(low, 1e-9) * high)
-            found = _as_time(energy, minimise(_in_range(combine(energy, self.kept, price))).chosen)
+            found = energy.given(minimise(_in_range(combine(energy, self.kept, price))).chosen, _FOR_MEMORY)
             if found.cost > most:
                 high = price
             else:
@@ -103,28 +103,22 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
             return free
         best = Smallest(kept)(question)
         if kept_bytes(best.chosen) > limit_bytes:
-            raise EnergyError(
-                asked=f"formats that keep at most {limit_bytes} bytes",
-                found=f"the smallest placement keeps {kept_bytes(best.chosen):.0f}",
-                advice="Raise memory_limit_bytes, or recompute activations (torch.utils.checkpoint).",
-            )
+            found = f"the smallest placement keeps {kept_bytes(best.chosen):.0f}"
+            advice = "Raise memory_limit_bytes, or recompute activations (torch.utils.checkpoint)."
+            raise EnergyError(f"formats that keep at most {limit_bytes} bytes", found, advice=advice)
         low, high, reached = 0.0, 2.0, False  # prices of what is kept; whether the high one is high enough
         for _ in range(_STEPS):
             price = (low + high) / 2
-            found = minimise(_in_range(combine(energy, kept, price)))
-            if kept_bytes(found.chosen) > limit_bytes:
+            priced = minimise(_in_range(combine(energy, kept, price)))
+            if kept_bytes(priced.chosen) > limit_bytes:
                 low, high = price, high if reached else 8 * high
                 continue
             high, reached = price, True
-            timed = _as_time(energy, found.chosen)  # not always less than the last: prices are rounded
+            timed = energy.given(priced.chosen, _FOR_MEMORY)  # not always less than the last: prices are rounded
             best = timed if timed.cost < best.cost else best
         return replace(best, bound=free.bound, method="minimum cuts under a price per byte")
 
     return choose
-
-
-def _as_time(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
-    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, _FOR_MEMORY)
 
 
 def energy_total(energy: Energy) -> int:
@@ -145,12 +139,7 @@ def combine(time: Energy, kept: Energy, price: float) -> Energy:
 
 
 def _scaled(flow: Flow, by: float) -> Flow:
-    return replace(
-        flow,
-        casts={pair: round(cost * by) for pair, cost in flow.casts.items()},
-        reads={format: round(cost * by) for format, cost in flow.reads.items()},
-        stores={format: round(cost * by) for format, cost in flow.stores.items()},
-    )
+    return with_costs(flow, flow, lambda cost: round(cost * by))
 
 
 def _in_range(energy: Energy) -> Energy:
@@ -158,6 +147,5 @@ def _in_range(energy: Energy) -> Energy:
     scale = max(energy_total(energy) / 2**28, 1.0)
     if scale == 1.0:
         return energy
-
     choices = tuple(Choice(c.formats, tuple(round(n / scale) for n in c.costs)) for c in energy.choices)
     return Energy(choices, tuple(_scaled(f, 1 / scale) for f in energy.flows), energy.unit * scale)

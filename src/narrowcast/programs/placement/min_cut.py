@@ -39,11 +39,9 @@ def minimise_by_cut(energy: Energy) -> Optimum:
     chosen, flow = network.solve()
     cost = energy.evaluate(chosen)
     if cost is None or cost != flow + network.constant:
-        raise EnergyError(
-            asked="a placement of least cost",
-            found="every placement is forbidden" if cost is None else f"cut {cost} and flow {flow} differ",
-            advice="This is a fault of the cost model: please report it with the program's text.",
-        )
+        found = "every placement is forbidden" if cost is None else f"cut {cost} and flow {flow} differ"
+        advice = "This is a fault of the cost model: please report it with the program's text."
+        raise EnergyError("a placement of least cost", found, advice=advice)
     return Optimum(chosen, cost, flow + network.constant, "minimum cut")
 
 
@@ -64,7 +62,12 @@ class _Network:
         self.constant = 0
         self.edges: list[tuple[int, int, int]] = []
         self.never: list[tuple[int, int]] = []  # edges that no cut may take
-        self._choices()
+        for number, choice in enumerate(energy.choices):
+            costs = dict(zip(choice.formats, choice.costs, strict=True))
+            if len(costs) == 1:  # no edge: its readers and values are fixed
+                self.constant += choice.costs[0]
+            else:
+                self._unary(number, costs[self.low], costs[self.high])
         for flow in energy.flows:
             self._flow(flow)
 
@@ -82,15 +85,6 @@ class _Network:
         self.constant += least
         self._edge(node, self.sink, if_low - least)
         self._edge(self.source, node, if_high - least)
-
-    def _choices(self) -> None:
-        """What has one format gets no edge: its readers and values are fixed."""
-        for number, choice in enumerate(self.energy.choices):
-            costs = dict(zip(choice.formats, choice.costs, strict=True))
-            if len(costs) == 1:
-                self.constant += choice.costs[0]
-            else:
-                self._unary(number, costs[self.low], costs[self.high])
 
     def _flow(self, flow: Flow) -> None:
         maker = self._maker(flow)
@@ -146,7 +140,6 @@ class _Network:
         return reader.choice
 
     def solve(self) -> tuple[tuple[Format, ...], int]:
-        """One format per choice, and the value of the flow."""
         from scipy.sparse import csr_matrix  # scipy takes long to import, so only where it is used
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

@@ -21,7 +21,7 @@ from narrowcast.core.policy import Site
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
 from narrowcast.output.collector import collector_paused
-from narrowcast.programs.placement import Energy, Optimum, minimise
+from narrowcast.programs.placement import Optimum, minimise
 from narrowcast.programs.placement.prices import CastBytes, Prices
 from narrowcast.programs.placement.question import EXACT, FREE, Question, Read, find_choices
 from narrowcast.programs.program import CastReturn, Edit, Follow, InsertCast, Program, Reread, Why
@@ -109,16 +109,9 @@ def _answer(question: Question, prices: Prices, mode: str, choose: Chooser) -> t
     policy_cost = energy.evaluate(policy) or 0  # it never forbids itself
     if mode == EXACT and optimum.cost >= policy_cost:
         optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
-    fixed = question.fixed
-    placement = Placement(
-        _calls(question, optimum, prices),
-        prices.unit,
-        optimum.cost * energy.unit + fixed,
-        policy_cost * energy.unit + fixed,
-        optimum.bound * energy.unit + fixed,
-        optimum.method,
-        fixed,
-    )
+    fixed, calls = question.fixed, _calls(question, optimum, prices)
+    cost, of_policy, bound = (n * energy.unit + fixed for n in (optimum.cost, policy_cost, optimum.bound))
+    placement = Placement(calls, prices.unit, cost, of_policy, bound, optimum.method, fixed)
     return _edits(question, optimum.chosen), placement
 
 
@@ -132,12 +125,13 @@ def move_casts(program: Program, after_autograd: bool = False, dense: Set[int] |
 
 def as_the_policy(question: Question) -> Optimum:
     """Every call in the policy's format."""
-    return _given(question.energy, tuple(c.formats[0] for c in question.energy.choices))
+    return question.energy.given(tuple(c.formats[0] for c in question.energy.choices), GIVEN)
 
 
 def as_high(question: Question) -> Optimum:
     """Every call in the highest format that it may have."""
-    return _given(question.energy, tuple(max(c.formats, key=lambda f: f.bits) for c in question.energy.choices))
+    highest = tuple(max(c.formats, key=lambda f: f.bits) for c in question.energy.choices)
+    return question.energy.given(highest, GIVEN)
 
 
 def as_given(formats: Sequence[str]) -> Chooser:
@@ -148,14 +142,9 @@ def as_given(formats: Sequence[str]) -> Chooser:
         chosen = tuple(f for c, name in zip(choices, formats, strict=False) for f in c.formats if f.name == name)
         if len(formats) != len(choices) or len(chosen) != len(choices) or question.energy.evaluate(chosen) is None:
             raise EnergyError("a placement that was chosen earlier", "the graph has other choices now")
-        return _given(question.energy, chosen)
+        return question.energy.given(chosen, GIVEN)
 
     return choose
-
-
-def _given(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
-    cost = energy.evaluate(chosen) or 0
-    return Optimum(chosen, cost, 0, GIVEN)
 
 
 def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[PlacedCall, ...]:
@@ -172,7 +161,6 @@ def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[Placed
 
 
 def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
-    """From the program as it is to the one that was chosen."""
     program = question.program
     why = Why(NAME, "it costs least so")
     edits: list[Edit] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from narrowcast.formats import Format
+from narrowcast.programs.placement import Flow
 from narrowcast.programs.program import Step, Value
 
 Reads = Sequence[Step | None]
@@ -20,6 +21,13 @@ class ValuePrice:
     casts: Mapping[tuple[Format, Format], float]
     reads: Mapping[Format, float] = field(default_factory=dict)
     stores: Mapping[Format, float] = field(default_factory=dict)
+
+
+def with_costs(flow: Flow, price: Flow | ValuePrice, whole: Callable[[float], int]) -> Flow:
+    """The flow with these costs as whole numbers."""
+    casts = {pair: whole(cost) for pair, cost in price.casts.items()}
+    reads = {format: whole(cost) for format, cost in price.reads.items()}
+    return replace(flow, casts=casts, reads=reads, stores={f: whole(cost) for f, cost in price.stores.items()})
 
 
 class Prices(Protocol):

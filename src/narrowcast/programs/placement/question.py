@@ -8,12 +8,13 @@ to have. In-place calls have the format of what they write to. Values in which l
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 from narrowcast.core.ops import POINTWISE, op_kind
 from narrowcast.formats import Format, fp32, is_exact
 from narrowcast.programs.placement import FIXED, Choice, Energy, Flow, Reader
-from narrowcast.programs.placement.prices import Prices, ValuePrice
+from narrowcast.programs.placement.prices import Prices, ValuePrice, with_costs
 from narrowcast.programs.program import CAST, Block, Memories, Program, Step, Value, Writes
 
 EXACT, FREE = "exact", "free"
@@ -72,18 +73,17 @@ def find_choices(
     return _Finder(program, prices, mode, ours, after_autograd, dense).run()
 
 
+@dataclass
 class _Finder:
-    def __init__(
-        self,
-        program: Program,
-        prices: Prices,
-        mode: str,
-        ours: Set[int] | None,
-        after_autograd: bool,
-        dense: Set[int] | None,
-    ) -> None:
-        self.program, self.prices, self.mode = program, prices, mode
-        self.after_autograd, self.dense = after_autograd, dense
+    program: Program
+    prices: Prices
+    mode: str
+    ours: Set[int] | None
+    after_autograd: bool
+    dense: Set[int] | None
+
+    def __post_init__(self) -> None:
+        program, ours = self.program, self.ours
         self.values, self.steps = program.values, program.steps
         self.often: dict[int, int] = {}  # how often each step runs
         self.home: dict[int, Block] = {}
@@ -103,10 +103,8 @@ class _Finder:
             if self._is_written(cast.id) or (cast.id in self.returned and self.memories.of(source) in outside):
                 self.pinned.add(source)
         self.casts = {s.id: s for s in program.casts() if (ours is None or s.id in ours) and self._is_free_cast(s)}
-        self.lows = sorted(
-            {f for s in self.casts.values() if (f := s.value.format) is not None and f.bits < fp32.bits},
-            key=lambda f: f.name,
-        )
+        given = {cast.value.format for cast in self.casts.values()}
+        self.lows = sorted((f for f in given if f is not None and f.bits < fp32.bits), key=lambda f: f.name)
         self.variable: dict[int, int] = {}
         self.formats: list[tuple[Format, ...]] = []
         self.members: list[list[Step]] = []
@@ -130,7 +128,6 @@ class _Finder:
                 self._survey(inner, often * TRIPS if loops else often)
 
     def _is_written(self, value: int) -> bool:
-        """Whether something writes to the memory that a value shows."""
         return self.memories.of(value) in self.written
 
     def _is_free_cast(self, cast: Step) -> bool:
@@ -251,7 +248,6 @@ class _Finder:
     # -- values
 
     def _reads(self, value: Value) -> list[Read]:
-        """The readers of a value, also through the casts that are taken out."""
         found: list[Read] = []
         through: list[tuple[int, Step | None]] = [(value.id, None)]
         through += [(s.id, s) for s, _ in self.readers.get(value.id, ()) if s.id in self.casts]
@@ -319,17 +315,9 @@ def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows
         total += sum((*price.casts.values(), *price.reads.values(), *price.stores.values())) * often
     unit = max(total / _UNITS, 1.0)
 
-    def whole(cost: float) -> int:
-        return round(cost / unit)
+    def whole(cost: float, often: float = 1.0) -> int:
+        return round(cost * often / unit)
 
     choices = tuple(Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True))
-    made = tuple(
-        replace(
-            flow,
-            casts={pair: whole(cost * often) for pair, cost in price.casts.items()},
-            reads={format: whole(cost * often) for format, cost in price.reads.items()},
-            stores={format: whole(cost * often) for format, cost in price.stores.items()},
-        )
-        for flow, price, often in flows
-    )
-    return Energy(choices, made, unit)
+    made = (with_costs(flow, price, partial(whole, often=often)) for flow, price, often in flows)
+    return Energy(choices, tuple(made), unit)

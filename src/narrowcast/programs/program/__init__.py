@@ -16,6 +16,7 @@ from narrowcast.programs.program.edits import (
     Share as Share,
     Why as Why,
     apply_edits as apply_edits,
+    edit_record as edit_record,
 )
 from narrowcast.programs.program.model import (
     BACK as BACK,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from narrowcast.core.ledger import EditRecord
 from narrowcast.core.policy import RESULT, Rule
 from narrowcast.errors import ProgramError
-from narrowcast.formats import Format
+from narrowcast.formats import FORMATS, Format
 from narrowcast.programs.program.model import (
     BACK,
     CAST,
@@ -165,6 +167,46 @@ Edit = (
 )  # fmt: skip
 
 
+_KINDS: dict[type, str] = {
+    InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
+    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Reread: "remove",
+    CastReturn: "insert",
+}  # fmt: skip
+
+
+def edit_record(program: Program, edit: Edit) -> EditRecord:
+    """The ledger's line about an edit."""
+    step = program.steps[edit.step]
+    value, argument, dst = _subject(program, step, edit)
+    why: Why = edit.why
+    src = value.type if value is not None and value.shape is not None else ""
+    moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
+    about = _KINDS[type(edit)], why.by, step.op, argument, *step.site.at
+    action, rule = (str(why.rule.action), str(why.rule)) if why.rule else ("", "")
+    return EditRecord(*about, src, dst, moved, step.direction, action, rule, why.reason, why.policy)
+
+
+def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:
+    """The value that a cast of this edit reads, the argument that it is for, and the format that it gives."""
+    if isinstance(edit, InsertCast):
+        operand = step.operands[edit.operand]
+        return program.values[operand.value], operand.name, edit.dst.name
+    if isinstance(edit, CastResult):
+        src = edit.src.name if edit.src is not None else TENSOR
+        return replace(step.value, type=src), RESULT, edit.dst.name if edit.dst is not None else TENSOR
+    if isinstance(edit, SetDtype | Follow):
+        return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
+    if isinstance(edit, CastReturn):
+        return step.value, "returned", edit.dst.name
+    if isinstance(edit, Reread):
+        return program.values[edit.source], step.operands[edit.operand].name, ""
+    if isinstance(edit, CastTogether):
+        return None, ", ".join(dict.fromkeys(step.operands[p].name for p in edit.operands)), ""
+    if step.is_cast:
+        return program.values[step.operands[0].value], "", step.value.type
+    return None, "", ""
+
+
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
     """The program with all edits made, in one walk. New casts are numbered in the order of the program.
 
@@ -174,8 +216,6 @@ def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
 
 
 class _Editor:
-    """The edits arranged by step."""
-
     def __init__(self, program: Program, edits: Sequence[Edit]) -> None:
         self.program = program
         self.made: dict[int, Value] = {}
@@ -247,23 +287,17 @@ class _Editor:
         for step in block.steps:
             self._add(step, steps)
         returns = [self._now(value) for value in block.returns]
-        if block is self.program.body:
-            self._cast_returns(returns, steps)
-        return replace(block, steps=tuple(steps), returns=tuple(returns))
-
-    def _cast_returns(self, returns: list[int], steps: list[Step]) -> None:
-        for position, edit in self.returns.items():
+        for position, edit in self.returns.items() if block is self.program.body else ():
             cast = self._cast(returns[position], edit.dst, self.program.steps[edit.step], False)
             steps.append(replace(cast, region=None))
             returns[position] = cast.id
+        return replace(block, steps=tuple(steps), returns=tuple(returns))
 
     def _hoist(self, edit: Hoist, steps: list[Step], before: Step) -> None:
         cast = replace(self.program.steps[edit.step], grad_mode=before.grad_mode)
         source = self.program.values[cast.operands[0].value]
         known = source.weight
-        value = replace(cast.value if known else source, id=self.next_id, weight=False)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(cast.value if known else source)
         made = self._beside(cast, value, CAST if known else WEIGHT, (Operand("self", source.id),))
         steps.append(made if known else replace(made, constants=cast.value.type, aliases=(0,)))
         for other in edit.casts:
@@ -310,39 +344,37 @@ class _Editor:
         """One step that casts the operands, and one for each result; `operands` then reads those."""
         positions = self.together[step.id].operands
         chosen = [operands[p] for p in positions]
-        made = Value(self.next_id, "tuple", gradient=step.grad_mode)
+        made = self._new(Value(0, "tuple", gradient=step.grad_mode))
         rule = self.together[step.id].why.rule
         together = self._beside(step, made, TOGETHER, tuple(chosen))
         steps.append(replace(together, constants=str(rule.action) if rule is not None else ""))
-        for n, (position, operand) in enumerate(zip(positions, chosen, strict=True), 1):
+        for n, (position, operand) in enumerate(zip(positions, chosen, strict=True)):
             known = self.made.get(operand.value) or self.program.values[operand.value]
-            value = replace(
-                known, id=made.id + n, type=TENSOR, gradient=known.gradient and step.grad_mode, weight=False
-            )
-            self.made[value.id] = value
+            value = self._new(known, type=TENSOR, gradient=known.gradient and step.grad_mode)
             got = self._beside(step, value, "getitem", (Operand("a0", made.id),))
-            steps.append(replace(got, constants=str(n - 1), aliases=(0,)))
+            steps.append(replace(got, constants=str(n), aliases=(0,)))
             operands[position] = replace(operand, value=value.id)
-        self.next_id += 1 + len(chosen)
 
     def _operand(self, step: Step, position: int, operand: Operand) -> Operand:
         value = self._now(self.rereads.get((step.id, position), operand.value))
         return operand if value == operand.value else replace(operand, value=value)
 
     def _cast_back(self, step: Step, like: list[int]) -> Step:
-        value = replace(self.made[step.id], id=self.next_id, type=TENSOR, weight=False)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(self.made[step.id], type=TENSOR)
         operands = (Operand(RESULT, step.id), *(Operand("like", number) for number in like))
         return self._beside(step, value, BACK, operands)
 
     def _cast(self, source: int, dst: Format, step: Step, exactly: bool, name: str = "self") -> Step:
         known = self.made.get(source) or self.program.values[source]
-        value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
-        self.next_id += 1
-        self.made[value.id] = value
+        value = self._new(known, type=dst.name, gradient=known.gradient and step.grad_mode)
         made = self._beside(step, value, CAST, (Operand(name, source),))
         return replace(made, constants=EXACTLY) if exactly and known.type == TENSOR else made
+
+    def _new(self, like: Value, **facts: Any) -> Value:
+        value = replace(like, id=self.next_id, weight=False, **facts)
+        self.next_id += 1
+        self.made[value.id] = value
+        return value
 
     def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:
         """A new step in the region, and at the place, of one that is there."""

@@ -32,10 +32,8 @@ def print_program(program: Program) -> str:
     for n, region in enumerate(program.regions):
         r = region.facts
         state = f"{'enabled' if r.enabled else 'disabled'} {'cached' if r.cache else 'uncached'}"
-        lines.append(
-            f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
-            + (f" open {','.join(region.open)}" if region.open else "")
-        )
+        line = f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
+        lines.append(line + (f" open {','.join(region.open)}" if region.open else ""))
     _print_block(program.body, "", sites, lines)
     for site, n in sites.items():
         lines.append(f"site {n}: {json.dumps({k: v for k, v in asdict(site).items() if v}, sort_keys=True)}")
@@ -63,25 +61,18 @@ def _print_value(value: Value) -> str:
 
 def _print_step(step: Step, sites: dict[Site, int]) -> str:
     operands = ", ".join(f"{o.name}=%{o.value}{'!' if o.written else ''}" for o in step.operands)
-    text = f"{_print_value(step.value)} = {step.op}({operands})"
-    if step.constants:
-        text += f" with {json.dumps(step.constants)}"
-    if step.given:
-        text += f" given {','.join(sorted(step.given))}"
-    if step.computes:
-        text += " computes"
-    if step.direction != "forward":
-        text += f" {step.direction}"
-    if not step.grad_mode:
-        text += " nograd"
-    if step.aliases:
-        text += f" ~{','.join(map(str, step.aliases))}"
-    if step.effects:
-        text += f" effects {','.join(step.effects)}"
-    if step.region is not None:
-        text += f" in {','.join(map(str, (step.region, *step.others)))}"
-    if step.number != 1:
-        text += f" #{step.number}"
+    facts = (
+        step.constants and f"with {json.dumps(step.constants)}",
+        step.given and f"given {','.join(sorted(step.given))}",
+        step.computes and "computes",
+        step.direction != "forward" and step.direction,
+        not step.grad_mode and "nograd",
+        step.aliases and f"~{','.join(map(str, step.aliases))}",
+        step.effects and f"effects {','.join(step.effects)}",
+        step.region is not None and f"in {','.join(map(str, (step.region, *step.others)))}",
+        step.number != 1 and f"#{step.number}",
+    )
+    text = " ".join([f"{_print_value(step.value)} = {step.op}({operands})", *(str(fact) for fact in facts if fact)])
     if step.site != NOWHERE:
         number = sites.setdefault(step.site, len(sites))
         line = f"{PurePath(step.site.file).name}:{step.site.line}"

@@ -27,9 +27,8 @@ def _block(program: Program, block: Block, assigned: bool, seen: set[int], aroun
     for step in block.steps:
         for operand in step.operands:
             if operand.value not in here:
-                raise _wrong(
-                    step, f"reads %{operand.value}, which is not made before it in block {block.name} or around it"
-                )
+                where = f"in block {block.name} or around it"
+                raise _wrong(step, f"reads %{operand.value}, which is not made before it {where}")
         if step.id in seen:
             raise _wrong(step, "its id is taken")
         if step.region is not None and step.region >= len(program.regions):

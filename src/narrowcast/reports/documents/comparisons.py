@@ -6,7 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
+from narrowcast.reports.documents.model import (
+    Document,
+    Figure,
+    Graph,
+    Node,
+    Series,
+    Table,
+    Todo,
+    facts_of,
+    label_of,
+    node_of,
+)
 from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
@@ -24,13 +35,8 @@ def comparison_document(found: Differences) -> Document:
     tone = "bad" if found.verdict in AT_FAULT else "good"
     page = Document("comparison", found.subject, comparison_verdict(found), tone, graph=Graph(nodes, [], note=ORDER))
     under = f"{found.policy} in {found.low}" if found.policy else "the model's own casts"
-    page.facts = [
-        ("model", found.subject),
-        ("device", str(found.environment.get("device", found.device_type))),
-        ("policy", under),
-        ("reference", found.reference),
-        ("runs", str(found.runs)),
-    ]
+    device = found.environment.get("device", found.device_type)
+    page.facts = facts_of(model=found.subject, device=device, policy=under, reference=found.reference, runs=found.runs)
     page.notes = _notes(found)
     differ = sum(bool(row.total) for row in found.rows)
     faults = len(found.faults)
@@ -38,10 +44,12 @@ def comparison_document(found: Differences) -> Document:
         *output_figures(found),
         Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
         Figure("calls", len(nodes), f"{differ} differ, {len(found.unmatched)} without a partner"),
-        *_compiler_figures(found),
-        *_gradient_figures(found.gradients),
     ]
-    page.bars = [bar for bar in [shares(nodes, "calls", "Calls by format")] if bar.parts]
+    if found.compiled:
+        said = "off what these calls give one by one"
+        page.figures.append(Figure("the compiler", found.compiled, said, "bad", "relative"))
+    page.figures += _gradient_figures(found.gradients)
+    page.bars = shares(nodes, "calls", "Calls by format")
     page.todos = _todos(found)[:3]
     rules = [_rule(row) for row in found.rows]
     modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes)]
@@ -83,11 +91,6 @@ def _notes(found: Differences) -> list[str]:
     return [*found.notes, *notes]
 
 
-def _compiler_figures(found: Differences) -> list[Figure]:
-    said = "off what these calls give one by one"
-    return [Figure("the compiler", found.compiled, said, "bad", "relative")] if found.compiled else []
-
-
 def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
     """The gradient that is furthest off, of those that are not zero but for round-off."""
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
@@ -119,11 +122,12 @@ def _before_fault(found: Differences) -> list[Todo]:
         return []
     before = next((row for row in reversed(found.rows[:first]) if row.is_low), None)
     why = "it rounds what the call at fault reads"
-    rule = _rule(before, why) if before is not None else {}
-    if before is None or not rule:
-        return []
-    call = before.forward or before.id
-    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)]
+    return _keep_high(before, why, why) if before is not None else []
+
+
+def _keep_high(row: CallError, why: str, reason: str) -> list[Todo]:
+    call, rule = row.forward or row.id, _rule(row, reason)
+    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)] if rule else []
 
 
 def _node(row: CallError) -> Node:
@@ -138,7 +142,6 @@ def _node(row: CallError) -> Node:
 
 
 def _fill(node: Node, row: CallError) -> None:
-    """The errors of a call, on its node; a finding, if it is at fault."""
     node.own, node.inherited, node.total = number(row.own), number(row.inherited), number(row.total)
     node.verdict = row.verdict
     if row.verdict in AT_FAULT:
@@ -154,9 +157,9 @@ def add_errors(nodes: Iterable[Node], rows: Iterable[CallError]) -> None:
             _fill(node, found)
 
 
-def output_figures(found: Differences | None) -> list[Figure]:
+def output_figures(found: Differences) -> list[Figure]:
     """The error of the output that is furthest off."""
-    if found is None or not found.outputs:
+    if not found.outputs:
         return []
     worst = max(found.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)
@@ -168,7 +171,7 @@ def output_figures(found: Differences | None) -> list[Figure]:
 
 def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[Todo]:
     """Keep the calls most to blame in fp32."""
-    found = []
+    found: list[Todo] = []
     for row in worst:
         at_fault = row.verdict in AT_FAULT
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
@@ -177,10 +180,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         why = f"its own error is {number_text(row.own)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
-        rule = _rule(row, why.partition(":")[0])
-        if rule:
-            call = row.forward or row.id
-            found.append(Todo(keeping(call.op, call.module_path), why, rule, call.module_path))
+        found += _keep_high(row, why, why.partition(":")[0])
     return found
 
 
@@ -212,9 +212,8 @@ def output_table(found: Differences) -> list[Table]:
 def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     """The errors of each call, in order; those most to blame are first to be looked at."""
     figures = ("own", "inherited", "total", "band", "kernel", "alone")
-    columns = "module:module, op:op, call, direction, computes:format, verdict, " + ", ".join(
-        f"{f}:error" for f in figures
-    )
+    errors = ", ".join(f"{figure}:error" for figure in figures)
+    columns = f"module:module, op:op, call, direction, computes:format, verdict, {errors}, line:line"
     found = [
         [row.id.module_path, row.id.op, label_of(row.id), row.id.direction, row.computes, row.verdict,
          *(number(getattr(row, name)) for name in figures), place(row.file, row.line)]
@@ -223,7 +222,7 @@ def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     at = {id(row): n for n, row in enumerate(compared.rows)}
     rules = map(_rule, compared.rows)
     first = [at[id(row)] for row in compared.worst]
-    return table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes, first)
+    return table("errors", "Each call: its errors", columns, found, rules, nodes, first)
 
 
 def error_series(nodes: list[Node]) -> list[Series]:

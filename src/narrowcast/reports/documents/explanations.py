@@ -6,32 +6,8 @@ import math
 
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
-from narrowcast.reports.documents.comparisons import (
-    add_errors,
-    error_series,
-    error_table,
-    error_todos,
-    output_figures,
-    output_table,
-)
-from narrowcast.reports.documents.ledgers import (
-    advice_todos,
-    cast_figures,
-    cast_series,
-    cast_todos,
-    format_bars,
-    ledger_graph,
-    ledger_tables,
-)
-from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo
-from narrowcast.reports.documents.placements import (
-    add_costs,
-    placement_bars,
-    placement_figures,
-    placement_notes,
-    placement_tables,
-    placement_verdict,
-)
+from narrowcast.reports.documents import comparisons, ledgers, placements
+from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.words import in_time, number, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
@@ -57,28 +33,32 @@ def explanation_document(found: Explanation) -> Document:
     """The page of an explanation."""
     ledger, comparison = found.ledger, found.comparison
     flows = [flow for flow in found.flows() if flow.steps]
-    graph = flow_graph(flows, ledger) if flows else ledger_graph(ledger)
+    graph = flow_graph(flows, ledger) if flows else ledgers.ledger_graph(ledger)
     if comparison is not None:
-        add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
-    for placement in (graph.placement for graph in found.graphs):
-        if placement is not None:
-            add_costs(graph.nodes, placement)
+        comparisons.add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
+    placed = placements.placed_graphs(found.graphs)
+    for _, placement in placed:
+        placements.add_costs(graph.nodes, placement)
     verdict, tone = _verdict(found)
     page = Document("explanation", found.subject, verdict, tone, graph=graph)
-    page.facts = _facts(found)
+    rules = f", {len(found.rules)} rules of its own" if found.rules else ""
+    policy, region = f"{found.policy} ({found.digest[:8]}{rules})", f"{found.device_type} in {found.low}"
+    ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
+    page.facts = facts_of(
+        model=found.subject, device=found.device_type, policy=policy, region=region, mode=found.front_end, ran=ran
+    )
     page.notes = _notes(found)
-    page.figures = [
-        *placement_figures(found.graphs), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
-        *_pass_figures(found.graph_rows()),
-    ]  # fmt: skip
-    page.figures += output_figures(comparison.differences) if comparison is not None else []
-    page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
+    page.figures = [*placements.figures(placed), *_cost_figures(comparison, found.gradients)]
+    page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(found.graph_rows())]
+    page.figures += comparisons.output_figures(comparison.differences) if comparison is not None else []
+    page.bars = [*placements.bars(placed), *ledgers.format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
-    page.tables = [
-        *_comparison_tables(comparison, graph), *ledger_tables(ledger, graph, found.rules), *_graph_tables(found),
-        *_backward_casts(graph),
-    ]  # fmt: skip
-    page.series = [*error_series(graph.nodes), *cast_series(graph)]
+    page.tables = [*_comparison_tables(comparison, graph), *ledgers.ledger_tables(ledger, graph, found.rules)]
+    page.tables += _graph_tables(found)
+    # Those of the backward are in no ledger: it is written before there is a backward.
+    casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
+    page.tables += edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, casts)
+    page.series = [*comparisons.error_series(graph.nodes), *ledgers.cast_series(graph)]
     return page
 
 
@@ -102,34 +82,17 @@ def _notes(found: Explanation) -> list[str]:
         notes += [f"The time in {found.low}: {on}", *comparison.differences.notes] if on else []
     notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in found.graph_rows() if g.broken_by]
     notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in found.graph_rows() if g.fallback]
-    return [note for note in (*notes, *placement_notes(found.graphs)) if note]
+    return [note for note in (*notes, *placements.notes(placements.placed_graphs(found.graphs))) if note]
 
 
 def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Table]:
-    """Calls and outputs against fp32, and the model's own metric."""
     if comparison is None:
         return []
-    metrics = [
-        [name, before, comparison.metric_found.get(name)] for name, before in comparison.metric_reference.items()
-    ]
-    return [
-        *error_table(comparison.differences, graph.nodes), *output_table(comparison.differences),
-        *table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics),
-    ]  # fmt: skip
-
-
-def _facts(found: Explanation) -> list[tuple[str, str]]:
-    own = found.rules
-    rules = f", {len(own)} rules of its own" if own else ""
-    ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
-    return [
-        ("model", found.subject),
-        ("device", found.device_type),
-        ("policy", f"{found.policy} ({found.digest[:8]}{rules})"),
-        ("region", f"{found.device_type} in {found.low}"),
-        ("mode", found.front_end),
-        ("ran", ran),
-    ]
+    now = comparison.metric_found
+    metrics = [[name, before, now.get(name)] for name, before in comparison.metric_reference.items()]
+    errors = comparisons.error_table(comparison.differences, graph.nodes)
+    own = table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics)
+    return [*errors, *comparisons.output_table(comparison.differences), *own]
 
 
 def _verdict(found: Explanation) -> tuple[str, str]:
@@ -145,7 +108,7 @@ def _verdict(found: Explanation) -> tuple[str, str]:
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         said = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
         return said, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
-    chosen = placement_verdict(found.graphs)
+    chosen = placements.verdict(placements.placed_graphs(found.graphs))
     if chosen:
         return chosen, ""
     share = f"{totals.share_of_casts:.0%} of all bytes"
@@ -163,13 +126,12 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
     peaks += "; with gradients" if gradients else "; no_grad"
     times = f"{_time(comparison.region_ms)}, fp32 {_time(comparison.reference_ms)}; quartiles {low:.2f} to {high:.2f}"
     times += f" of {comparison.repeats} alternating pairs"
-    found = [
+    known, now = comparison.metric_reference, comparison.metric_found
+    return [
         Figure("time", ratio, times, tone, "times fp32"),
         Figure("peak memory", memory, peaks, "good" if memory < 1 else "", "times fp32"),
+        *(Figure(name, now.get(name, "None"), f"fp32 {before:.6g}") for name, before in known.items()),
     ]
-    for name, before in comparison.metric_reference.items():
-        found.append(Figure(name, comparison.metric_found.get(name, "None"), f"fp32 {before:.6g}"))
-    return found
 
 
 def spent(comparison: Comparison) -> str:
@@ -195,14 +157,14 @@ def _todos(found: Explanation) -> list[Todo]:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
         todos.append(Todo(runs[0] if runs else "Pin what raises in fp32.", failure.error, {}, failure.module_path))
     if comparison is not None:
-        todos += error_todos(comparison.worst, faults_only=True)
+        todos += comparisons.error_todos(comparison.worst, faults_only=True)
     todos += _break_todos(found.graph_rows())
     for row in found.rules:
         if not row.calls:
             at = short_place(row.origin) or "no file"
             todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({at})"))
-    todos += advice_todos(found.ledger)
-    of_casts = cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
+    todos += ledgers.advice_todos(found.ledger)
+    of_casts = ledgers.cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
@@ -212,7 +174,7 @@ def _todos(found: Explanation) -> list[Todo]:
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += of_casts
     if comparison is not None:
-        todos += error_todos(comparison.worst)[:1]
+        todos += comparisons.error_todos(comparison.worst)[:1]
     elif failure is None:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
         todos.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
@@ -243,7 +205,6 @@ def _pass_figures(graphs: list[GraphRow]) -> list[Figure]:
 
 
 def _graph_tables(found: Explanation) -> list[Table]:
-    """Graphs, what they decide otherwise than eager code, and what was placed."""
     rows = [
         [g.number, g.site, g.calls, g.assigned, g.shared, g.folded, g.dropped, g.casts, g.fallback or g.broken_by]
         for g in found.graph_rows()
@@ -256,19 +217,10 @@ def _graph_tables(found: Explanation) -> list[Table]:
     others = [[d.op, d.module_path, d.computes, d.eager, d.graph] for d in found.differences]
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     tables += table("differences", "Decided otherwise than in eager code", columns, others)
-    return [*tables, *placement_tables(found.graphs)]
+    return [*tables, *placements.tables(placements.placed_graphs(found.graphs))]
 
 
-def _backward_casts(graph: Graph) -> list[Table]:
-    """The casts of the backward, which are in no ledger: it is written before there is a backward."""
-    edges = [e for e in graph.edges if graph.nodes[e.end].direction != "forward"]
-    return edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, edges)
-
-
-_MAKES = {
-    "dgrad": (("makes", "the gradient of an input"),),
-    "wgrad": (("makes", "the gradient of a weight"),),
-}
+_MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}
 
 
 def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
@@ -292,7 +244,5 @@ def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
             )  # fmt: skip
         for edge in flow.edges:
             begin = OUTSIDE if edge.start == OUTSIDE else edge.start + first
-            edges.append(
-                Edge(begin, edge.end + first, edge.argument, edge.src, edge.dst, edge.moved_bytes, edge.kind, edge.how)
-            )
+            edges.append(Edge(begin, edge.end + first, *edge[2:]))
     return Graph(nodes, edges, flow=True, note="Views and what only names a part of a tuple are left out.")

@@ -34,13 +34,9 @@ def headroom_document(found: Headroom) -> Document:
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
     page.figures = [_figure(found, name, len(calls)) for name, calls in lost.items()]
-    page.bars = [
-        bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
-    ]
-    keep = Todo(
-        "Keep all of them in fp32",
-        "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that",
-    )
+    page.bars = shares(nodes.values(), "calls", "Calls by the first format that they fit")
+    how = "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that"
+    keep = Todo("Keep all of them in fp32", how)
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
     page.notes = list(found.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
@@ -48,7 +44,6 @@ def headroom_document(found: Headroom) -> Document:
 
 
 def _figure(found: Headroom, format: str, unfit: int) -> Figure:
-    """How many calls would lose something in a format, and how many with scales."""
     scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
     rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
     detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
@@ -72,7 +67,6 @@ def _rule(node: Node, reason: str = "") -> Shown:
 
 
 def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node]) -> list[Table]:
-    """A row for each tensor of a call, with what each format would lose of it."""
     found: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
     for row in rows:
         found.setdefault((row.id, row.argument), {})[row.format] = row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
@@ -9,17 +10,9 @@ from operator import attrgetter
 
 from narrowcast.core.ledger.records import Cast, Tally, Totals
 from narrowcast.output.console import in_bytes
+from narrowcast.reports.documents import tables
 from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Series, Table, Todo
 from narrowcast.reports.documents.rules import call_rule, cast_changes
-from narrowcast.reports.documents.tables import (
-    advice_table,
-    cast_table,
-    finding_table,
-    matched_table,
-    module_table,
-    op_table,
-    refusal_table,
-)
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import counted
@@ -36,11 +29,8 @@ MOST_ARROWS = 5
 def ledger_document(ledger: Ledger) -> Document:
     """The page of a ledger."""
     graph, totals = ledger_graph(ledger), ledger.totals()
-    verdict = (
-        f"{counted(totals.casts, 'cast')} moved {in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
-        if totals.casts
-        else "No tensor was cast."
-    )
+    moved = f"{in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
+    verdict = f"{counted(totals.casts, 'cast')} moved {moved}" if totals.casts else "No tensor was cast."
     policies = dict.fromkeys(kind.policy for kind in ledger.calls if kind.policy)
     page = Document("ledger", "A recording", verdict, notes=list(ledger.notes), graph=graph)
     page.facts = [("recorded", "with nc.record"), ("policies", ", ".join(policies) or "none")]
@@ -92,7 +82,7 @@ def cast_figures(totals: Totals) -> list[Figure]:
     return [*found, *(refused if totals.refusals else [])]
 
 
-def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
+def shares(nodes: Iterable[Node], unit: str, title: str) -> list[Bar]:
     """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
     left out.
     """
@@ -103,7 +93,7 @@ def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
         if node.computes and amount:
             name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
             found[name] = found.get(name, 0.0) + amount
-    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
+    return [Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))] if found else []
 
 
 def format_bars(nodes: list[Node]) -> list[Bar]:
@@ -112,8 +102,7 @@ def format_bars(nodes: list[Node]) -> list[Bar]:
     unknown = sum(node.times for node in nodes if node.multiplications is None)
     multiplied += f"; {unknown} calls are not counted" if unknown else ""
     titles = {"calls": "Calls by format", "bytes": "Bytes by format", "multiplications": multiplied}
-    bars = [shares(nodes, unit, title) for unit, title in (*titles.items(), ("ns", "Time by format"))]
-    return [bar for bar in bars if bar.parts]
+    return [bar for unit, title in (*titles.items(), ("ns", "Time by format")) for bar in shares(nodes, unit, title)]
 
 
 def advice_todos(ledger: Ledger) -> list[Todo]:
@@ -130,9 +119,8 @@ def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -
         wasted = in_bytes(sum(cast.moved_bytes for cast in again))
         casts = counted(len(again), "cast")
         why = f"tensors that were cast to the same format before are cast again: {casts}, {wasted}"
-        found.append(
-            Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0].module_path)
-        )
+        what = "Compile the model with nc.compile: it makes such a cast once."
+        found.append(Todo(what, why, path=again[0].module_path))
     return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
 
 
@@ -153,11 +141,10 @@ def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
 
 def _dearest(copied: list[Cast]) -> list[Todo]:
     """The op whose casts to a wider format move most, if that is much, and how it does without."""
-    moved: dict[tuple[str, str, str], int] = {}
+    moved = Counter[tuple[str, str, str]]()
     for cast in copied:
         if cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
-            key = cast.op, cast.src, cast.dst
-            moved[key] = moved.get(key, 0) + cast.moved_bytes
+            moved[cast.op, cast.src, cast.dst] += cast.moved_bytes
     if not moved:
         return []
     (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
@@ -170,13 +157,13 @@ def _dearest(copied: list[Cast]) -> list[Todo]:
 def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = ()) -> list[Table]:
     """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
     return [
-        *finding_table(graph.nodes),
-        *op_table(graph.nodes),
-        *cast_table(ledger, graph.nodes),
-        *module_table(graph.nodes),
-        *matched_table(ledger.matches, own_rules),
-        *refusal_table(ledger.refusals),
-        *advice_table(ledger.advice),
+        *tables.finding_table(graph.nodes),
+        *tables.op_table(graph.nodes),
+        *tables.cast_table(ledger, graph.nodes),
+        *tables.module_table(graph.nodes),
+        *tables.matched_table(ledger.matches, own_rules),
+        *tables.refusal_table(ledger.refusals),
+        *tables.advice_table(ledger.advice),
     ]
 
 
@@ -186,14 +173,13 @@ def cast_series(graph: Graph) -> list[Series]:
     The time is known where each forward call with a format has one: calls run one after the other, and a cast is made
     when its call begins. Nothing where there are fewer than two casts.
     """
-    moved: dict[int, dict[str, int]] = {}
-    whole: dict[str, int] = {}
+    moved: dict[int, Counter[str]] = {}
+    whole = Counter[str]()
     for edge in graph.edges:
         if edge.src != edge.dst and edge.bytes:
-            at = moved.setdefault(edge.end, {})
             name = f"{edge.src} to {edge.dst}"
-            at[name] = at.get(name, 0) + edge.bytes
-            whole[name] = whole.get(name, 0) + edge.bytes
+            moved.setdefault(edge.end, Counter())[name] += edge.bytes
+            whole[name] += edge.bytes
     if len(moved) < 2:
         return []
     nodes = sorted(moved)

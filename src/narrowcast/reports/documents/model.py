@@ -224,6 +224,11 @@ class PairRow:
     why: str
 
 
+def facts_of(**named: object) -> list[tuple[str, str]]:
+    """What was looked at, by name, in words."""
+    return [(name, str(value)) for name, value in named.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The second of two runs, which calls of the first its calls are, and the mapping that was given, as its file has
@@ -270,11 +275,10 @@ class Document:
         made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
         made["tables"] = [_packed_table(table, texts) for table in self.tables]
         if self.pair is not None:
-            columns = tuple(f.name for f in fields(PairRow))
             made["pair"] = {
                 "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
-                "columns": list(columns), "text_columns": sorted(_PAIR_TEXTS),
-                "rows": _rows(self.pair.rows, columns, texts, _PAIR_TEXTS),
+                "columns": list(_PAIR), "text_columns": sorted(_PAIR_TEXTS),
+                "rows": _rows(self.pair.rows, _PAIR, texts, _PAIR_TEXTS),
             }  # fmt: skip
         return made | {"texts": list(texts)}
 
@@ -293,7 +297,6 @@ def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
 
 
 def _packed(graph: Graph) -> dict[str, Any]:
-    """A graph whose texts stand once each."""
     texts: dict[str, int] = {"": 0}
     nodes, edges = _rows(graph.nodes, _NODE, texts, _TEXTS), _rows(graph.edges, _EDGE, texts, _TEXTS)
     return {
@@ -308,7 +311,7 @@ _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.ty
 """Columns of which many rows have the same text."""
 _PAIR_TEXTS = frozenset(f.name for f in fields(PairRow) if f.type == "str")
 
-_NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
+_NODE, _EDGE, _PAIR = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge, PairRow))
 
 
 def _rows(

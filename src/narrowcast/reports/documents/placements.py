@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from narrowcast.core.goals import MEMORY
 from narrowcast.output.console import in_bytes, short_place
@@ -13,89 +13,78 @@ from narrowcast.reports.documents.words import in_time, in_unit, place
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.lines import counted
 
+Placed = Sequence[tuple[CompiledGraph, Placement]]
 
-def _placements(graphs: Sequence[CompiledGraph]) -> list[tuple[CompiledGraph, Placement]]:
+
+def placed_graphs(graphs: Sequence[CompiledGraph]) -> Placed:
     """The graphs of which formats were chosen by cost."""
     return [(graph, graph.placement) for graph in graphs if graph.placement is not None]
 
 
-def _calls(graphs: Sequence[CompiledGraph]) -> Iterator[PlacedCall]:
-    for _, placed in _placements(graphs):
-        yield from placed.calls
+def _calls(placed: Placed) -> list[PlacedCall]:
+    return [call for _, placement in placed for call in placement.calls]
 
 
-def placement_verdict(graphs: Sequence[CompiledGraph]) -> str:
+def verdict(placed: Placed) -> str:
     """`Goal fast: 50 of 53 calls run higher than the policy asks; predicted 2.7 s, against ...`; empty without one."""
-    found = _placements(graphs)
-    if not found:
+    if not placed:
         return ""
-    calls = list(_calls(graphs))
+    calls = _calls(placed)
     raised = sum(call.chosen != call.formats[0] for call in calls)
-    said = f"Goal {found[0][0].goal}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
-    chosen, policy = (in_unit(cost, found[0][1].unit) for cost in _costs(graphs))
-    time = _measured(found)
+    said = f"Goal {placed[0][0].goal}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
+    chosen, policy = (in_unit(cost, placed[0][1].unit) for cost in _costs(placed))
+    time = _measured(placed)
     timed = "not timed" if time is None else f"measured {in_time(time)}"
     return f"{said}; predicted {chosen}, against {policy} as the policy says; {timed}"
 
 
-def _costs(graphs: Sequence[CompiledGraph]) -> tuple[float, float]:
+def _costs(placed: Placed) -> tuple[float, float]:
     """Of the placement and of the policy's own, over all graphs, casts included."""
-    placed = [placement for _, placement in _placements(graphs)]
-    return sum(float(p.cost) for p in placed), sum(float(p.policy_cost) for p in placed)
+    return sum(float(p.cost) for _, p in placed), sum(float(p.policy_cost) for _, p in placed)
 
 
-def placement_figures(graphs: Sequence[CompiledGraph]) -> list[Figure]:
+def figures(placed: Placed) -> list[Figure]:
     """The predicted costs; and what was measured of the candidates that are kept."""
-    placed = _placements(graphs)
     if not placed:
         return []
-    (chosen, policy), unit = _costs(graphs), placed[0][1].unit
-    found = [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit)]
-    names, time = ", ".join(dict.fromkeys(graph.chosen for graph, _ in placed)), _measured(placed)
-    kept = f"kept: {names}"
-    return [
-        *found,
-        Figure("measured", "not timed", kept) if time is None else Figure("measured", time, kept, unit="ns"),
-    ]
+    (chosen, policy), unit, time = _costs(placed), placed[0][1].unit, _measured(placed)
+    kept = f"kept: {', '.join(dict.fromkeys(graph.chosen for graph, _ in placed))}"
+    measured = Figure("measured", "not timed", kept) if time is None else Figure("measured", time, kept, unit="ns")
+    return [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit), measured]
 
 
-def _measured(placed: Sequence[tuple[CompiledGraph, Placement]]) -> float | None:
+def _measured(placed: Placed) -> float | None:
     """The time of the candidates that are kept, of all graphs; None if one was not timed."""
     kept = [c.measured_ns for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
     return sum(kept) if len(kept) == len(placed) else None
 
 
-def placement_bars(graphs: Sequence[CompiledGraph]) -> list[Bar]:
+def bars(placed: Placed) -> list[Bar]:
     """The time of the calls that could choose, by the format that the policy gives them; casts left out."""
-    placed = _placements(graphs)
     if not placed or placed[0][1].unit != "ns":
         return []
     sums: dict[str, float] = {}
-    for call in _calls(graphs):
+    for call in _calls(placed):
         name = call.formats[0].name
         sums[name] = sums.get(name, 0.0) + float(call.costs[0])
     return [Bar("Time, as the policy says", "ns", tuple(sorted(sums.items(), key=lambda part: -part[1])))]
 
 
-def placement_notes(graphs: Sequence[CompiledGraph]) -> list[str]:
+def notes(placed: Placed) -> list[str]:
     """Of each graph what is proved of its choice, what it is predicted to hold at most, and where that is wrong."""
-    return [note for graph, placement in _placements(graphs) for note in _notes(graph, placement)]
+    return [note for graph, placement in placed for note in _notes(graph, placement)]
 
 
 def _notes(graph: CompiledGraph, placement: Placement) -> list[str]:
     timed = next((c for c in graph.candidates if c.name == graph.chosen and c.measured_ns), None)
     earlier = ", chosen earlier" if graph.from_disk else ""
-    found = [
-        f"Graph {graph.number}, goal {graph.goal}: {graph.chosen} is kept{earlier}: {_proof(graph, placement)}; "
-        f"choosing took {graph.candidates_seconds:.1f} s",
-        *_held(graph),
-    ]
+    kept = f"{graph.chosen} is kept{earlier}: {_proof(graph, placement)}"
+    took = f"choosing took {graph.candidates_seconds:.1f} s"
+    found = [f"Graph {graph.number}, goal {graph.goal}: {kept}; {took}", *_held(graph)]
     returned, written_bytes = graph.returned
     if returned and placement.raised == len(placement.calls):
-        found.append(
-            f"Every call runs high; results keep the formats that the policy gives them: {returned} casts of results, "
-            f"{in_bytes(written_bytes)} written"
-        )
+        high = "Every call runs high; results keep the formats that the policy gives them"
+        found.append(f"{high}: {returned} casts of results, {in_bytes(written_bytes)} written")
     if timed is not None and timed.measured_ns and not 0.5 < timed.predicted_ns / timed.measured_ns < 2:
         found.append("The cost model is wrong here by more than half")
     return found
@@ -130,9 +119,9 @@ def _held(graph: CompiledGraph) -> list[str]:
     return [f"It is predicted to hold at most {in_bytes(peak.bytes)} at once{of_these}{where}{line}{against}"]
 
 
-def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
+def tables(placed: Placed) -> list[Table]:
     """Each call that could choose, the costliest first, and each way that was considered."""
-    ordered = sorted(_calls(graphs), key=lambda call: (-max(call.costs), call.step))
+    ordered = sorted(_calls(placed), key=lambda call: (-max(call.costs), call.step))
     calls = [
         [c.site.module_path, c.op, c.formats[0].name, c.chosen.name, "x".join(map(str, c.shape or ())),
          ", ".join(f"{format.name} {in_time(cost)}" for format, cost in zip(c.formats, c.costs, strict=True)), c.saved,
@@ -145,13 +134,11 @@ def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
          c.spread if c.measured_ns else None, c.predicted_ns / c.measured_ns if c.measured_ns else None, c.sure,
          None if c.peak is None else c.peak.bytes,
          c.dropped or ("" if c.measured_ns else "ruled out" if c.casts is None else "not timed")]
-        for graph, _ in _placements(graphs)
+        for graph, _ in placed
         for c in graph.candidates
     ]  # fmt: skip
-    said = (
-        "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
-        "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
-    )
+    said = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
+    said += "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
     return [
         *table("placement", "Calls that could choose, the costliest first", columns, calls),
         *table("candidates", "Candidates: each way that was considered", said, ways),

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
-from narrowcast.core.policy.capabilities import RAISES, RUNS, Ability
-from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
+from narrowcast.core.policy.capabilities import RAISES, RUNS
+from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import in_count, without_format
 from narrowcast.reports.results.lines import counted
@@ -36,15 +36,10 @@ class MeasuredCall:
     samples: Mapping[str, Sample]
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """Where the lines of a low format and of fp32 cross. size, ns: the point. below, above: which is faster there."""
-
-    low: str
-    size: float
-    ns: float
-    below: str
-    above: str
+Crossing = tuple[str, float, float, str, str]
+"""Where the lines of a low format and of fp32 cross: that format, size and ns of the point; which is faster below, and
+above.
+"""
 
 
 def profile_document(found: Profile) -> Document:
@@ -53,12 +48,8 @@ def profile_document(found: Profile) -> Document:
     groups = _groups(found.samples)
     ratios = _ratios(groups)
     page = Document("profile", device.name, _verdict(ratios))
-    page.facts = [
-        ("device", f"{device.name} ({device.type})"),
-        ("units", ", ".join(device.units) or "unknown"),
-        ("threads", str(device.threads)),
-        ("torch", device.torch),
-    ]
+    name, units = f"{device.name} ({device.type})", ", ".join(device.units) or "unknown"
+    page.facts = facts_of(device=name, units=units, threads=device.threads, torch=device.torch)
     page.figures = _figures(found, ratios)
     page.todos = _todos(found)
     crossings: list[list[Any]] = []
@@ -66,14 +57,17 @@ def profile_document(found: Profile) -> Document:
         series, crossed = _plot(family, backward, calls)
         page.series += series
         crossings += [
-            [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above] for at in crossed
+            [family, _direction(backward), low, size, _unit(family), *others] for low, size, *others in crossed
         ]
+    abilities = [[one.op, one.format, one.direction, one.state, one.error] for one in found.abilities.values()]
     page.tables = [
         *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
                "calls:number, median:number, least:number, most:number", ratios),
         *table("crossings", "Where lines cross: the faster format below and above that size", "family, direction, "
                "format:format, size:number, of, time:ns, faster below:format, faster above:format", crossings),
-        *_abilities(found.abilities.values()), *_calls(groups),
+        *table("capabilities", "What the device runs, by the smallest call of each op", "op:op, format:format, "
+               "direction, state, it says", sorted(abilities, key=lambda row: row[3] == RUNS)),  # what it refuses first
+        *_calls(groups),
     ]  # fmt: skip
     return page
 
@@ -184,13 +178,9 @@ def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[
     xs = [statistics.geometric_mean(call.size for call in inside) for inside in points]
     times = {name: [statistics.median(c.samples[name].ns for c in inside) for inside in points] for name in order}
     unsure = {name: [statistics.median(c.samples[name].spread for c in inside) for inside in points] for name in order}
-    crossings = [
-        crossing
-        for low in order
-        if low != HIGH and HIGH in times and family != COPY
-        for crossing in _crossings(low, xs, times, unsure)
-    ]
-    marks = [(c.size, c.ns, f"{c.above} faster above {in_count(c.size)}") for c in crossings]
+    lows = [name for name in order if name != HIGH] if HIGH in times and family != COPY else []
+    crossings = [crossing for low in lows for crossing in _crossings(low, xs, times, unsure)]
+    marks = [(size, ns, f"{above} faster above {in_count(size)}") for _, size, ns, _, above in crossings]
     title = f"{family}: time over size" + (", with backward" if backward else "")
     lines: list[tuple[str, list[float | None]]] = [(name, list(times[name])) for name in order]
     series = Series(
@@ -213,19 +203,10 @@ def _crossings(
             size = xs[at] * (xs[at + 1] / xs[at]) ** part
             ns = times[HIGH][at] * (times[HIGH][at + 1] / times[HIGH][at]) ** part
             below, above = (low, HIGH) if gaps[first] < 0 else (HIGH, low)
-            yield Crossing(low, size, ns, below, above)
-
-
-def _abilities(rows: Iterable[Ability]) -> list[Table]:
-    """What the device says of each op, what it refuses first."""
-    cells = [[r.op, r.format, r.direction, r.state, r.error] for r in rows]
-    cells.sort(key=lambda row: row[3] == RUNS)
-    columns = "op:op, format:format, direction, state, it says"
-    return table("capabilities", "What the device runs, by the smallest call of each op", columns, cells)
+            yield low, size, ns, below, above
 
 
 def _calls(groups: Groups) -> list[Table]:
-    """Every call, with its time in each format and what its samples are spread by."""
     rows = []
     for (family, backward), calls in groups.items():
         for call in sorted(calls, key=lambda each: each.size):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from narrowcast.core.policy import Rule
-from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo
+from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text
@@ -17,19 +17,17 @@ from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REP
 def repair_document(found: Repair) -> Document:
     """The page of what `nc.repair` found."""
     page = Document("repair", found.subject, repair_verdict(found), "good" if found.is_clean else "bad")
-    page.facts = [
-        ("model", found.subject),
-        ("device", str(found.environment.get("device", found.device_type))),
-        ("policy", found.base),
-        ("region", f"{found.device_type} in {found.low}"),
-        ("asked", found.asked),
-    ]
-    page.figures = [*_figures(found), *_product_figures(found)]
+    device, region = found.environment.get("device", found.device_type), f"{found.device_type} in {found.low}"
+    page.facts = facts_of(model=found.subject, device=device, policy=found.base, region=region, asked=found.asked)
+    page.figures = _figures(found)
     page.bars = _bars(found)
     rules = [_rule(row.rule) for row in found.rules]
     page.todos = [*_use(found), *(_todo(row, rule) for row, rule in zip(found.rules, rules, strict=True))][:4]
     page.notes = list(found.notes)
-    page.tables = [*_rule_table(found.rules, rules), *_step_table(found.steps), *_others(found)]
+    others = [[rule, "was tried, and is not needed"] for rule in found.dropped]
+    others += [[rule, "may not be needed: the limit of runs was reached"] for rule in found.untried]
+    page.tables = [*_rule_table(found.rules, rules), *_step_table(found.steps)]
+    page.tables += table("other rules", "Other rules", "rule, outcome", others)
     page.series = _series(found)
     return page
 
@@ -49,7 +47,6 @@ def repair_verdict(found: Repair) -> str:
 
 
 def _measured(found: Repair, step: RepairStep) -> str:
-    """The output's error and the metric, where they are known."""
     said = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
     for name, value in list(step.metric.items())[:2]:
         reference = f", fp32 {found.reference[name]:.6g}" if name in found.reference else ""
@@ -58,7 +55,6 @@ def _measured(found: Repair, step: RepairStep) -> str:
 
 
 def _figures(found: Repair) -> list[Figure]:
-    """What was wrong and what is left of it, and what it costs."""
     before, after = found.before, found.after
     figures = [Figure("runs", found.runs, "of the model, its metric included")]
     figures += [Figure("rules", len(found.rules), f"tried, and not needed: {len(found.dropped)}")]
@@ -72,28 +68,22 @@ def _figures(found: Repair) -> list[Figure]:
     if found.rules and math.isfinite(cost):
         detail = "by the profile of the device, casts left out"
         figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
+    was, now = found.products_before, found.products_after
+    if now.all:
+        detail = f"of {now.all} matrix multiplications; before"
+        detail += f": {was.low}" if was.all == now.all else " it did not finish"
+        figures.append(Figure(f"still in {found.low}", now.low, detail))
     return figures
-
-
-def _product_figures(found: Repair) -> list[Figure]:
-    before, after = found.products_before, found.products_after
-    if not after.all:
-        return []
-    detail = f"of {after.all} matrix multiplications; before"
-    detail += f": {before.low}" if before.all == after.all else " it did not finish"
-    return [Figure(f"still in {found.low}", after.low, detail)]
 
 
 def _bars(found: Repair) -> list[Bar]:
     """Products by format, before and after; before only where the model ran to its end."""
     before, after = found.products_before, found.products_after
     bars = []
-    for title, counts in (
-        ("Matrix multiplications by format, before", before),
-        ("Matrix multiplications by format, with the rules", after),
-    ):
+    for when, counts in (("before", before), ("with the rules", after)):
         if counts.all and counts.all == after.all:
             parts = ((found.low, float(counts.low)), ("fp32", float(counts.all - counts.low)))
+            title = f"Matrix multiplications by format, {when}"
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
     return bars
 
@@ -141,21 +131,13 @@ def _step_table(steps: list[RepairStep]) -> list[Table]:
          "; ".join(step.added), "; ".join(step.left_out)]
         for at, step in enumerate(steps, 1)
     ]  # fmt: skip
-    columns = (
-        "run:number, under what, found, output error:error, matmuls in low:number, of:number, metric, then adds, "
-        "left out"
-    )
+    columns = "run:number, under what, found, output error:error, matmuls in low:number, of:number, metric, then adds, "
+    columns += "left out"
     return table("steps", "Each run: findings, and what was tried", columns, rows)
 
 
 def _low(step: RepairStep) -> tuple[int | None, int | None]:
     return (step.products.low, step.products.all) if step.products.all else (None, None)
-
-
-def _others(found: Repair) -> list[Table]:
-    rows = [[rule, "was tried, and is not needed"] for rule in found.dropped]
-    rows += [[rule, "may not be needed: the limit of runs was reached"] for rule in found.untried]
-    return table("other rules", "Other rules", "rule, outcome", rows)
 
 
 def _series(found: Repair) -> list[Series]:
@@ -168,18 +150,7 @@ def _series(found: Repair) -> list[Series]:
         lines: list[tuple[str, list[float | None]]] = [("output error", [error or None for error in errors])]
         series.append(Series("Error by run", "run", "relative error", xs, lines, "whole", "relative", log=True))
     if sum(share is not None for share in shares) > 1:
-        name = f"matrix multiplications in {found.low}"
+        title, low = "Share in low formats, by run", [(f"matrix multiplications in {found.low}", shares)]
         note = "Runs in fp32, and runs that raised before their end, have none or fewer."
-        series.append(
-            Series(
-                "Share in low formats, by run",
-                "run",
-                "of matrix multiplications",
-                xs,
-                [(name, shares)],
-                "whole",
-                "percent",
-                note=note,
-            )
-        )
+        series.append(Series(title, "run", "of matrix multiplications", xs, low, "whole", "percent", note=note))
     return series

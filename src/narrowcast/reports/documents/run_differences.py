@@ -9,20 +9,11 @@ from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
-from narrowcast.reports.documents.run_sides import SideGraph
+from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    EQUAL,
-    INHERITED,
-    GradientRow,
-    RunDifferences,
-    RunRow,
-    TokenDifference,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
@@ -70,7 +61,6 @@ def _given(row: RunRow) -> str:
 
 
 def _mark(found: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGraph, SideGraph]) -> None:
-    """A call that makes a difference is a finding on both sides."""
     for row, pair in zip(found, rows, strict=True):
         if row.verdict == DIFFERS:
             said = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
@@ -117,25 +107,19 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
     if found.gradients:
         far = [g for g in found.gradients if g.is_beyond or number(g.difference) is None]
-        said = f"{len(far)} beyond round-off; largest difference: {_furthest(found.gradients)}"
+        worst = max(found.gradients, key=lambda row: or_infinity(row.difference))
+        largest = f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
+        said = f"{len(far)} beyond round-off; largest difference: {largest}"
         figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
     tokens = found.tokens
     if tokens and tokens.count:
-        figures.append(Figure("log-probabilities", tokens.rms, _of_tokens(tokens), unit="relative"))
+        said = f"rms, in nats, of {counted(tokens.count, 'token')}; p99 {number_text(tokens.p99)}, largest "
+        said += f"{number_text(tokens.largest)} at {tokens.at}, mean {tokens.mean:+.1e}"
+        said += f"; they differ from token {tokens.first_other} on" if tokens.first_other >= 0 else ""
+        figures.append(Figure("log-probabilities", tokens.rms, said, unit="relative"))
     elif tokens:
         figures.append(Figure("log-probabilities", "not compared", "no token is the same"))
     return figures
-
-
-def _furthest(rows: Iterable[GradientRow]) -> str:
-    worst = max(rows, key=lambda row: or_infinity(row.difference))
-    return f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
-
-
-def _of_tokens(found: TokenDifference) -> str:
-    said = f"rms, in nats, of {counted(found.count, 'token')}; p99 {number_text(found.p99)}, largest "
-    said += f"{number_text(found.largest)} at {found.at}, mean {found.mean:+.1e}"
-    return f"{said}; they differ from token {found.first_other} on" if found.first_other >= 0 else said
 
 
 def _bars(found: RunDifferences) -> list[Bar]:
@@ -150,7 +134,6 @@ def _bars(found: RunDifferences) -> list[Bar]:
 
 
 def _formats(found: RunDifferences, run: str) -> Iterable[str]:
-    """The format of each call of a run."""
     for row in found.rows:
         calls, format = (row.a, row.format_a) if run == "a" else (row.b, row.format_b)
         yield from [format] * len(calls)
@@ -192,11 +175,9 @@ def _names(calls: Iterable[CallId]) -> str:
 
 
 def _tables(found: RunDifferences) -> list[Table]:
-    columns = (
-        "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
-        "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
-        "line of a:line, line of b:line"
-    )
+    columns = "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
+    columns += "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
+    columns += "line of a:line, line of b:line"
 
     def cells(row: RunRow) -> list[Any]:
         band = number(row.band) if row.measured_by else None
@@ -205,7 +186,7 @@ def _tables(found: RunDifferences) -> list[Table]:
             number(row.inputs), row.measured_by, row.aligned_by, _given(row), row.why, row.place_a, row.place_b,
         ]  # fmt: skip
 
-    marked = [row for row in found.rows if row.verdict == DIFFERS or row.differs_in_format]
+    marked = (row for row in found.rows if row.verdict == DIFFERS or row.differs_in_format)
     return [
         *table("differences", "Pairs that make a difference, or compute in other formats", columns, map(cells, marked)),
         *table("pairs", "Every pair of calls, in the order of a", columns, map(cells, found.rows)),
@@ -233,14 +214,11 @@ def _alone(found: RunDifferences, run: str, kind: str) -> list[Table]:
 
 
 def _series(rows: list[PairRow]) -> list[Series]:
-    """The difference by depth, with what round-off explains of it."""
     forward = [row for row in rows if row.difference is not None and row.a]
     if len(forward) < 2:
         return []
-    lines = [
-        ("difference", [row.difference or None for row in forward]),
-        ("round-off", [r.band or None for r in forward]),
-    ]
+    differences, bands = ([getattr(row, name) or None for row in forward] for name in ("difference", "band"))
+    lines = [("difference", differences), ("round-off", bands)]
     xs = [float(n) for n in range(1, len(forward) + 1)]
     return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, "whole", "relative",
                    log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from narrowcast.output.console import in_bytes
 from narrowcast.reports.documents.ledgers import cast_series, format_bars
-from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo
+from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
@@ -29,12 +29,8 @@ def run_document(run: Run) -> Document:
         bad = []
     page = Document("run", "A captured run", verdict, tone, graph=flow.graph())
     under = f"{policy['name']} ({policy['digest'][:8]})" if policy else "none"
-    page.facts = [
-        ("device", str(facts.get("device", "?"))),
-        ("policy", under),
-        ("region", f"{facts.get('device_type', '?')} in {policy['low']}" if policy else "none"),
-        ("seed", str(facts.get("seed", "?"))),
-    ]
+    region = f"{facts.get('device_type', '?')} in {policy['low']}" if policy else "none"
+    page.facts = facts_of(device=facts.get("device", "?"), policy=under, region=region, seed=facts.get("seed", "?"))
     page.notes = list(run.notes)
     casts = [e for e in page.graph.edges if e.src != e.dst]
     page.figures = [
@@ -80,9 +76,7 @@ def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:
          number(t.high), number(t.rms), t.zeros, t.subnormal, t.saturated, t.nan, t.infinite]
         for i, name, t in flow.results
     ]  # fmt: skip
-    columns = (
-        "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
-        "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
-    )
+    columns = "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
+    columns += "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
     largest = sorted(range(len(rows)), key=lambda n: -flow.results[n][2].largest)
     return table("tensors", "Output of each call", columns, rows, first=largest)

@@ -96,9 +96,8 @@ def cast_table(ledger: Ledger, nodes: Sequence[Node]) -> list[Table]:
         "module:module, op:op, argument, kind, from:format, to:format, how, direction, times:number, bytes:bytes, "
         "rule, reason, line:line"
     )
-    rules = [
-        call_rule(key[1], key[0], cast_changes(key[4], key[5]) if key[7] == "forward" else "") for key, _ in ordered
-    ]
+    actions = (cast_changes(key[4], key[5]) if key[7] == "forward" else "" for key, _ in ordered)
+    rules = [call_rule(key[1], key[0], action) for (key, _), action in zip(ordered, actions, strict=True)]
     return table("casts", "Each cast: who asked for it, and what it moves", columns, rows, rules, nodes)
 
 
@@ -139,12 +138,10 @@ def advice_table(advice: Mapping[Advice, int]) -> list[Table]:
 
 def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
     """The calls that somebody should look at, each with the rule that fixes it. rules: one for each node."""
-    found = [n for n in nodes if n.finding]
-    mending = [
-        rule for n, rule in zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True) if n.finding
-    ]
+    ruled = zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True)
+    found = [(n, rule) for n, rule in ruled if n.finding]
     rows = [
-        [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n in found
+        [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n, _ in found
     ]
     columns = "module:module, op:op, call, direction, computes:format, verdict, finding, line:line"
-    return table("findings", "Findings", columns, rows, mending, nodes)
+    return table("findings", "Findings", columns, rows, [rule for _, rule in found], nodes)

@@ -38,18 +38,14 @@ def watch_document(found: Watching) -> Document:
         Todo(what, finding.sentence if what != finding.sentence else "", _format_rule(finding), finding.id.module_path)
         for finding, what in zip(findings, map(_advice, findings), strict=True)
     ][:3]
-    page.tables = [
-        *finding_table([_with_values(node) for node in nodes], map(_format_rule, findings)),
-        *table(
-            "intentional", "Intentional infinities", "times:number, why", [[n, why] for why, n in found.meant.items()]
-        ),
-    ]
+    meant = [[times, why] for why, times in found.meant.items()]
+    page.tables = finding_table([_with_values(node) for node in nodes], map(_format_rule, findings))
+    page.tables += table("intentional", "Intentional infinities", "times:number, why", meant)
     page.series = _history(found.history)
     return page
 
 
 def _with_values(node: Node) -> Node:
-    """What it was, and what it read and gave."""
     values = ", ".join(f"{name} {said}" for name, said in node.facts)
     return replace(node, finding=f"{node.finding} ({values})") if values else node
 
@@ -76,9 +72,7 @@ def _format_rule(row: Finding) -> Shown:
 def _advice(row: Finding) -> str:
     """What to do: in the words of the finding, unless these are the rule that stands below."""
     rule = _format_rule(row)
-    if rule:
-        return keeping(rule["op"], rule.get("module", ""))
-    return row.advice or row.sentence
+    return keeping(rule["op"], rule.get("module", "")) if rule else row.advice or row.sentence
 
 
 def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:

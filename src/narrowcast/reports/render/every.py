@@ -1,4 +1,4 @@
-"""All of a document as text: its overview, and every row of its tables."""
+"""A document as text: its overview, of which a terminal shows the most important first; and every row of its tables."""
 
 from __future__ import annotations
 
@@ -7,22 +7,82 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from narrowcast.output.console import in_bytes, short_place
-from narrowcast.output.screen import wrapped
-from narrowcast.reports.documents.model import Column, Document, Table
-from narrowcast.reports.documents.rules import alike_module
-from narrowcast.reports.documents.words import in_time
-from narrowcast.reports.render.overview import overview_lines
+from narrowcast.output.screen import Part, wrapped
+from narrowcast.reports.documents.model import Bar, Column, Document, Table, Todo
+from narrowcast.reports.documents.rules import alike_module, rule_text
+from narrowcast.reports.documents.words import in_count, in_time
 from narrowcast.reports.results.lines import number_text
 
 LEAST = 16
 """So much room a column of words has at least."""
 TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
 """Kinds of columns whose cells are words and names, and not numbers."""
+TODOS = 3
+_NAME = 15
+_WORDS = {"multiplications": "MACs"}
 
 
 def whole_text(page: Document, width: int) -> str:
     """The overview, and each table. A rule to copy is never broken into lines."""
-    return "\n".join([*overview_lines(page, width), *(line for one in page.tables for line in _table(one, width))])
+    overview = [line for part in overview_parts(page, width, every=True) for line in part.lines]
+    return "\n".join([*overview, *(line for one in page.tables for line in _table(one, width))])
+
+
+def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every: bool = False) -> list[Part]:
+    """What was looked at, verdict and notes, figures, what is worth doing (with `every` all of it, and each with its
+    rule); `rows`, what is most expensive, stand before that.
+    """
+    head = "; ".join(f"{name}: {value}" for name, value in page.facts)
+    first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
+    notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
+    return [
+        Part(first),
+        Part(notes, rank=2, least=2),
+        Part(["", *_figures(page, width)], rank=1, heading=1, least=7),
+        *rows,
+        *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:TODOS], width)),
+    ]
+
+
+def _figures(page: Document, width: int) -> list[str]:
+    figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
+    titles = [_WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower()) for bar in page.bars]
+    names = [
+        title if titles.count(title) == 1 else bar.title.lower() for title, bar in zip(titles, page.bars, strict=True)
+    ]
+    column = max((len(value) for _, value, _ in figures), default=0)
+    names_column = max(map(len, (*names, *(name for name, _, _ in figures))), default=0)
+    names_column = max(names_column, _NAME - 1)
+    said = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
+    said += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
+    return [line for text in said for line in wrapped(text, " " * _NAME, width)]
+
+
+def _shares(bar: Bar) -> str:
+    whole = sum(amount for _, amount in bar.parts) or 1
+    return ", ".join(f"{name} {_amount(bar.unit, n)} {n / whole:.0%}" for name, n in bar.parts)
+
+
+def _amount(unit: str, amount: float) -> str:
+    if unit == "bytes":
+        return in_bytes(amount)
+    if unit == "multiplications":
+        return in_count(amount)
+    return f"{amount / 1e6:.3g} ms" if unit == "ns" else f"{amount:.0f}"
+
+
+def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]:
+    """What to do, and why; the first ones have their rules, to copy."""
+    parts = []
+    for number, todo in enumerate(todos, 1):
+        why = f": {todo.why}" if todo.why else ""
+        said = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
+        lines = ["", *said] if number == 1 else said
+        parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
+        rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
+        least = len(rule) if number == 1 else 0
+        parts += [Part(rule, min(number, 2), step=len(rule), least=least)] if rule else []
+    return parts
 
 
 def cell(value: Any, kind: str) -> str:
@@ -69,7 +129,6 @@ def _table(found: Table, width: int) -> list[str]:
 
 
 def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """A heading, and the rows below it; words on as many lines as they need."""
     columns = [found.columns[n] for n in shown]
 
     def line(texts: Sequence[str]) -> str:
@@ -97,7 +156,6 @@ def _cards(found: Table, cells: list[list[str]], shown: Sequence[int], width: in
 
 
 def _is_place(column: Column) -> bool:
-    """Whether cells of it say of which call a row is."""
     return column.kind in ("module", "op") or (column.name == "call" and column.kind == "text")
 
 

@@ -17,38 +17,31 @@ BUILT = Path(__file__).parent / "built"
 def page_html(page: Document) -> str:
     """The whole file. What comes from the user is JSON in a block that browsers do not run, and text from there on."""
     script, style = built("page.js"), built("page.css")
-    rules = "; ".join(
-        [
-            "default-src 'none'", f"script-src {_digest(script)}", f"style-src {_digest(style)}", "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )  # fmt: skip
+    allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
+    rules = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     data = json.dumps(page.data(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026"), ("\u2028", "\\u2028")):
         data = data.replace(character, escaped)
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{html.escape(page.title)} · Narrowcast</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            f"<noscript><h1>{html.escape(page.title)}</h1><p>{html.escape(page.verdict)}</p>"
-            "<p>The rest of this page is drawn by its script, which is switched off.</p></noscript>",
-            '<div id="page"></div>',
-            f'<script type="application/json" id="data">{data}</script>',
-            f"<script>{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    title, verdict = html.escape(page.title), html.escape(page.verdict)
+    rest = "The rest of this page is drawn by its script, which is switched off."
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{rules}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title} · Narrowcast</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript><h1>{title}</h1><p>{verdict}</p><p>{rest}</p></noscript>
+<div id="page"></div>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
 
 
 @cache

@@ -30,19 +30,17 @@ def model_explorer_files(explanation: Explanation) -> dict[str, str]:
     graph = next((graph for graph in explanation.graphs if graph.names), None)
     if graph is None or graph.after is None:
         placed = f", goal {explanation.graphs[0].goal}" if explanation.graphs else ""
-        raise RunError(
-            f"Model Explorer's node data of {explanation.subject}",
-            f"front end {explanation.front_end}{placed}: no node of an exported program is known by name",
-            advice='Explain with front_end="export" (--front-end export), and without a goal.',
-        )
-    found = {"formats": _file(_formats(graph))}
+        found = f"front end {explanation.front_end}{placed}: no node of an exported program is known by name"
+        advice = 'Explain with front_end="export" (--front-end export), and without a goal.'
+        raise RunError(f"Model Explorer's node data of {explanation.subject}", found, advice=advice)
+    files = {"formats": _file(_formats(graph))}
     errors = {name: {"value": error} for name, error in _errors(explanation, graph).items() if math.isfinite(error)}
     costs = {graph.names[step]: {"value": ns / 1000} for step, (ns, _) in graph.costs.items() if step in graph.names}
     if errors:
-        found["errors"] = _file(errors, _GRADIENT)
+        files["errors"] = _file(errors, _GRADIENT)
     if costs:
-        found["costs"] = _file(costs, _GRADIENT)
-    return found
+        files["costs"] = _file(costs, _GRADIENT)
+    return files
 
 
 def _file(results: Mapping[str, Mapping[str, Any]], gradient: list[dict[str, Any]] | None = None) -> str:

@@ -46,12 +46,8 @@ def _bar(bar: Bar) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(column.name)}</th>" for column in table.columns)
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{escape(_cell(v, c.kind))}</td>" for v, c in zip(row, table.columns, strict=True))
-        + "</tr>"
-        for row in table.rows[:ROWS]
-    )
+    cells = [[_cell(v, c.kind) for v, c in zip(row, table.columns, strict=True)] for row in table.rows[:ROWS]]
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in cells)
     more = f"<p>and {len(table.rows) - ROWS} rows more</p>" if len(table.rows) > ROWS else ""
     return f"<p>{escape(table.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
 

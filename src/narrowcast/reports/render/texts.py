@@ -8,8 +8,7 @@ from typing import Any
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.render.every import TEXTS, alike_rows, cell, whole_text
-from narrowcast.reports.render.overview import overview_parts
+from narrowcast.reports.render.every import TEXTS, alike_rows, cell, overview_parts, whole_text
 from narrowcast.reports.results.result import Result
 
 LISTED = 25
@@ -25,12 +24,11 @@ def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
 
 def screen_text(page: Document, width: int, room: int) -> str:
     """What was looked at, the verdict, figures, the first rows of the table that says most, and what to do."""
-    head = "; ".join(f"{name}: {value}" for name, value in page.facts)
     named = {table.name: table for table in reversed(page.tables)}
     names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
     shown = next((named[name] for name in names if name in named), None)
     rows = [] if shown is None else [rows_part(shown, width)]
-    return first_screen(overview_parts(page, head, rows, width), None, room, sum(len(t.rows) for t in page.tables))
+    return first_screen(overview_parts(page, width, rows), None, room, sum(len(t.rows) for t in page.tables))
 
 
 BY_MODULE = "modules"

@@ -55,10 +55,8 @@ def trace_text(name: str, calls: Sequence[Timed]) -> str:
 def run_trace(run: Run) -> str:
     """The text of `Run.to_trace`."""
     if not run.elapsed_ns:
-        raise RunError(
-            f"a trace of a run of {len(run.calls)} calls", "they were not timed",
-            advice="Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE.",
-        )  # fmt: skip
+        advice = "Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE."
+        raise RunError(f"a trace of a run of {len(run.calls)} calls", "they were not timed", advice=advice)
     casts: dict[int, list[tuple[str, str, int]]] = {}
     for number, src, dst, ns in run.cast_elapsed_ns:
         casts.setdefault(number, []).append((src, dst, ns))
@@ -76,15 +74,12 @@ def explanation_trace(found: Explanation) -> str:
         return run_trace(found.timed)
     rows = [call for graph in found.graphs for call in _timed_calls(graph)]
     if not rows:
-        raise RunError(
-            f"a trace of {found.subject}", "no times were asked for, or nothing was captured",
-            advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
-        )  # fmt: skip
+        advice = "Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE."
+        raise RunError(f"a trace of {found.subject}", "no times were asked for, or nothing was captured", advice=advice)
     return trace_text(found.subject, rows)
 
 
 def _timed_calls(graph: CompiledGraph) -> list[Timed]:
-    """The calls and casts of a graph with their predicted times, in the order of the program."""
     if graph.after is None:
         return []
     rows: list[Timed] = []
@@ -132,7 +127,6 @@ class _Track:
         self._slice(name, "cast" if call.is_cast else call.id.direction, left, colour, args)
 
     def close(self, depth: int) -> None:
-        """End the modules below this depth."""
         while len(self.open) > depth:
             name, (path, turn, direction), began = self.open.pop()
             args = {"module": path or "(root)", "turn": turn, "direction": direction}

@@ -55,8 +55,12 @@ def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
 @functools.cache
 def _converter() -> Converter:
     made = Converter(detailed_validation=False)
-    made.register_unstructure_hook_factory(is_dataclass, lambda kind: _writer(kind, made))
-    made.register_structure_hook_factory(is_dataclass, lambda kind: _reader(kind, made))
+    made.register_unstructure_hook_factory(
+        is_dataclass, lambda kind: make_dict_unstructure_fn(kind, made, **_names(kind))
+    )
+    made.register_structure_hook_factory(
+        is_dataclass, lambda kind: make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
+    )
     made.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else str(number))
     _register(made, CallId, str, CallId.parse)
     _register(made, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
@@ -74,7 +78,6 @@ def _converter() -> Converter:
 
 
 def _register(made: Converter, kind: Any, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-    """How a type is written and read; it may be a generic one."""
     made.register_unstructure_hook_func(lambda known: known == kind, write)
     made.register_structure_hook_func(lambda known: known == kind, lambda data, _: read(data))
 
@@ -86,14 +89,6 @@ def _names(kind: Any) -> dict[str, Any]:
         for field in fields(kind)
         if not field.compare or "name" in field.metadata
     }
-
-
-def _writer(kind: Any, made: Converter) -> Callable[[Any], Any]:
-    return make_dict_unstructure_fn(kind, made, **_names(kind))
-
-
-def _reader(kind: Any, made: Converter) -> Callable[[Any, Any], Any]:
-    return make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
 
 
 def _histogram(row: Sequence[int]) -> Histogram:

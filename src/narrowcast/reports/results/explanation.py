@@ -35,7 +35,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """The casts that one module's calls asked for."""
+    """The casts that one module's calls asked for. kinds: `3 fp32 -> bf16, 1 bf16 -> fp32`."""
 
     module_path: str
     casts: int
@@ -103,10 +103,8 @@ class Failure:
         call = self.op.removesuffix(".default") or "the model's own code"
         got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
         where = site_text(self.module_path, self.file, self.line)
-        return (
-            f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
-            f"It says: {self.error.rstrip('.')}."
-        )
+        raises = f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}"
+        return f"{raises}. It says: {self.error.rstrip('.')}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +218,13 @@ class Explanation(Result):
         groups: dict[str, list[Cast]] = {}
         for cast in self.ledger.casts:
             groups.setdefault(cast.module_path, []).append(cast)
-        return [
-            ModuleRow(
-                path,
-                len(casts),
-                sum(c.how == "copied" for c in casts),
-                sum(c.moved_bytes for c in casts),
-                _kinds(casts),
-            )
-            for path, casts in groups.items()
-        ]
+        rows = []
+        for path, casts in groups.items():
+            copied, moved_bytes = sum(c.how == "copied" for c in casts), sum(c.moved_bytes for c in casts)
+            arrows = Counter(f"{cast.src} -> {cast.dst}" for cast in casts)
+            kinds = ", ".join(f"{n} {arrow}" for arrow, n in arrows.items())
+            rows.append(ModuleRow(path, len(casts), copied, moved_bytes, kinds))
+        return rows
 
     def largest_casts(self, count: int = 10) -> list[Cast]:
         """The casts that move most bytes, largest first."""
@@ -237,15 +232,12 @@ class Explanation(Result):
 
     def repeats(self) -> list[RepeatRow]:
         """Redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
-        groups: dict[tuple[str, ...], list[Cast]] = {}
+        groups: dict[tuple[str, str, str, str, str, str], list[Cast]] = {}
         for cast in self.ledger.casts:
             if cast.repeated and cast.how == "copied":
                 key = (cast.module_path, cast.site, cast.op, cast.argument, cast.src, cast.dst)
                 groups.setdefault(key, []).append(cast)
-        rows = []
-        for (module_path, site, op, argument, src, dst), casts in groups.items():
-            wasted = sum(c.moved_bytes for c in casts)
-            rows.append(RepeatRow(module_path, site, op, argument, src, dst, len(casts) + 1, wasted))
+        rows = [RepeatRow(*key, len(casts) + 1, sum(c.moved_bytes for c in casts)) for key, casts in groups.items()]
         return sorted(rows, key=lambda row: -row.wasted_bytes)
 
     def to_trace(self) -> str:
@@ -272,17 +264,13 @@ class Explanation(Result):
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""
         to_data = codec().to_data
-        data: dict[str, Any] = {"schema": self.SCHEMA}
-        for name in (*_SAID, "gradients", "rules", "differences", "failure"):
-            data[name] = to_data(getattr(self, name))
-        data["ops"], data["modules"] = to_data(self.op_rows()), to_data(self.module_rows())
-        data["repeated_casts"] = to_data(self.repeats())
-        data["graphs"] = to_data(self.graph_rows())
+        data: dict[str, Any] = {"schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}}
+        data |= {"ops": to_data(self.op_rows()), "modules": to_data(self.module_rows())}
+        data |= {"repeated_casts": to_data(self.repeats()), "graphs": to_data(self.graph_rows())}
         data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
         data["flows"] = to_data(self.flows())
         data["comparison"] = self.comparison.data() if self.comparison else None
-        data["ledger"] = self.ledger.data()
-        return data
+        return {**data, "ledger": self.ledger.data()}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Explanation:
@@ -301,12 +289,12 @@ class Explanation(Result):
         return replace(made, ledger=Ledger.of_data(data["ledger"]))
 
 
-_SAID = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
+_ASKED = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
+_SAID = (*_ASKED, "gradients", "rules", "differences", "failure")
 _PLACED = ("goal", "chosen", "candidates", "candidates_seconds", "from_disk")
 
 
 def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
-    """What was placed in a graph, and the ways that were timed."""
     to_data = codec().to_data
     own = {name: to_data(getattr(graph, name)) for name in _PLACED}
     gap = 0.0 if graph.placement is None else graph.placement.gap
@@ -322,9 +310,3 @@ def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
             origin = str(rule.origin) if rule.origin is not None else ""
             rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
     return tuple(rows)
-
-
-def _kinds(casts: Iterable[Cast]) -> str:
-    """`3 fp32 -> bf16, 1 bf16 -> fp32`."""
-    counts = Counter(f"{cast.src} -> {cast.dst}" for cast in casts)
-    return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())

@@ -46,10 +46,8 @@ class Finding:
         kept: the first few findings of a watch have them.
         """
         if self.replay is None:
-            raise RunError(
-                f"saving {self.id}", "its tensors were not kept", (Origin(self.file, self.line),),
-                "The first findings of nc.watch(at='op') keep them.",
-            )  # fmt: skip
+            where, advice = (Origin(self.file, self.line),), "The first findings of nc.watch(at='op') keep them."
+            raise RunError(f"saving {self.id}", "its tensors were not kept", where, advice)
         return Path(self.replay.save(Path(folder), self))
 
     def __str__(self) -> str:

@@ -72,9 +72,8 @@ class Headroom(Result):
         """The tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
         name = _format(format).name
         if scale not in SCALES:
-            raise RunError(
-                f"headroom.unfit(scale={scale!r})", "no such scale", advice=f"Give one of {', '.join(SCALES)}."
-            )
+            advice = f"Give one of {', '.join(SCALES)}."
+            raise RunError(f"headroom.unfit(scale={scale!r})", "no such scale", advice=advice)
         found = [r for r in self.rows if r.format == name and r.scale == scale]
         bad = [r for r in found if r.overflow > 0 or r.underflow > self.tolerance]
         return sorted(bad, key=lambda row: -row.loss)
@@ -89,10 +88,8 @@ class Headroom(Result):
         """A policy in which these calls stay in fp32, each rule with its evidence. RunError for an 8-bit format."""
         low = _format(format)
         if low.bits < 16:
-            raise RunError(
-                f"headroom.policy({low.name})", "regions have 16-bit formats",
-                advice="List headroom.unfit(...) with a scale: 8-bit formats need one.",
-            )  # fmt: skip
+            advice = "List headroom.unfit(...) with a scale: 8-bit formats need one."
+            raise RunError(f"headroom.policy({low.name})", "regions have 16-bit formats", advice=advice)
         worst: dict[tuple[str, str], TensorHeadroom] = {}
         for row in self.unfit(low):
             if row.id.direction == FORWARD:
@@ -127,10 +124,8 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             found.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
             found.places[call.id] = f"{call.file}:{call.line}"
     if not found.rows:
-        raise RunError(
-            "run.headroom()", f"none of its {len(calls)} calls has an fp32 tensor",
-            advice="Capture the model without a low format: nc.capture(model, inputs).",
-        )  # fmt: skip
+        advice = "Capture the model without a low format: nc.capture(model, inputs)."
+        raise RunError("run.headroom()", f"none of its {len(calls)} calls has an fp32 tensor", advice=advice)
     if sampled:
         found.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
     return found

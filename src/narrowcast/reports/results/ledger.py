@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
@@ -95,35 +95,23 @@ class Ledger(Result):
 
     def totals(self) -> Totals:
         """Counts and bytes over all casts, refusals and calls."""
-        how, direction = Counter[str](), Counter[str]()
-        repeated = cast_bytes = 0
+        sums = Counter({"casts": self.cast_count, "refusals": len(self.refusals)})
         for cast, tally in self.kinds():
-            how[cast.how] += tally.calls
-            direction[cast.direction] += tally.calls
-            repeated += tally.calls * (cast.repeated and cast.how == "copied")
-            cast_bytes += tally.moved_bytes
-        return Totals(
-            casts=self.cast_count,
-            copied=how["copied"],
-            cached=how["cached"],
-            inside=how["inside"],
-            forward=direction["forward"],
-            backward=direction["backward"],
-            repeated=repeated,
-            refusals=len(self.refusals),
-            calls=sum(t.calls for t in self.calls.values()),
-            cast_bytes=cast_bytes,
-            op_bytes=sum(t.moved_bytes for t in self.calls.values()),
-            shared=how["shared"],
-        )
+            sums[cast.how] += tally.calls
+            sums[cast.direction] += tally.calls
+            sums["repeated"] += tally.calls * (cast.repeated and cast.how == "copied")
+            sums["cast_bytes"] += tally.moved_bytes
+        for tally in self.calls.values():
+            sums["calls"] += tally.calls
+            sums["op_bytes"] += tally.moved_bytes
+        return Totals(**{field.name: sums[field.name] for field in fields(Totals)})
 
     def op_formats(self) -> dict[str, dict[str, int]]:
         """For each op, how many calls computed in which formats: `{"aten.linear.default": {"bf16": 37}}`."""
-        table: dict[str, dict[str, int]] = {}
+        table: dict[str, Counter[str]] = {}
         for kind, tally in self.calls.items():
-            row = table.setdefault(kind.op, {})
-            row[kind.computes or "-"] = row.get(kind.computes or "-", 0) + tally.calls
-        return table
+            table.setdefault(kind.op, Counter())[kind.computes or "-"] += tally.calls
+        return {op: dict(formats) for op, formats in table.items()}
 
     def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
         """The listed casts for which `keep` holds."""
@@ -153,8 +141,7 @@ class Ledger(Result):
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:
         """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
         before, after = _groups(self.kinds()), _groups(other.kinds())
-        keys = [*before, *(k for k in after if k not in before)]
-        return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
+        return tuple(CastChange(*k, before[k], after[k]) for k in before | after if before[k] != after[k])
 
     @property
     def verdict(self) -> str:
@@ -172,8 +159,11 @@ class Ledger(Result):
         return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
 
 
-def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[tuple[str, str, str, str, str, str]]:
-    found = Counter[tuple[str, str, str, str, str, str]]()
+_Alike = tuple[str, str, str, str, str, str]
+
+
+def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[_Alike]:
+    found = Counter[_Alike]()
     for c, tally in casts:
         found[c.op, c.argument, c.module_path, c.src, c.dst, c.direction] += tally.calls
     return found

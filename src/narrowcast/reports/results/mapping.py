@@ -64,10 +64,9 @@ class RunMapping:
         try:
             return RunMapping.parse(Path(path).read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise RunError(
-                f"a mapping of runs, {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
-                "Give a text file; narrowcast compare RUN_A RUN_B --mapping NEW_FILE writes one to start from.",
-            ) from None  # fmt: skip
+            found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+            advice = "Give a text file; narrowcast compare RUN_A RUN_B --mapping NEW_FILE writes one to start from."
+            raise RunError(f"a mapping of runs, {path}", found, where, advice) from None
 
     def __str__(self) -> str:
         return "\n".join([*_HEAD, *map(str, self.entries), *(f"# {line}" for line in self.comments)]) + "\n"
@@ -77,18 +76,14 @@ class RunMapping:
         try:
             replace_text(Path(path), str(self))
         except OSError as error:
-            raise RunError(
-                f"writing a mapping to {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
-                "Give a file in a folder that exists.",
-            ) from error  # fmt: skip
+            found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+            advice = "Give a file in a folder that exists."
+            raise RunError(f"writing a mapping to {path}", found, where, advice) from error
 
     def modules(self, a: Collection[str], b: Collection[str]) -> list[MappingLine]:
         """The entries about modules, `*` filled in. a, b: the paths that there are. RunError for one that is not."""
-        found: list[MappingLine] = []
-        for entry in self.entries:
-            if not entry.is_of_calls:
-                found += self._filled_in(entry, a, b)
-        return found
+        of_modules = (entry for entry in self.entries if not entry.is_of_calls)
+        return [line for entry in of_modules for line in self._filled_in(entry, a, b)]
 
     def calls(self) -> list[tuple[tuple[CallId, ...], tuple[CallId, ...], int]]:
         """The entries about calls: their identities, and the line."""
@@ -110,9 +105,8 @@ class RunMapping:
         missing = ""
         filled = 0
         for parts in sorted(stars, key=lambda parts: [(len(part), part) for part in parts]):
-            made = MappingLine(
-                tuple(_with_stars(n, parts) for n in entry.a), tuple(_with_stars(n, parts) for n in entry.b), entry.line
-            )
+            of_a, of_b = (tuple(_with_stars(name, parts) for name in side) for side in (entry.a, entry.b))
+            made = MappingLine(of_a, of_b, entry.line)
             lacks = [f"run a has no calls in {n or ROOT}" for n in made.a if n not in a]
             lacks += [f"run b has no calls in {n or ROOT}" for n in made.b if n not in b]
             missing = missing or "".join(lacks[:1])

@@ -101,7 +101,7 @@ class Profile(Result):
         return {
             "schema": self.SCHEMA,
             "device": asdict(self.device),
-            "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
+            "abilities": [asdict(self.abilities[key]) for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
             "emulated": [asdict(row) for row in self.emulated()],  # for readers of the file
         }
@@ -142,9 +142,9 @@ class Profile(Result):
             if data.get("schema") != Profile.SCHEMA:
                 raise _unreadable(file, f"its schema is {data.get('schema')!r}, not {Profile.SCHEMA!r}")
             return Profile.of_data(data)
+        except ProfileError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ProfileError):
-                raise
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
     @staticmethod
@@ -173,13 +173,9 @@ class Profile(Result):
                     self._take_over(path)
                 replace_text(path, self.to_json(indent=1) + "\n")
         except (OSError, Timeout) as error:
-            raise ProfileError(
-                asked=f"saving the profile of {self.device}",
-                found=f"{type(error).__name__}: {error}",
-                where=(Origin(str(path)),),
-                advice="What was measured holds for this process. Set NARROWCAST_CACHE_DIR to a folder that can be "
-                "written to.",
-            ) from error
+            folder = "Set NARROWCAST_CACHE_DIR to a folder that can be written to."
+            advice = f"What was measured holds for this process. {folder}"
+            raise self._unsaved(f"{type(error).__name__}: {error}", path, advice) from error
         self.path = path
         return path
 
@@ -190,14 +186,12 @@ class Profile(Result):
             warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and is written again", stacklevel=4)
             return
         if there.device != self.device:
-            raise ProfileError(
-                asked=f"saving the profile of {self.device}",
-                found=f"the file holds that of {there.device}",
-                where=(Origin(str(path)),),
-                advice="Save it under another name.",
-            )
+            raise self._unsaved(f"the file holds that of {there.device}", path, "Save it under another name.")
         self.samples = {**there.samples, **self.samples}
         self.abilities = {**there.abilities, **self.abilities}
+
+    def _unsaved(self, found: str, path: Path, advice: str) -> ProfileError:
+        return ProfileError(f"saving the profile of {self.device}", found, (Origin(str(path)),), advice)
 
 
 def load_profile(device: Device) -> Profile:
@@ -228,7 +222,5 @@ def _sample(data: dict[str, Any]) -> Sample:
 
 
 def _unreadable(file: str, found: str) -> ProfileError:
-    return ProfileError(
-        asked="reading a profile", found=found, where=(Origin(file),),
-        advice="Give a file that `narrowcast profile` wrote, or measure again.",
-    )  # fmt: skip
+    advice = "Give a file that `narrowcast profile` wrote, or measure again."
+    return ProfileError("reading a profile", found, (Origin(file),), advice)

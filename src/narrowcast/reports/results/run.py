@@ -12,15 +12,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, codec, renderer
-from narrowcast.reports.results.run_records import (
-    CALL_COLUMNS,
-    TENSOR_COLUMNS,
-    CallRecord,
-    TensorFacts,
-    call_row,
-    short,
-    tensor_row,
-)
+from narrowcast.reports.results.run_records import CallRecord, TensorFacts, rows_of, short
 from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
@@ -59,10 +51,9 @@ class Run(Result):
         """
         ids, values = list(_flat(tokens)), [float(value) for value in _flat(log_probabilities)]
         if len(ids) != len(values):
-            raise RunError(
-                "run.keep_tokens", f"{len(ids)} tokens with {len(values)} log-probabilities",
-                advice="Give one log-probability for each token: that of the token, not of the whole vocabulary.",
-            )  # fmt: skip
+            found = f"{len(ids)} tokens with {len(values)} log-probabilities"
+            advice = "Give one log-probability for each token: that of the token, not of the whole vocabulary."
+            raise RunError("run.keep_tokens", found, advice=advice)
         self.tokens += [int(token) for token in ids]
         self.log_probabilities += values
 
@@ -72,9 +63,8 @@ class Run(Result):
         for call in self.calls:
             if call.id == wanted:
                 return call
-        raise RunError(
-            f"call {wanted}", f"this run of {len(self.calls)} calls has none like it", advice="List run.calls."
-        )
+        found = f"this run of {len(self.calls)} calls has none like it"
+        raise RunError(f"call {wanted}", found, advice="List run.calls.")
 
     def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
         """The tensors of a call by name: `run.facts(call.inputs)`."""
@@ -115,16 +105,13 @@ class Run(Result):
         return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
 
     def __repr__(self) -> str:
-        bad = len(self.not_finite())
-        return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
+        return f"<Run: {len(self.calls)} calls, {len(self.not_finite())} of them not finite; print shows it>"
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON, numbers with all their digits."""
         data: dict[str, Any] = {
             "schema": self.SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
-            "tokens": self.tokens, "log_probabilities": self.log_probabilities,
-            "tensor_columns": list(TENSOR_COLUMNS), "tensors": [tensor_row(t) for t in self.tensors],
-            "call_columns": list(CALL_COLUMNS), "calls": [call_row(c) for c in self.calls],
+            "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
         return data | timed

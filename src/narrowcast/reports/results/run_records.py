@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -132,11 +132,6 @@ _tensor_values, _call_values = (attrgetter(*columns) for columns in (TENSOR_COLU
 _ID, _FORWARD = (CALL_COLUMNS.index(name) for name in ("id", "forward"))
 
 
-def tensor_row(tensor: TensorFacts) -> list[Any]:
-    """The row of a file; asdict copies, and takes twenty times as long."""
-    return [[v.first, *v.counts] if type(v) is Histogram else v for v in _tensor_values(tensor)]
-
-
 def short(value: Any) -> Any:
     """Nine digits say of a statistic what can be said; NaN and infinities are no JSON."""
     if isinstance(value, float):
@@ -144,11 +139,14 @@ def short(value: Any) -> Any:
     return value
 
 
-def call_row(call: CallRecord) -> list[Any]:
-    """The row of a file."""
-    row = list(_call_values(call))
-    row[_ID], row[_FORWARD] = str(call.id), str(call.forward or "")
-    return row
+def rows_of(tensors: Iterable[TensorFacts], calls: Iterable[CallRecord]) -> dict[str, Any]:
+    """Both as rows under their columns; asdict copies, and takes twenty times as long."""
+    of_tensors = [[[v.first, *v.counts] if type(v) is Histogram else v for v in _tensor_values(t)] for t in tensors]
+    of_calls = [list(_call_values(call)) for call in calls]
+    for row in of_calls:
+        row[_ID], row[_FORWARD] = str(row[_ID]), str(row[_FORWARD] or "")
+    found = {"tensor_columns": list(TENSOR_COLUMNS), "tensors": of_tensors}
+    return {**found, "call_columns": list(CALL_COLUMNS), "calls": of_calls}
 
 
 def tensor_text(tensor: TensorFacts) -> str:

@@ -29,7 +29,7 @@ from narrowcast.core.policy.capabilities import (
     one_format,
     shipped_capabilities,
 )
-from narrowcast.core.policy.lacks import FULL
+from narrowcast.core.policy.settings import FULL
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.reports.results.profile import Device, Profile, load_profile
