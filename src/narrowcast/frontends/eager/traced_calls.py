@@ -54,44 +54,30 @@ def traced_check(key: str) -> None:
     _traced[key].check()
 
 
-def traced_name(key: str, position: int) -> str:
-    """The name of a positional argument."""
-    return _traced[key].names.of(position)
-
-
-def traced_entry(key: str, name: str) -> tuple[torch.dtype | None, bool]:
-    """What an argument is cast to, and whether fp64 is cast, too."""
-    return _traced[key].entry(name)
-
-
-def traced_note(key: str, name: str) -> str:
-    """What is noted beside the nodes of a cast, for the ledger of the graph."""
-    return _traced[key].note(name)
-
-
-def traced_results(key: str) -> int:
-    """How many casts of results there are."""
-    return len(_traced[key].plan.results)
-
-
-def traced_result(key: str, number: int) -> tuple[str, torch.dtype | None, bool]:
-    """Which part of what the call returns the cast with this number is about, what it is cast to (None: as what came),
-    and whether fp64 is cast, too.
+def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, bool, str]:
+    """What the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside the
+    nodes of the cast, for the ledger of the graph.
     """
-    wanted = _traced[key].plan.results[number]
-    return wanted.part, None if wanted.format is None else DTYPES[wanted.format], wanted.exactly
-
-
-def traced_inside(key: str) -> torch.dtype | None:
-    """The low dtype of the region inside; None if it is off, or goes on."""
-    found = _traced[key].inside.low
-    return None if found is None else DTYPES[found]
-
-
-def traced_off(key: str) -> str:
-    """The device types for which autocasting is switched off inside, with commas between."""
     boundary = _traced[key]
-    return "" if boundary.inside.goes_on or boundary.inside.low is not None else ",".join(ruled_device_types())
+    name = boundary.names.of(which) if isinstance(which, int) else which
+    return *boundary.entry(name), boundary.note(name)
+
+
+def traced_results(key: str) -> tuple[tuple[str, torch.dtype | None, bool, str], ...]:
+    """The casts of what the call returns: of which part, to what (None: as what came), and the same as above."""
+    boundary = _traced[key]
+    note = boundary.note(RESULT)
+    return tuple(
+        (r.part, None if r.format is None else DTYPES[r.format], r.exactly, note) for r in boundary.plan.results
+    )
+
+
+def traced_inside(key: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    """The low dtype of the region inside, None if it is off, or goes on; and the device types for which it is off."""
+    inside = _traced[key].inside
+    if inside.low is not None:
+        return DTYPES[inside.low], ()
+    return None, () if inside.goes_on else ruled_device_types()
 
 
 def traced_policy(device_type: str) -> str:
@@ -100,8 +86,7 @@ def traced_policy(device_type: str) -> str:
 
 
 for _function in (
-    boundary_key, paths_matter, rules_hold, traced_name, traced_entry, traced_note, traced_results, traced_result,
-    traced_inside, traced_off, traced_policy,
+    boundary_key, paths_matter, rules_hold, traced_argument, traced_results, traced_inside, traced_policy,
 ):  # fmt: skip
     constant_for_dynamo(_function)
 
@@ -113,39 +98,38 @@ def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, 
     new_kwargs: dict[str, Any] = {}
     cast_ones: list[Any] = []  # as they came
     for position, value in enumerate(args):
-        new_args.append(_cast_traced(key, traced_name(key, position), value, cast_ones))
+        new_args.append(_cast_traced(key, position, value, cast_ones))
     for name, value in kwargs.items():
         new_kwargs[name] = _cast_traced(key, name, value, cast_ones)
-    low, off = traced_inside(key), traced_off(key)
+    low, off = traced_inside(key)
     if low is not None:
         device_type = device_type_of(args, kwargs) or "cpu"
         with autocast(device_type, low, policy=traced_policy(device_type)):
             result = call(*new_args, **new_kwargs)
     elif off:
-        result = _run_off_traced(off.split(","), call, new_args, new_kwargs)
+        result = _run_off_traced(off, call, new_args, new_kwargs)
     else:
         result = call(*new_args, **new_kwargs)
-    for number in range(traced_results(key)):
-        part, dtype, exactly = traced_result(key, number)
+    for part, dtype, exactly, note in traced_results(key):
         if dtype is None:
             exactly = True
             dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
         if dtype is not None:
-            with annotate({NOTE: traced_note(key, RESULT)}):
+            with annotate({NOTE: note}):
                 result = cast_part(result, part, dtype, exactly)
     return result
 
 
-def _cast_traced(key: str, name: str, value: Any, cast_ones: list[Any]) -> Any:
-    dtype, exactly = traced_entry(key, name)
+def _cast_traced(key: str, which: int | str, value: Any, cast_ones: list[Any]) -> Any:
+    dtype, exactly, note = traced_argument(key, which)
     if dtype is not None:
         cast_ones.append(value)
-        with annotate({NOTE: traced_note(key, name)}):
+        with annotate({NOTE: note}):
             value = cast_tree(value, dtype, exactly)
     return value
 
 
-def _run_off_traced(device_types: list[str], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_off_traced(device_types: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if not device_types:
         return call(*args, **kwargs)
     with autocast(device_types[0], enabled=False):
