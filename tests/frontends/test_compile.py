@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.runtime.regions.identity import Identity, carried_by, carriers
+from narrowcast.runtime.regions.native_state import Identity, carried_by, carriers
 
 lin = torch.nn.Linear(8, 8)
 x = torch.randn(2, 8)

@@ -201,18 +201,18 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
 )
 def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
     """A candidate takes the predicted one's place only if that is no chance. Times in ms."""
-    from narrowcast.frontends.race import rounds, sides
+    from narrowcast.frontends.race import choosing
 
     left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
-    monkeypatch.setattr(sides, "time_call", lambda run, args, trains: next(left[run]))
-    found = rounds.time_sides([sides.CandidateSide(name, name) for name in times], (), frozenset())
+    monkeypatch.setattr(choosing, "time_call", lambda run, args, trains: next(left[run]))
+    found = choosing.time_sides([choosing.CandidateSide(name, name) for name in times], (), frozenset())
     assert found.chosen == chosen
     assert set(found.times_ns) == set(times)
 
 
 def test_short_sides_run_more_often_in_a_round(monkeypatch):
     """What takes 0.4 ms runs once untimed and five times in a round, which counts their median."""
-    from narrowcast.frontends.race import rounds, sides
+    from narrowcast.frontends.race import choosing
 
     calls = []
 
@@ -220,11 +220,11 @@ def test_short_sides_run_more_often_in_a_round(monkeypatch):
         calls.append(name)
         return 4e5 if name == "short" else 1e7
 
-    monkeypatch.setattr(sides, "time_call", run)
-    found = rounds.time_sides([sides.CandidateSide(name, name) for name in ("long", "short")], (), frozenset())
-    assert found.chosen == "short" and found.rounds == rounds.ROUNDS
+    monkeypatch.setattr(choosing, "time_call", run)
+    found = choosing.time_sides([choosing.CandidateSide(name, name) for name in ("long", "short")], (), frozenset())
+    assert found.chosen == "short" and found.rounds == choosing.ROUNDS
     assert calls.count("short") == 3 + 6 * found.rounds
-    assert calls.count("long") == 3 + rounds.LEAST_ROUNDS  # far behind: it runs no more
+    assert calls.count("long") == 3 + choosing.LEAST_ROUNDS  # far behind: it runs no more
 
 
 def test_timing_leaves_no_trace(monkeypatch):

@@ -18,7 +18,7 @@ from narrowcast.frontends.race.eager_ops import eager_note, is_raced, run_watche
 from narrowcast.observation.trial.isolation import isolated
 from narrowcast.output.console import in_bytes
 from narrowcast.reports.results.graphs import CompiledGraph
-from narrowcast.runtime.devices.held import held_at_most
+from narrowcast.runtime.devices.device import held_at_most
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code, watch_frames

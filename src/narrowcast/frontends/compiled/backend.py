@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from narrowcast.core.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
-from narrowcast.frontends.compiled.stepwise import steppable
+from narrowcast.frontends.compiled.stepwise import find_elsewhere, steppable
 from narrowcast.frontends.graphs.backward import (
     AS_EAGER,
     LISTED,
@@ -34,12 +34,10 @@ from narrowcast.frontends.graphs.backward import (
     watch_backward,
 )
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
-from narrowcast.frontends.graphs.check import check_formats
+from narrowcast.frontends.graphs.check import check_formats, tell_other_paths
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
-from narrowcast.frontends.graphs.elsewhere import find_elsewhere
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
 from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
-from narrowcast.frontends.graphs.other_paths import tell_other_paths
 from narrowcast.frontends.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.frontends.race.placing import compile_placed, place_graph, with_weights
 from narrowcast.reports.results.graphs import CompiledGraph

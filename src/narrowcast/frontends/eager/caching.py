@@ -16,8 +16,7 @@ from narrowcast.runtime.regions.stack import innermost, open_anywhere
 from narrowcast.runtime.torch_surface.modules import mutators
 from narrowcast.runtime.torch_surface.patches import note_staying, once, stay
 from narrowcast.runtime.weights.at_rest import at_rest
-from narrowcast.runtime.weights.cache import CacheInfo, mutations
-from narrowcast.runtime.weights.native_cache import native_cache_size
+from narrowcast.runtime.weights.cache import CacheInfo, mutations, native_cache_size
 
 
 def cache_info() -> CacheInfo:

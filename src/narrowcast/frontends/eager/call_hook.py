@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from narrowcast.frontends.eager.boundary import find_boundary
 from narrowcast.frontends.eager.bounded import run_bounded
-from narrowcast.frontends.eager.find_boundary import find_boundary
 from narrowcast.frontends.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
 from narrowcast.frontends.eager.watch import stepping, watchers
 from narrowcast.runtime.regions import pinned

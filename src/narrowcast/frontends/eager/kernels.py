@@ -39,7 +39,7 @@ from narrowcast.runtime.torch_bridge import (
 from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
-from narrowcast.runtime.weights.native_cache import native_cast
+from narrowcast.runtime.weights.cache import native_cast
 
 _NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
 """`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""

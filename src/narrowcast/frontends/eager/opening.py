@@ -16,8 +16,7 @@ from narrowcast.formats import Format
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.registered import install
 from narrowcast.runtime.devices.abilities import fitted
-from narrowcast.runtime.regions.identity import Carried, carried_by
-from narrowcast.runtime.regions.native_state import NativeState
+from narrowcast.runtime.regions.native_state import Carried, NativeState, carried_by
 from narrowcast.runtime.regions.pinned import watch_module_calls
 from narrowcast.runtime.regions.recomputation import carry_into_recomputation
 from narrowcast.runtime.regions.stack import CHECKED, Prepared

@@ -14,9 +14,8 @@ from torch.nn import Module
 from narrowcast.core.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
-from narrowcast.frontends.eager.boundary import Names, make_boundary, names_of, names_of_forward
+from narrowcast.frontends.eager.boundary import ANYWHERE, Names, make_boundary, names_of, names_of_forward
 from narrowcast.frontends.eager.bounded import run_bounded
-from narrowcast.frontends.eager.find_boundary import ANYWHERE
 from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.eager.traced_calls import key_of, run_traced
 from narrowcast.runtime.regions.pinned import (

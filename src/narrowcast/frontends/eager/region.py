@@ -17,9 +17,8 @@ from narrowcast.formats import Format
 from narrowcast.frontends.eager.opening import Asked, Opening, find_opening, opening_of
 from narrowcast.frontends.eager.steps import run_inside
 from narrowcast.runtime.regions.failures import note_failure
-from narrowcast.runtime.regions.identity import Identity
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
-from narrowcast.runtime.regions.native_state import NativeState, enter_native, leave_native
+from narrowcast.runtime.regions.native_state import Identity, NativeState, enter_native, leave_native
 from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
 from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
 from narrowcast.runtime.regions.watchers import region_watchers

@@ -9,9 +9,15 @@ import torch
 from torch.fx.traceback import annotate
 
 from narrowcast.core.policy import RESULT
-from narrowcast.frontends.eager.boundary import Boundary, cast_part, cast_tree, first_floating
+from narrowcast.frontends.eager.boundary import (
+    Boundary,
+    cast_part,
+    cast_tree,
+    find_boundary,
+    first_floating,
+    ruling_region,
+)
 from narrowcast.frontends.eager.bounded import policy_on
-from narrowcast.frontends.eager.find_boundary import find_boundary, ruling_region
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
 from narrowcast.runtime.regions.ruling import ruled_device_types
@@ -86,8 +92,14 @@ def traced_policy(device_type: str) -> str:
 
 
 for _function in (
-    boundary_key, paths_matter, rules_hold, traced_argument, traced_results, traced_inside, traced_policy,
-):  # fmt: skip
+    boundary_key,
+    paths_matter,
+    rules_hold,
+    traced_argument,
+    traced_results,
+    traced_inside,
+    traced_policy,
+):
     constant_for_dynamo(_function)
 
 

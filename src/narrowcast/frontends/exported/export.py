@@ -12,7 +12,7 @@ from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.exported.exported_program import explicit_program, note_target, placed_program, traced_program
-from narrowcast.frontends.graphs.other_paths import tell_other_paths
+from narrowcast.frontends.graphs.check import tell_other_paths
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.torch_bridge import device_type_of
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments

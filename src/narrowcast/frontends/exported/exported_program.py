@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
 from narrowcast.core.goals import CAST, FOLDED, Goal
@@ -19,11 +19,11 @@ from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_o
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
 from narrowcast.frontends.graphs.explicit import Explicit, make_explicit, refuse_scripts
-from narrowcast.frontends.graphs.folding import fold_weights
 from narrowcast.frontends.race.candidates import Candidate
 from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
 from narrowcast.runtime.torch_bridge.inputs import called_with
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 from narrowcast.runtime.torch_surface.fx import FakeTensor, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
 
@@ -175,3 +175,61 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
         if hasattr(spec.arg, "name") and isinstance(name, str):
             spec.arg = replace(spec.arg, name=name)
     return signature
+
+
+# -- weights in the format in which they are used ----------------------------------------------------------------------
+
+
+def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dict[str, Any]) -> None:
+    """Store each weight in the one format that all its readers cast it to; the casts go.
+
+    graph and state are changed in place. Exact: the stored values are those that the casts would make. A weight that is
+    read in more than one format, or returned, or written to, stays as it is; tied weights stay tied, or all stay.
+    """
+    placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
+    kept_back = {spec.target for spec in signature.output_specs if spec.target is not None}
+    wanted: dict[Memory, set[Any]] = {}
+    read: list[tuple[Node, torch.Tensor]] = []
+    for spec in signature.input_specs:
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
+            continue
+        node, tensor = placeholders[spec.arg.name], state[spec.target]
+        found = {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}  # None: as it is
+        if spec.target in kept_back:
+            found.add(None)
+        wanted.setdefault(_memory(tensor), set()).update(found)
+        if found:
+            read.append((node, tensor))
+    made: dict[Memory, torch.Tensor] = {}
+    for node, tensor in read:
+        dtypes = wanted[_memory(tensor)]
+        if len(dtypes) != 1 or None in dtypes:
+            continue
+        dtype = next(iter(dtypes))
+        if _memory(tensor) not in made:
+            stored = tensor.detach().to(dtype)
+            made[_memory(tensor)] = (
+                torch.nn.Parameter(stored, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else stored
+            )
+        _read_directly(graph, node, dtype)
+    for target, tensor in list(state.items()):  # also names of tied weights that the graph does not read by
+        if isinstance(tensor, torch.Tensor) and _memory(tensor) in made:
+            state[target] = made[_memory(tensor)]
+
+
+Memory = tuple[object, ...]
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    """The same for tied weights: one memory, seen alike."""
+    start = tensor.untyped_storage().data_ptr() or id(tensor)
+    return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(node)
+        graph.graph.erase_node(user)
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and dtype is not None:
+        node.meta["val"] = detached(value).to(dtype)

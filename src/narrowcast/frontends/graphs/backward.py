@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.runtime.regions.identity import CARRIERS
+from narrowcast.runtime.regions.native_state import CARRIERS
 from narrowcast.runtime.torch_surface.dynamo import functorch_config, never_trace
 from narrowcast.runtime.torch_surface.state import (
     ENTER_AUTOCAST,

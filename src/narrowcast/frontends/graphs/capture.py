@@ -26,7 +26,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.composites import decompositions
 from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
-from narrowcast.runtime.sites.graph_numbering import PLAIN_BODIES, Numbering
+from narrowcast.runtime.sites.numbering import PLAIN_BODIES, Numbering
 from narrowcast.runtime.torch_bridge import is_weight
 from narrowcast.runtime.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
 from narrowcast.runtime.torch_surface.dispatch import (

@@ -18,7 +18,7 @@ from narrowcast.frontends.graphs.operands import operands_of
 from narrowcast.programs.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
 from narrowcast.runtime.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, node_site
-from narrowcast.runtime.sites.graph_numbering import Numbering
+from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.torch_bridge import is_random, is_weight, op_facts, short_type
 from narrowcast.runtime.torch_bridge.ops import alias_names
 from narrowcast.runtime.torch_surface.autograd import SET_GRAD_ENABLED

@@ -2,15 +2,205 @@
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowcast.frontends.race.remembered import RememberedTimes
-from narrowcast.frontends.race.rounds import LEAST_SECONDS, SECONDS, time_sides
-from narrowcast.frontends.race.sides import CandidateSide, Compiled, is_entangled
-from narrowcast.runtime.devices.device import is_capturing
+from narrowcast.output.progress import long_work
+from narrowcast.runtime.devices.device import elapsed_ns, is_capturing, own_saved_tensors, random_state_kept
+from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class CandidateSide:
+    """A compiled candidate: its name, and what runs it."""
+
+    name: str
+    run: Compiled
+
+
+class Runner:
+    """Runs a side. given: the inputs of the call. written: positions of those that calls write to.
+
+    Each run begins with what was given and leaves no trace: what a candidate writes to is a copy, and gradients are
+    computed without reaching anybody's `.grad`. Where they are taken, inputs are without anybody's hooks.
+    """
+
+    def __init__(self, side: CandidateSide, given: Sequence[Any], written: frozenset[int]) -> None:
+        self.side = side
+        self.trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
+        self._written = {n: given[n] for n in written}
+        self._own = [_own(value, n in written, self.trains) for n, value in enumerate(given)]
+        self._homes = {n: _stretch(self._own[n]) for n in written}  # where in memory the copies were made
+
+    def once(self) -> float:
+        """Nanoseconds of one call, with its backward if there is one."""
+        with torch.no_grad():
+            for n, value in self._written.items():
+                if isinstance(value, torch.Tensor):
+                    self._restore(n, value)
+        return time_call(self.side.run, self._own, self.trains)
+
+    def often(self, calls: int) -> float:
+        """The median of several calls; after one more, untimed, that leaves the caches as this side does."""
+        if calls > 1:
+            self.once()
+        return statistics.median(self.once() for _ in range(calls))
+
+    def _restore(self, n: int, given: torch.Tensor) -> None:
+        """Give a copy its value again; or make another, if a call made it part of autograd's graph, or gave it the
+        memory of something else (`x.data = y`).
+        """
+        own = self._own[n]
+        if _stretch(own) == self._homes[n] and own.shape == given.shape and own.grad_fn is None:
+            own.copy_(given)
+        else:
+            self._own[n] = _own(given, True, self.trains)
+            self._homes[n] = _stretch(self._own[n])
+
+
+def time_call(run: Compiled, args: Sequence[Any], trains: bool) -> float:
+    """Nanoseconds of one call, with its backward if there is one."""
+
+    def call() -> None:
+        results = run(*args)
+        if trains:
+            outs = [r for r in tensors_in(results) if r.requires_grad]
+            wanted = [a for a in tensors_in(args) if a.requires_grad]
+            if outs and wanted:
+                torch.autograd.grad(outs, wanted, [torch.ones_like(r) for r in outs], allow_unused=True)
+
+    return elapsed_ns(call)
+
+
+def is_entangled(args: Sequence[Any], written: frozenset[int]) -> bool:
+    """Whether an input that is written to shares elements with another: copies of them would not."""
+    return any(_shares(args[n], t) for n in written for k, t in enumerate(args) if k != n)
+
+
+def _own(value: Any, copied: bool, trains: bool) -> Any:
+    """A tensor without anybody's hooks, where gradients are taken; a copy if it is written to."""
+    if not isinstance(value, torch.Tensor) or not (copied or (trains and value.requires_grad)):
+        return value
+    with torch.no_grad():
+        made = value.detach().clone() if copied else value.detach()
+    return made.requires_grad_(value.requires_grad and trains)
+
+
+def _shares(a: Any, b: Any) -> bool:
+    """Whether two tensors may have elements in common: the stretches of memory that they span overlap."""
+    first, second = _stretch(a), _stretch(b)
+    return first is not None and second is not None and first[0] < second[1] and second[0] < first[1]
+
+
+def _stretch(value: Any) -> tuple[int, int] | None:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or not value.numel():
+        return None
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + spanned * value.itemsize
+
+
+ROUNDS, SECONDS = 60, 2.0
+LEAST_ROUNDS, LEAST_SECONDS = 5, 0.2
+BEHIND = 1.5
+NOISE = 0.985
+"""A side takes the place of one that was predicted to be faster if it takes at most so much of that one's time, in the
+median of rounds, pair by pair, and is the faster one in more rounds than chance gives.
+"""
+ROUND_NS, MOST_CALLS = 2e6, 10
+"""How long a side runs in a round, and how often at most."""
+
+Times = dict[str, list[float]]
+
+
+def time_sides(
+    sides: Sequence[CandidateSide], args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS
+) -> RememberedTimes:
+    """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
+
+    args: the inputs of a call. written: positions of those that calls write to. seconds: how long the rounds may take.
+    """
+    start = time.perf_counter()
+    runners = [Runner(side, args, written) for side in sides]
+    # whatever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
+    with random_state_kept(), own_saved_tensors(), long_work(f"timing {len(sides)} candidates", ROUNDS) as step:
+        usable, dropped = _warm(runners)
+        left, times = _alternate(usable, seconds, step)
+    chosen = left[0]
+    for name in left[1:]:
+        if is_faster(times[name], times[chosen]):
+            chosen = name
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    spreads = {name: _spread(found) for name, found in times.items()}
+    return RememberedTimes(
+        chosen, medians, spreads, len(times[chosen]), time.perf_counter() - start, dropped=dropped,
+    )  # fmt: skip
+
+
+def _warm(runners: Sequence[Runner]) -> tuple[list[tuple[Runner, int]], dict[str, str]]:
+    """Those that run, warm and with their backward compiled, with how often they do in a round; and why others do not.
+
+    What all of them raise is the model's error.
+    """
+    found: list[tuple[Runner, int]] = []
+    dropped: dict[str, str] = {}
+    failed: Exception | None = None
+    for runner in runners:
+        try:
+            runner.once()
+            ns = min(runner.once() for _ in range(2))
+            found.append((runner, max(1, min(MOST_CALLS, round(ROUND_NS / ns)))))
+        except Exception as error:
+            failed = error
+            dropped[runner.side.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+    if not found and failed is not None:
+        raise failed
+    return found, dropped
+
+
+def _alternate(runners: list[tuple[Runner, int]], seconds: float, step: Any) -> tuple[list[str], Times]:
+    """The names of those that ran in all rounds, and the times of all: who is far behind after a few runs no more."""
+    times: Times = {runner.side.name: [] for runner, _ in runners}
+    shuffled = random.Random(0)
+    began = time.perf_counter()
+    for number in range(ROUNDS):
+        if number >= LEAST_ROUNDS:
+            if time.perf_counter() - began > seconds:
+                break
+            best = min(statistics.median(times[runner.side.name]) for runner, _ in runners)
+            runners = [r for r in runners if statistics.median(times[r[0].side.name]) <= BEHIND * best]
+        for runner, calls in shuffled.sample(runners, len(runners)):
+            times[runner.side.name].append(runner.often(calls))
+        step()
+    return [runner.side.name for runner, _ in runners], times
+
+
+def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:
+    """Whether one side's rounds are faster than another's, beyond noise: by the median of pairs, and by a sign test.
+
+    Wins of one of two equal sides in n rounds have a standard deviation of sqrt(n) / 2; 1.64 of these are passed by
+    chance once in twenty times.
+    """
+    ratios = [a / b for a, b in zip(times, than, strict=True)]
+    wins = sum(ratio < 1 for ratio in ratios)
+    return statistics.median(ratios) < NOISE and wins > len(ratios) / 2 + 1.64 * math.sqrt(len(ratios)) / 2
+
+
+def _spread(times: Sequence[float]) -> float:
+    ordered = sorted(times)
+    middle = statistics.median(ordered)
+    return (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / 2 / middle if middle else 0.0
 
 
 class Choosing:

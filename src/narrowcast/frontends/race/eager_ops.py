@@ -22,9 +22,8 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import DecidedCall, Watcher, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
+from narrowcast.frontends.race.choosing import CandidateSide, time_sides
 from narrowcast.frontends.race.remembered import choice_key, load_choice, save_choice
-from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import CandidateSide
 from narrowcast.runtime.devices.device import device_now, random_state_kept
 from narrowcast.runtime.devices.measure import LARGEST_BYTES, MeasuredOperand, make_tensor
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in

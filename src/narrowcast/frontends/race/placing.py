@@ -22,10 +22,8 @@ from narrowcast.frontends.graphs.explicit import Explicit, read_explicit
 from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.frontends.graphs.resting import Resting, with_stand_ins
 from narrowcast.frontends.race.candidates import PLACED, Candidate, make_candidates, remembered_candidate
-from narrowcast.frontends.race.choosing import Choosing
+from narrowcast.frontends.race.choosing import CandidateSide, Choosing, Compiled, time_sides
 from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
-from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import CandidateSide, Compiled
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.programs.passes.assign import assign_casts

@@ -21,7 +21,7 @@ from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import is_forward, mark_whole
 from narrowcast.frontends.scripts.calls import holds_tensors, is_tensor
 from narrowcast.frontends.scripts.places import shown_from
-from narrowcast.frontends.scripts.policies import hold_policy
+from narrowcast.frontends.scripts.region_facts import hold_policy
 from narrowcast.frontends.scripts.scopes import (
     ANYWHERE,
     PASSAGE,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.frontends.scripts.classes import check_class
+from narrowcast.frontends.scripts.decorated import check_class
 from narrowcast.frontends.scripts.places import site_of
 from narrowcast.frontends.scripts.statistics import hold, hold_norms, release
 from narrowcast.runtime.sites.python_stack import is_user_file

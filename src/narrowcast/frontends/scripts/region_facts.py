@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import DEVICE_TYPES
+from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy, known_policy
 from narrowcast.errors import RegionError, ScriptError
 from narrowcast.frontends.scripts.places import shown_at, shown_from
 
@@ -144,3 +144,24 @@ def remove_unused_objects(graph: Any) -> None:
             for user in users:
                 user.destroy()
             node.destroy()
+
+
+# -- policies: a graph can hold a digest, and nothing more -------------------------------------------------------------
+
+
+_in_scripts: dict[str, Policy] = {}  # by digest; torch never frees scripts either
+
+
+def hold_policy(policy: Policy) -> str:
+    """Hold a policy that a script is to name; its digest."""
+    _in_scripts[policy.digest] = policy
+    return policy.digest
+
+
+def told_policy(name: str) -> Policy | None:
+    """The policy that a script names, by digest, name or path; None for torch's own, which has no name in a script."""
+    found = _in_scripts.get(name)
+    if found is None and name:
+        found = known_policy(name) or as_policy(name)
+        _in_scripts[found.digest] = found
+    return found

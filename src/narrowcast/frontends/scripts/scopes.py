@@ -19,7 +19,6 @@ from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.frontends.scripts.places import shown_at
-from narrowcast.frontends.scripts.policies import told_policy
 from narrowcast.frontends.scripts.region_facts import (
     DEFAULT_LOW,
     MADE,
@@ -32,6 +31,7 @@ from narrowcast.frontends.scripts.region_facts import (
     region_class,
     remove_unused_objects,
     the_same,
+    told_policy,
 )
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.torch_bridge import check_ops, to_dtype

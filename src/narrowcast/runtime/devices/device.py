@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.reports.results.profile import Device
 from narrowcast.runtime.torch_surface.autograd import has_saved_tensors_hooks
+from narrowcast.runtime.torch_surface.state import is_profiled
 
 
 @cache
@@ -130,3 +133,37 @@ def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
         run()
     synchronize()
     return float(time.perf_counter_ns() - start)
+
+
+# -- the most bytes that a run holds at once ---------------------------------------------------------------------------
+#
+# On the cpu torch's profiler names every allocation, kernels' own included; an accelerator counts by itself. What a
+# library takes past torch is not seen.
+
+
+def held_at_most(run: Callable[[], object]) -> int | None:
+    """The most bytes that a run holds beyond what was there before it; None where somebody else profiles it."""
+    if accelerator_in_use() is not None:
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        run()
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.max_memory_allocated() - before)
+    if is_profiled():  # a second profiler would end the first
+        run()
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+        seen.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    held = most = 0
+    for _, change in sorted(changes):
+        held += change
+        most = max(most, held)
+    return most

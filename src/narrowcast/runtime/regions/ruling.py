@@ -77,7 +77,7 @@ def ruled_device_types() -> tuple[str, ...]:
     return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
 
 
-_NO_CASTS = WeightCache()  # of native regions: torch's own, and native_cache.py, keep theirs
+_NO_CASTS = WeightCache()  # of native regions: torch's own, and the casts beside it, are kept elsewhere
 
 
 def native_region(device_type: str) -> OpenRegion:

@@ -10,8 +10,7 @@ import torch
 
 from narrowcast.core.decide import Plan, Region
 from narrowcast.core.policy import Policy
-from narrowcast.runtime.regions.identity import Identity
-from narrowcast.runtime.regions.native_state import NativeState
+from narrowcast.runtime.regions.native_state import Identity, NativeState
 from narrowcast.runtime.sites.sightings import Sightings
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.state import autocast_nesting
