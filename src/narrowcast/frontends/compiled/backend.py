@@ -36,8 +36,7 @@ from narrowcast.frontends.graphs.backward import (
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
 from narrowcast.frontends.graphs.check import check_formats, tell_other_paths
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
-from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
-from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
+from narrowcast.frontends.graphs.explicit import Explicit, edit_joint, forward_steps, make_explicit
 from narrowcast.frontends.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.frontends.race.placing import compile_placed, place_graph, with_weights
 from narrowcast.reports.results.graphs import CompiledGraph
@@ -49,7 +48,6 @@ from narrowcast.runtime.torch_surface.dynamo import (
     compiler_text,
     functorch_config,
     inner_compiler,
-    register_backend,
 )
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
@@ -252,11 +250,6 @@ class _Registered:
 
 
 compile_graph = _Registered()
-
-
-def register() -> None:
-    """Have Dynamo know our backends, whether or not this package was installed with its entry points."""
-    register_backend("narrowcast", compile_graph)
 
 
 def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:

@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.core.goals import CAST, Goal, GoalName, WeightsName, as_goal
 from narrowcast.errors import RegionError
-from narrowcast.frontends.compiled.backend import GraphBackend, register
+from narrowcast.frontends.compiled.backend import GraphBackend, compile_graph
 from narrowcast.frontends.compiled.compiled_model import (
     Compiled,
     CompiledModule,
@@ -29,7 +29,7 @@ from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.graphs.backward import parse_backward
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.runtime.torch_bridge import check_ops, device_type_of
-from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_compiler
+from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_compiler, register_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,7 +115,7 @@ def compile(
         backend = _usable_backend(backend, asked.device_type or device_type_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
-    register()
+    register_backend("narrowcast", compile_graph)  # whether or not this package was installed with its entry points
     graphs = GraphBackend(
         inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted,
         weakref.ref(model) if isinstance(model, torch.nn.Module) else None,

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowcast.errors import CacheError
 from narrowcast.frontends.eager.watch import watchers
 from narrowcast.runtime.regions.stack import innermost, open_anywhere
-from narrowcast.runtime.torch_surface.modules import mutators
+from narrowcast.runtime.torch_surface.modules import mutators, optimized_by
 from narrowcast.runtime.torch_surface.patches import note_staying, once, stay
 from narrowcast.runtime.weights.at_rest import at_rest
 from narrowcast.runtime.weights.cache import CacheInfo, mutations, native_cache_size
@@ -110,7 +110,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Fused optimizers do not count what they write."""
     _forget()
     if len(at_rest):
-        at_rest.forget(*(weight for group in optimizer.param_groups for weight in group["params"]))
+        at_rest.forget(*optimized_by(optimizer))
 
 
 def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:

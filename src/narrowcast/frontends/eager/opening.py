@@ -21,9 +21,19 @@ from narrowcast.runtime.regions.pinned import watch_module_calls
 from narrowcast.runtime.regions.recomputation import carry_into_recomputation
 from narrowcast.runtime.regions.stack import CHECKED, Prepared
 from narrowcast.runtime.sites.sightings import sightings_of
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, default_dtype, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.runtime.torch_bridge import (
+    DTYPES,
+    FORMATS,
+    LOW,
+    default_dtype,
+    find_op,
+    op_facts,
+    op_id,
+    ops_of,
+    to_dtype,
+)
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
-from narrowcast.runtime.torch_surface.state import caches, is_enabled, is_weight_cache_on
+from narrowcast.runtime.torch_surface.state import caches, is_enabled
 
 Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, int | None]
 """Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
@@ -68,7 +78,11 @@ def find_opening(policy: Policy, asked: Asked) -> Opening:
     """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
     device_type, dtype, enabled, _, _ = asked
     try:
-        key = (asked, torch.get_autocast_dtype(device_type) if dtype is None else None, is_weight_cache_on())
+        key = (
+            asked,
+            torch.get_autocast_dtype(device_type) if dtype is None else None,
+            torch.is_autocast_cache_enabled(),
+        )
         found: Opening | None = policy.memory.get(key)
     except (TypeError, RuntimeError):  # no device type, or nothing that could be an argument
         return _make_opening(policy, asked)
@@ -131,7 +145,7 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
     """The low dtype, or RegionError for what torch would accept and then ignore, or crash on."""
     if dtype is None and device_type in DEVICE_TYPES:
         dtype = default_dtype(policy, device_type)
-    if dtype in _LOW and device_type in DEVICE_TYPES:
+    if dtype in LOW and device_type in DEVICE_TYPES:
         return dtype
     if not _has_autocast(device_type):
         raise RegionError(
@@ -176,9 +190,6 @@ def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
             advice='Give a number of bytes from 0, with cache_enabled="checked".',
         )
     return wanted if isinstance(wanted, str) else ""
-
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def _has_autocast(device_type: str) -> bool:

@@ -20,8 +20,15 @@ from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.runtime.regions.native_state import Identity, NativeState, enter_native, leave_native
 from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
-from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
-from narrowcast.runtime.regions.watchers import region_watchers
+from narrowcast.runtime.regions.stack import (
+    CHECKED,
+    OpenRegion,
+    Prepared,
+    innermost,
+    open_anywhere,
+    region_watchers,
+    stack,
+)
 from narrowcast.runtime.sites.numbering import begin_counting
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_trace

@@ -202,15 +202,13 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
             read.append((node, tensor))
     made: dict[Memory, torch.Tensor] = {}
     for node, tensor in read:
-        dtypes = wanted[_memory(tensor)]
-        if len(dtypes) != 1 or None in dtypes:
+        memory = _memory(tensor)
+        dtype, *others = wanted[memory]
+        if others or dtype is None:
             continue
-        dtype = next(iter(dtypes))
-        if _memory(tensor) not in made:
-            stored = tensor.detach().to(dtype)
-            made[_memory(tensor)] = (
-                torch.nn.Parameter(stored, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else stored
-            )
+        if memory not in made:
+            stored, is_parameter = tensor.detach().to(dtype), isinstance(tensor, torch.nn.Parameter)
+            made[memory] = torch.nn.Parameter(stored, requires_grad=False) if is_parameter else stored
         _read_directly(graph, node, dtype)
     for target, tensor in list(state.items()):  # also names of tied weights that the graph does not read by
         if isinstance(tensor, torch.Tensor) and _memory(tensor) in made:
@@ -226,10 +224,10 @@ def _memory(tensor: torch.Tensor) -> Memory:
     return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) -> None:
+def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype) -> None:
     for user in list(node.users):
         user.replace_all_uses_with(node)
         graph.graph.erase_node(user)
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and dtype is not None:
+    if isinstance(value, torch.Tensor):
         node.meta["val"] = detached(value).to(dtype)

@@ -8,7 +8,7 @@ inside them, which rules may be about. Bodies of higher-order ops are captured o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +64,10 @@ class Captured:
 
     graph: torch.fx.GraphModule
     flags: dict[torch.fx.Node, tuple[bool, bool]] = field(default_factory=dict)
-    placeholders: list[tuple[torch.fx.GraphModule, list[tuple[bool, bool]]]] = field(default_factory=list)
+
+    def note_flags(self, module: torch.fx.GraphModule, found: Iterable[tuple[bool, bool]]) -> None:
+        """Note what is known of the placeholders of a graph, or of a body in it."""
+        self.flags.update(zip(module.graph.find_nodes(op="placeholder"), found, strict=False))
 
 
 def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
@@ -89,10 +92,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     _refuse_constants(made)
     _copy_placeholders(graph, made)
     captured.graph = made
-    captured.placeholders.append((made, flags))
-    for module, found in captured.placeholders:
-        nodes = module.graph.find_nodes(op="placeholder")
-        captured.flags.update(zip(nodes, found, strict=False))
+    captured.note_flags(made, flags)
     return captured
 
 
@@ -281,8 +281,7 @@ class _GraphRunner(torch.fx.Interpreter):
         runner = _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering)
         made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
-        flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]
-        self.captured.placeholders.append((made, flags))
+        self.captured.note_flags(made, [(True, keeps_cache and weight) for _, weight in map(_flags, values)])
         return made
 
 

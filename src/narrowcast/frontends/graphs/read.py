@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.frontends.graphs.levels import Ambient, Level, Levels
-from narrowcast.frontends.graphs.operands import operands_of
 from narrowcast.programs.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
 from narrowcast.runtime.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, node_site
@@ -345,3 +345,43 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOve
         return not any(a is True for a in node.args[2:])
     strided = node.kwargs.get("layout") in (None, torch.strided)
     return strided and set(node.kwargs) <= {"dtype", "layout", "device"} and len(node.args) <= 2
+
+
+# -- the tensors of a node in the order of its op's schema -------------------------------------------------------------
+
+
+def operands_of(node: Node) -> list[tuple[str, Node]]:
+    """Argument name and node of every operand, lists element by element."""
+    found: list[tuple[str, Node]] = []
+    names = _names(node)
+    for site, value in _sites(node):
+        name = names[site] if isinstance(site, int) else site
+        map_arg(value, lambda n, name=name: found.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
+    return found
+
+
+def replace_operands(node: Node, new: list[Node]) -> None:
+    """Let the node read these nodes, in the order of `operands_of`."""
+    following = iter(new)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for site, value in _sites(node):
+        made: Any = map_arg(value, lambda _: next(following))
+        if isinstance(site, int):
+            args[site] = made
+        else:
+            kwargs[site] = made
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _names(node: Node) -> list[str]:
+    """The names of an op's arguments; of what is no op, those given by name."""
+    op = node.target
+    return [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
+
+
+def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
+    """Positional arguments, then those given by name, in the order of the schema."""
+    yield from enumerate(node.args)
+    for name in _names(node):
+        if name in node.kwargs:
+            yield name, node.kwargs[name]

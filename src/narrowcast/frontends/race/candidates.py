@@ -22,8 +22,7 @@ from torch.fx.node import map_arg
 from narrowcast.core.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, bf16, fp16, fp32
-from narrowcast.frontends.graphs.operands import operands_of
-from narrowcast.frontends.graphs.read import ReadGraph
+from narrowcast.frontends.graphs.read import ReadGraph, operands_of
 from narrowcast.frontends.graphs.resting import Resting, rest_weights
 from narrowcast.frontends.graphs.write import write_graph
 from narrowcast.output.progress import long_work

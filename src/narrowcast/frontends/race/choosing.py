@@ -16,7 +16,7 @@ import torch
 from narrowcast.frontends.race.remembered import RememberedTimes
 from narrowcast.output.progress import long_work
 from narrowcast.runtime.devices.device import elapsed_ns, is_capturing, own_saved_tensors, random_state_kept
-from narrowcast.runtime.torch_bridge import tensors_in
+from narrowcast.runtime.torch_bridge import PLAIN, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
 
 Compiled = Callable[..., Any]
@@ -105,7 +105,7 @@ def _shares(a: Any, b: Any) -> bool:
 
 
 def _stretch(value: Any) -> tuple[int, int] | None:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or not value.numel():
+    if type(value) not in PLAIN or value.layout is not torch.strided or not value.numel():
         return None
     spanned = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.data_ptr(), value.data_ptr() + spanned * value.itemsize

@@ -26,7 +26,7 @@ from narrowcast.frontends.race.choosing import CandidateSide, time_sides
 from narrowcast.frontends.race.remembered import choice_key, load_choice, save_choice
 from narrowcast.runtime.devices.device import device_now, random_state_kept
 from narrowcast.runtime.devices.measure import LARGEST_BYTES, MeasuredOperand, make_tensor
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, PLAIN, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
 from narrowcast.runtime.torch_surface.state import is_enabled
 
@@ -61,7 +61,7 @@ class EagerCalls(Watcher):
             return
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors):
+        if all(type(t) in PLAIN and t.layout is torch.strided for t in tensors):
             kept = [_kept(leaf) for leaf in leaves]
             self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), tree_unflatten(kept, spec))
 

@@ -18,8 +18,7 @@ from narrowcast.frontends.scripts.cast_already import prepare_marks
 from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, note_classes, undecorated
 from narrowcast.frontends.scripts.leaving import make_edges
 from narrowcast.frontends.scripts.meanings import OURS, TORCH
-from narrowcast.frontends.scripts.region import register_region
-from narrowcast.frontends.scripts.region_facts import hold_policy
+from narrowcast.frontends.scripts.region_facts import hold_policy, register_region
 from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.frontends.scripts.source import rewriting
 from narrowcast.runtime.torch_surface.jit import (

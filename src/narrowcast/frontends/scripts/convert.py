@@ -16,7 +16,6 @@ from narrowcast.frontends.scripts.callers import path_of, set_names
 from narrowcast.frontends.scripts.calls import is_optional_tensor
 from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.frontends.scripts.composites import open_composites, tell_closed
-from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
 from narrowcast.frontends.scripts.numbering import number_calls
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.read import ReadScript
@@ -28,7 +27,16 @@ from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.runtime.sites.script_sites import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
 from narrowcast.runtime.torch_bridge import id_with_dtype
-from narrowcast.runtime.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
+from narrowcast.runtime.torch_surface.jit import (
+    BOOL,
+    INT,
+    TENSOR,
+    TensorType,
+    drop_unused,
+    forget_shapes,
+    inline,
+    simplify,
+)
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
@@ -253,3 +261,46 @@ def _refuse_unseen(section: Section) -> None:
         if on and kind in _UNSEEN and not is_regions:
             found, advice = _UNSEEN[kind]
             raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
+
+
+# -- a fault of torch 2.13's interpreter, fixed where a graph has it ---------------------------------------------------
+#
+# A tensor that a branch or the body of a loop makes, that a loop inside reads, and that is given out or put into a list
+# after that, is dropped by the loop inside: "Expected Tensor but got None". The optimizer hides it from some runs with
+# gradients; ours are run without it. The op in between gives the very tensor that it takes: a weight stays one.
+
+
+def keep_until_last_use(graph: Any) -> None:
+    """In place: what follows the loop reads such tensors under another name, which is made after it."""
+    for node in list(graph.nodes()):
+        for block in node.blocks():
+            _keep_in(graph, block)
+
+
+def _keep_in(graph: Any, block: Any) -> set[str]:
+    """Returns the names of what loops in the block read."""
+    made: dict[str, Any] = {}
+    in_loops: set[str] = set()
+    for node in list(block.nodes()):
+        read: set[str] = set()
+        for inner in node.blocks():
+            read |= _keep_in(graph, inner) | (_reads(inner) if node.kind() == "prim::Loop" else set())
+        for name in sorted(read & made.keys()):
+            other = graph.create("aten::resolve_conj", [made[name]], 1)
+            other.output().setType(made[name].type())
+            other.insertAfter(node)
+            made[name].replaceAllUsesAfterNodeWith(other, other.output())
+            if not other.output().uses():
+                other.destroy()
+        in_loops |= read
+        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), TensorType))
+    return in_loops
+
+
+def _reads(block: Any) -> set[str]:
+    found = {value.debugName() for value in block.outputs()}
+    for node in block.nodes():
+        found.update(value.debugName() for value in node.inputs())
+        for inner in node.blocks():
+            found |= _reads(inner)
+    return found

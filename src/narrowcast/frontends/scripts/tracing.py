@@ -28,7 +28,7 @@ from narrowcast.frontends.scripts.scripted import (
     with_method,
     with_methods,
 )
-from narrowcast.runtime.regions.watchers import told_of_regions
+from narrowcast.runtime.regions.stack import told_of_regions
 from narrowcast.runtime.torch_surface.jit import (
     compiled,
     compiled_method,

@@ -8,13 +8,13 @@ on the Python stack, whether the backward was called inside the region or after 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from narrowcast.runtime.regions.stack import OpenRegion, innermost
-from narrowcast.runtime.sites.numbering import Counted
+from narrowcast.runtime.sites.numbering import PerRecomputation, counted_here
 from narrowcast.runtime.sites.python_stack import NO_AROUND, Around
 from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
@@ -24,17 +24,14 @@ from narrowcast.runtime.torch_surface.patches import stay
 from narrowcast.runtime.torch_surface.probes import require
 from narrowcast.runtime.weights.cache import WeightCache
 
-if TYPE_CHECKING:
-    from types import FrameType
-
 
 class _CarriedArguments(dict[str, Any]):
     """torch's keyword arguments for the cpu region, with ours beside them, and where the checkpoint was called."""
 
     region: OpenRegion
     around: Around
-    counted: Counted
-    casts: tuple[tuple[int, int], WeightCache] | None = None
+    counted: PerRecomputation[dict[str, int]]
+    casts: PerRecomputation[WeightCache]
 
 
 def carry_into_recomputation() -> None:
@@ -53,7 +50,7 @@ def _with_region(original: Any) -> Any:
             cpu.region = region
             asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or an observer
             cpu.around = Around.now() if asks else NO_AROUND
-            cpu.counted = Counted.now()
+            cpu.counted, cpu.casts = counted_here(), PerRecomputation(WeightCache)
         return device, cpu
 
     return with_region
@@ -70,15 +67,7 @@ def carried_region(device_type: str) -> OpenRegion | None:
     carrier = carried_state(frame) if frame is not None else None
     if frame is None or not isinstance(carrier, _CarriedArguments):
         return None
-    return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
-
-
-def _casts_of(carrier: _CarriedArguments, frame: FrameType) -> WeightCache:
-    """The weight cache of this recomputation: its own, and one."""
-    key = (current_graph_task(), id(frame))
-    if carrier.casts is None or carrier.casts[0] != key:
-        carrier.casts = (key, WeightCache())
-    return carrier.casts[1]
+    return _of_device(carrier.region, device_type, carrier.casts.found_in(frame))
 
 
 def _of_device(region: OpenRegion | None, device_type: str, casts: WeightCache) -> OpenRegion | None:

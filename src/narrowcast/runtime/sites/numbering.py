@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from narrowcast.runtime.sites.graph_nodes import begins_here, number_in_graph
@@ -22,6 +22,7 @@ from narrowcast.runtime.sites.python_stack import called_modules
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dynamo import dynamo_trace, never_begin_at, tracing_compiled_code
 from narrowcast.runtime.torch_surface.modules import STACK, carried_state, find_recomputation
+from narrowcast.runtime.torch_surface.patches import once
 
 PLAIN_BODIES = frozenset(
     ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
@@ -89,6 +90,7 @@ def number_in_trace(op: str) -> int:
 # -- in graphs ---------------------------------------------------------------------------------------------------------
 
 
+T = TypeVar("T")
 Counts = dict[str, int]  # of calls, by op
 
 
@@ -107,27 +109,26 @@ class _CountsNow(threading.local):
 
 _now = _CountsNow()
 _wanted: list[None] = []  # one for each recording, and one from the first such region on
-_staying: list[None] = []
 
 
-@dataclass(slots=True)
-class Counted:
-    """What a module's call had counted when it called a checkpoint, which goes on from there when it recomputes."""
+class PerRecomputation(Generic[T]):
+    """What each recomputation of a checkpoint, in each backward, has of its own: the last one's is kept."""
 
-    before: Counts
-    again: Counts = field(default_factory=dict)
-    recomputation: tuple[int, int] = (0, 0)
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._made = make, make()
+        self._recomputation = (-1, 0)
 
-    @staticmethod
-    def now() -> Counted:
-        """What is counted up to here."""
-        return Counted(dict(_now.counts or {}))
+    def found_in(self, frame: object) -> T:
+        """That of the recomputation in this frame, in the backward that runs."""
+        key = (current_graph_task(), id(frame))
+        if self._recomputation != key:
+            self._recomputation, self._made = key, self._make()
+        return self._made
 
-    def in_recomputation(self, task: int, frame: object) -> Counts:
-        """The counts of the recomputation in this frame, in this backward."""
-        if self.recomputation != (task, id(frame)):
-            self.recomputation, self.again = (task, id(frame)), dict(self.before)
-        return self.again
+
+def counted_here() -> PerRecomputation[Counts]:
+    """What the module's call has counted that calls a checkpoint, which goes on from there when it recomputes."""
+    return PerRecomputation(dict(_now.counts or {}).copy)
 
 
 def is_wanted() -> bool:
@@ -137,10 +138,13 @@ def is_wanted() -> bool:
 
 def begin_counting() -> None:
     """Count calls from now on; those of this thread outside of modules' calls from here."""
-    if not _staying:
-        _staying.append(None)
-        _wanted.append(None)
+    _stay()
     _begin()
+
+
+@once
+def _stay() -> None:
+    _wanted.append(None)
 
 
 @contextmanager
@@ -183,9 +187,9 @@ def _counts() -> Counts | None:
     task = current_graph_task()
     if task not in (-1, _now.task):
         frame = find_recomputation()
-        counted: Counted | None = getattr(carried_state(frame), "counted", None) if frame is not None else None
+        counted: Any = getattr(carried_state(frame), "counted", None) if frame is not None else None
         if counted is not None:
-            return counted.in_recomputation(task, frame)
+            return counted.found_in(frame)  # type: ignore[no-any-return]
     return _now.counts
 
 

@@ -178,24 +178,15 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     )
 
 
-def user_line() -> Site:
-    """The file and line of the user's code that called this, and nothing else: a microsecond."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = None if _runs_commands(frame.f_code.co_filename) else frame.f_back
-    return NOWHERE if frame is None else Site(file=frame.f_code.co_filename, line=frame.f_lineno)
-
-
-def loop_line(frame: FrameType | None = None) -> Site:
-    """As `user_line`, and no training framework's line either, as long as the user's own is below it on the stack.
-
-    frame: of another stack.
+def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
+    """The file and line of the user's code that called this, and nothing else: a microsecond. No training framework's,
+    as long as the user's own is below it on the stack, unless `frameworks` count, too. frame: of another stack.
     """
     frame = frame or sys._getframe(1)
     first: FrameType | None = None
     while frame is not None and not _runs_commands(frame.f_code.co_filename):
         if is_user_file(frame.f_code.co_filename):
-            if not _runs_loops(frame.f_globals.get("__name__", "")):
+            if frameworks or not _runs_loops(frame.f_globals.get("__name__", "")):
                 break
             first = first or frame
         frame = frame.f_back

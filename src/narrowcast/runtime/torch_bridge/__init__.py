@@ -25,6 +25,7 @@ from narrowcast.runtime.torch_bridge.ops import (
 )
 from narrowcast.runtime.torch_bridge.rules import check_ops as check_ops, ops_of as ops_of
 from narrowcast.runtime.torch_bridge.tensors import (
+    PLAIN as PLAIN,
     cast as cast,
     device_type_of as device_type_of,
     is_weight as is_weight,

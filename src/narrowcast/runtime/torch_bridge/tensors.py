@@ -14,11 +14,12 @@ _to = torch.ops.aten.to.dtype
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What native autocast's cast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
-    result: torch.Tensor = tensor.to(dtype) if type(tensor) in _PLAIN else _to(tensor, dtype)
+    result: torch.Tensor = tensor.to(dtype) if type(tensor) in PLAIN else _to(tensor, dtype)
     return result
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same call, made faster
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""For these the method is the same call, made faster. Fake tensors, and other subclasses, may have no pointer."""
 
 
 def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:

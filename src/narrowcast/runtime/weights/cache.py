@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import CacheError, Origin
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import cast
+from narrowcast.runtime.torch_bridge import PLAIN, cast
 from narrowcast.runtime.torch_surface.dispatch import storage_key, version_of, without_modes
 from narrowcast.runtime.torch_surface.jit import tracing_state
 from narrowcast.runtime.torch_surface.patches import stay
@@ -209,8 +209,6 @@ class WeightCache:
 
 mutations = SimpleNamespace(count=0)
 """How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Fake tensors, and other subclasses, may have no pointer."""
 _CHUNK = 2**20
 
 
