@@ -12,7 +12,7 @@ from narrowcast.core.goals import MEMORY, Goal
 from narrowcast.core.policy import Site
 from narrowcast.errors import NarrowcastError
 from narrowcast.frontends.compiled.compile import compile
-from narrowcast.frontends.exported.exported_program import explicit_program, placed_program, traced_program
+from narrowcast.frontends.exported.export import explicit_program, placed_program, traced_program
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race.eager_ops import eager_note, is_raced, run_watched
 from narrowcast.observation.trial.isolation import isolated

@@ -24,8 +24,7 @@ from narrowcast.core.refusals import refusal
 from narrowcast.errors import RegionError
 from narrowcast.formats import bf16
 from narrowcast.runtime.regions.pinned import Pin, pin_of
-from narrowcast.runtime.regions.recomputation import carried_region
-from narrowcast.runtime.regions.ruling import active_region
+from narrowcast.runtime.regions.ruling import active_region, carried_region
 from narrowcast.runtime.regions.stack import OpenRegion, innermost
 from narrowcast.runtime.sites.graph_nodes import traced_site
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around

@@ -15,8 +15,7 @@ import torch
 from torch.nn import Module
 
 from narrowcast.frontends.eager.boundary import find_boundary
-from narrowcast.frontends.eager.bounded import run_bounded
-from narrowcast.frontends.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
+from narrowcast.frontends.eager.bounded import boundary_key, paths_matter, rules_hold, run_bounded, run_traced
 from narrowcast.frontends.eager.watch import stepping, watchers
 from narrowcast.runtime.regions import pinned
 from narrowcast.runtime.regions.pinned import ATTRIBUTE

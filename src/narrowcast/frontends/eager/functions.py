@@ -12,10 +12,9 @@ import torch
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.boundary import cast_tree
-from narrowcast.frontends.eager.bounded import policy_on
+from narrowcast.frontends.eager.bounded import policy_on, traced_policy
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.frontends.eager.steps import run_inside
-from narrowcast.frontends.eager.traced_calls import traced_policy
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.regions.stack import CHECKED
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, to_dtype

@@ -18,7 +18,7 @@ from narrowcast.frontends.eager.registered import install
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.regions.native_state import Carried, NativeState, carried_by
 from narrowcast.runtime.regions.pinned import watch_module_calls
-from narrowcast.runtime.regions.recomputation import carry_into_recomputation
+from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import CHECKED, Prepared
 from narrowcast.runtime.sites.sightings import sightings_of
 from narrowcast.runtime.torch_bridge import (

@@ -15,9 +15,8 @@ from narrowcast.core.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, d
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.frontends.eager.boundary import ANYWHERE, Names, make_boundary, names_of, names_of_forward
-from narrowcast.frontends.eager.bounded import run_bounded
+from narrowcast.frontends.eager.bounded import key_of, run_bounded, run_traced
 from narrowcast.frontends.eager.steps import runs_in_steps
-from narrowcast.frontends.eager.traced_calls import key_of, run_traced
 from narrowcast.runtime.regions.pinned import (
     Pin,
     is_module,

@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
-from narrowcast.frontends.scripts.leaves import Leaves
+from narrowcast.frontends.scripts.memory import Leaves
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import number_of
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section

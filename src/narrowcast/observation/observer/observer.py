@@ -25,7 +25,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule
 from narrowcast.observation.restore.weights import Weights
-from narrowcast.runtime.regions.recomputation import carry_into_recomputation
+from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import innermost
 from narrowcast.runtime.sites.graph_nodes import current_site
 from narrowcast.runtime.sites.python_stack import find_site
