@@ -28,6 +28,7 @@ from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.runtime.sites.numbering import PLAIN_BODIES, Numbering
 from narrowcast.runtime.torch_bridge import is_weight
+from narrowcast.runtime.torch_surface import fx, state
 from narrowcast.runtime.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
 from narrowcast.runtime.torch_surface.dispatch import (
     HigherOrderOperator,
@@ -35,21 +36,6 @@ from narrowcast.runtime.torch_surface.dispatch import (
     tree_leaves,
     tree_map,
     tree_map_only,
-)
-from narrowcast.runtime.torch_surface.fx import (
-    FakeTensor,
-    FakeTensorMode,
-    is_functorch_wrapped_tensor,
-    reenter_make_fx,
-    same_random_numbers,
-    without_pre_dispatch_mode,
-)
-from narrowcast.runtime.torch_surface.state import (
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    GraphRegion,
-    autocast_off,
-    cast_for_autocast,
 )
 
 # Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
@@ -83,7 +69,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     runner = _GraphRunner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
     table = decompositions(graph)
     with (
-        torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
+        torch.fx.traceback.preserve_node_meta(), fx.same_random_numbers(), transforms_as_they_were(),
         closing_marked(),
     ):  # fmt: skip
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
@@ -116,7 +102,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory, without autograd; of a fake one that represents a number, still the same number."""
     with torch.no_grad():
         made = value.detach()
-    if isinstance(value, FakeTensor) and value.item_memo is not None:
+    if isinstance(value, fx.FakeTensor) and value.item_memo is not None:
         made.item_memo = value.item_memo  # type: ignore[attr-defined]
     return made
 
@@ -125,8 +111,8 @@ def _refuse_constants(graph: torch.fx.GraphModule) -> None:
     """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
     for name, module in graph.named_modules():
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-            if isinstance(value, FakeTensor) or (
-                isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+            if isinstance(value, fx.FakeTensor) or (
+                isinstance(value, torch.Tensor) and fx.is_functorch_wrapped_tensor(value)
             ):
                 raise CaptureError(
                     asked="a graph with explicit casts",
@@ -173,9 +159,9 @@ class _GraphRunner(torch.fx.Interpreter):
                 asked="a graph with explicit casts", found=f"{target.__name__} inside it",
                 advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
             )  # fmt: skip
-        if target is ENTER_AUTOCAST:
+        if target is state.ENTER_AUTOCAST:
             return self._enter(args)
-        if target is EXIT_AUTOCAST:
+        if target is state.EXIT_AUTOCAST:
             args[0].__exit__(None, None, None)
             self.cached.pop()
             return None
@@ -195,7 +181,7 @@ class _GraphRunner(torch.fx.Interpreter):
         """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
         device, dtype, enabled, cache = args
         cache = self.cached[-1] if cache is None else cache
-        region = GraphRegion(device, dtype, enabled, False)
+        region = state.GraphRegion(device, dtype, enabled, False)
         region.__enter__()
         node = next(iter(reversed(_tracer().graph.nodes)))
         node.args = (*node.args[:3], cache)
@@ -209,7 +195,7 @@ class _GraphRunner(torch.fx.Interpreter):
             self.cached.append(self.cached[-1])
         else:
             self.cached.pop()
-        with without_pre_dispatch_mode():  # it would record torch's region inside ours, too
+        with fx.without_pre_dispatch_mode():  # it would record torch's region inside ours, too
             target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +206,7 @@ class _GraphRunner(torch.fx.Interpreter):
         device = args[0].device.type if op in _CAST_ARGUMENTS else ""
         if device and torch.is_autocast_enabled(device):
             low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[op]
-            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
+            args = (*(state.cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
         bodies = 0
         grad_mode = bool(args[0]) if op == "wrap_with_set_grad_enabled" else torch.is_grad_enabled()
         backward = _BACKWARD_BODIES.get(op)
@@ -230,7 +216,7 @@ class _GraphRunner(torch.fx.Interpreter):
             if not isinstance(leaf, torch.fx.GraphModule):
                 return leaf
             if not device:
-                off = autocast_off() if bodies == backward else nullcontext()
+                off = state.autocast_off() if bodies == backward else nullcontext()
                 bodies += 1
                 in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, op)
                 with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
@@ -279,7 +265,7 @@ class _GraphRunner(torch.fx.Interpreter):
         """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering)
-        made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        made: torch.fx.GraphModule = fx.reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
         self.captured.note_flags(made, [(True, keeps_cache and weight) for _, weight in map(_flags, values)])
         return made
@@ -323,16 +309,16 @@ def all_nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
             yield from module.graph.nodes
 
 
-def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:
+def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> fx.FakeTensorMode:
     """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
-    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), FakeTensor))
-    return next(found, None) or FakeTensorMode(**options)
+    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), fx.FakeTensor))
+    return next(found, None) or fx.FakeTensorMode(**options)
 
 
 @contextmanager
 def _not_recorded() -> Iterator[None]:
     """Calls inside are not part of the graph that is being captured."""
-    with disable_proxy_modes_tracing(), without_pre_dispatch_mode():
+    with disable_proxy_modes_tracing(), fx.without_pre_dispatch_mode():
         yield
 
 

@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.runtime.torch_surface.dispatch import (
-    ADDMM_ACTIVATION,
-    ENCODER_LAYER,
-    MULTI_HEAD_ATTENTION,
-    SCALED_MM,
-    SPARSE_ADDMM,
-    TRILINEAR,
-    OpOverload,
-)
+from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
@@ -57,14 +49,14 @@ def _encoder_layer(
         return torch.layer_norm(value, [embed_dim], weight, bias, eps)
 
     first = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
-    attended: Tensor = MULTI_HEAD_ATTENTION(
+    attended: Tensor = dispatch.MULTI_HEAD_ATTENTION(
         first, first, first, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, True,
         mask_type,
     )[0].add_(src)  # fmt: skip
     between = attended if norm_first else norm(attended, norm_weight_1, norm_bias_1)
     value = norm(between, norm_weight_2, norm_bias_2) if norm_first else between
     rows = value.view(-1, value.size(2))
-    hidden = ADDMM_ACTIVATION(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
+    hidden = dispatch.ADDMM_ACTIVATION(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
     result = torch.addmm(ffn_bias_2, hidden, ffn_weight_2.t()).view(value.size(0), value.size(1), -1).add_(between)
     return result if norm_first else norm(result, norm_weight_2, norm_bias_2)
 
@@ -97,7 +89,7 @@ def _trilinear(
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (first, weight, second))):
         return values
     with autocast_off():
-        result = TRILINEAR(first, weight, second, expand1, expand2, expand3, sumdim, unroll_dim)
+        result = dispatch.TRILINEAR(first, weight, second, expand1, expand2, expand3, sumdim, unroll_dim)
     result.detach().copy_(values)
     return result
 
@@ -149,12 +141,12 @@ def _tell(what: str, how: str) -> None:
     )
 
 
-INSIDE: Mapping[OpOverload, Callable[..., Any]] = {
-    ENCODER_LAYER: _encoder_layer,
-    TRILINEAR: _trilinear,
+INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {
+    dispatch.ENCODER_LAYER: _encoder_layer,
+    dispatch.TRILINEAR: _trilinear,
     torch.ops.aten.linalg_matrix_exp.default: _matrix_exp,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor: _pinv,
-    SCALED_MM: _scaled_mm,
-    SPARSE_ADDMM: torch.addmm,
+    dispatch.SCALED_MM: _scaled_mm,
+    dispatch.SPARSE_ADDMM: torch.addmm,
 }
 """By op: what makes the calls inside its kernel, or says that it is called in another way."""

@@ -21,13 +21,7 @@ from narrowcast.frontends.scripts.meanings import OURS, TORCH
 from narrowcast.frontends.scripts.region_facts import hold_policy, register_region
 from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.frontends.scripts.source import rewriting
-from narrowcast.runtime.torch_surface.jit import (
-    compiled_functions,
-    compiler_replaced,
-    deprecations_unsaid,
-    script_function,
-    script_module,
-)
+from narrowcast.runtime.torch_surface import jit
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -70,10 +64,10 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
     register_region(autocast)
     prepare_marks()  # before torch's regions are written as ours
     note_classes()
-    with deprecations_unsaid(), rewriting(tuple(dict.fromkeys(("cpu", "cuda", *device_types)))):
+    with jit.deprecations_unsaid(), rewriting(tuple(dict.fromkeys(("cpu", "cuda", *device_types)))):
         try:
             compiles = functools.partial(functools.partial, compile_called)
-            with compiler_replaced(with_regions, compiles, lambda function: bool(function_name(function))):
+            with jit.compiler_replaced(with_regions, compiles, lambda function: bool(function_name(function))):
                 yield
         finally:
             note_classes(by_us=True)
@@ -87,14 +81,14 @@ def compile_anew(target: Callable[..., Any] | torch.nn.Module) -> Any:
 
     It has the edges of its regions, before TorchScript keeps a form in which marks are gone.
     """
-    before = len(compiled_functions())
+    before = len(jit.compiled_functions())
     if isinstance(target, torch.nn.Module):
         check_methods(target)
-        made = script_module(target)
+        made = jit.script_module(target)
     else:
         check_pins(target)
-        made = script_function(bare(target))
-    for function in compiled_functions()[before:]:
+        made = jit.script_function(bare(target))
+    for function in jit.compiled_functions()[before:]:
         make_edges(function.graph)
     return made
 

@@ -27,23 +27,14 @@ from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.runtime.sites.script_sites import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
 from narrowcast.runtime.torch_bridge import id_with_dtype
-from narrowcast.runtime.torch_surface.jit import (
-    BOOL,
-    INT,
-    TENSOR,
-    TensorType,
-    drop_unused,
-    forget_shapes,
-    inline,
-    simplify,
-)
+from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
 def inline_calls(graph: Any) -> None:
     """Put the functions and methods that a graph calls into it, in place."""
     with autocast_off():
-        inline(graph)
+        jit.inline(graph)
     _read_attributes_once(graph)
 
 
@@ -90,7 +81,7 @@ def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
             continue
         if is_optional_tensor(value):
             cast = graph.create("prim::unchecked_cast", [value], 1)
-            cast.output().setType(TENSOR)
+            cast.output().setType(jit.TENSOR)
             cast.insertAfter(node)
             value.replaceAllUsesAfterNodeWith(cast, cast.output())
             value = cast.output()
@@ -142,11 +133,11 @@ def make_graph_explicit(
     if marked:
         _mark(graph, scanner)
     scanner.finish()
-    forget_shapes(graph)
+    jit.forget_shapes(graph)
     with norms_kept(graph):
-        drop_unused(graph)
+        jit.drop_unused(graph)
         while marked and drop_empty(graph):  # what only a mark held may be dropped, and be all that another one holds
-            drop_unused(graph)
+            jit.drop_unused(graph)
     keep_norms(graph)
     keep_until_last_use(graph)
     return reading, outcome
@@ -154,7 +145,7 @@ def make_graph_explicit(
 
 def _simplify(graph: Any) -> None:
     with norms_kept(graph):
-        simplify(graph)
+        jit.simplify(graph)
     for node in graph.findAllNodes("prim::unchecked_cast"):
         if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
             node.output().replaceAllUsesWith(node.input())
@@ -218,8 +209,8 @@ def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
         made.setType(kind)
         return made
 
-    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, BOOL)
-    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, INT)
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, jit.BOOL)
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, jit.INT)
     return replace(scope, enabled=enabled, low=low)
 
 
@@ -293,7 +284,7 @@ def _keep_in(graph: Any, block: Any) -> set[str]:
             if not other.output().uses():
                 other.destroy()
         in_loops |= read
-        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), TensorType))
+        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), jit.TensorType))
     return in_loops
 
 

@@ -19,17 +19,7 @@ from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.region_objects import is_region
 from narrowcast.runtime.sites.python_stack import find_site, is_user_file
-from narrowcast.runtime.torch_surface.jit import (
-    ScriptMethod,
-    class_method,
-    compiled_methods,
-    inline,
-    is_ignored,
-    method_names,
-    own_methods,
-    python_class,
-    script_classes,
-)
+from narrowcast.runtime.torch_surface import jit
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -117,8 +107,8 @@ def check_methods(module: torch.nn.Module) -> None:
 
 def _check_compiled(part: Any) -> None:
     """The methods of a script that torch compiled: without their decorators."""
-    kind = python_class(part)
-    for name, compiled in compiled_methods(part).items() if kind is not None else ():
+    kind = jit.python_class(part)
+    for name, compiled in jit.compiled_methods(part).items() if kind is not None else ():
         method = getattr(kind, name, None)
         regions: tuple[Any, ...] = ()
         with suppress(ScriptError):
@@ -132,15 +122,15 @@ def _check_compiled(part: Any) -> None:
 
 def _check_own(part: torch.nn.Module) -> None:
     """The attributes of an object that stand in the place of methods."""
-    is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
-    names = set(method_names(part) if is_script else dir(type(part)))
+    is_script, methods = isinstance(part, torch.jit.ScriptModule), jit.own_methods(part)
+    names = set(jit.method_names(part) if is_script else dir(type(part)))
     for value in vars(part).values():
         if inspect.isfunction(value) and isinstance(undecorated(value), torch.nn.Module):
             raise _no_function(type(part).forward, undecorated(value))
     for name in names & vars(part).keys():
         value, method = vars(part)[name], methods.get(name)
         if is_script:
-            if isinstance(value, ScriptMethod) or not _may_open(value):
+            if isinstance(value, jit.ScriptMethod) or not _may_open(value):
                 continue
             found = f"{name} was decorated when it was a script already, which runs without the region"
         elif not inspect.isroutine(value):
@@ -149,7 +139,7 @@ def _check_own(part: torch.nn.Module) -> None:
             found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
         elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
             found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
-        elif is_ignored(value) and _may_open(value):
+        elif jit.is_ignored(value) and _may_open(value):
             found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
         elif name == "forward" and method is None:
             found = "its attribute forward is a function without self, and a script compiles it as a method"
@@ -295,7 +285,7 @@ _dropped: dict[str, Any] = {}  # methods by qualified name
 
 def note_classes(by_us: bool = False) -> None:
     """Note the classes that were compiled since the last time: by us, or by torch alone, without their regions."""
-    for name, kind in script_classes().items():
+    for name, kind in jit.script_classes().items():
         if name not in _seen and not by_us:
             for method, found in vars(kind).items():
                 is_property = isinstance(found, property)
@@ -311,10 +301,10 @@ def check_class(call: Any) -> None:
     if kind.kind() != "InterfaceType":
         _check_method(f"{kind.qualified_name()}.{method}", call)
         return
-    for name in script_classes(kind):
+    for name in jit.script_classes(kind):
         _check_method(f"{name}.{method}", call)
-        graph = class_method(f"{name}.{method}").graph.copy()
-        inline(graph)
+        graph = jit.class_method(f"{name}.{method}").graph.copy()
+        jit.inline(graph)
         if any(region_class(node.output()) for node in graph.findAllNodes("prim::CreateObject")):
             found = f"an interface represents {name.rpartition('.')[2]}, and no script knows that its {method} has one"
             advice = "Give the class itself as the argument's type, or open the region around the call."
@@ -331,7 +321,7 @@ def _check_method(name: str, call: Any) -> None:
             advice="Open the region in the method: with torch.autocast(...): ...",
         )
     if name.rpartition(".")[0] in _seen:
-        for inner in class_method(name).graph.findAllNodes("prim::CallMethod"):
+        for inner in jit.class_method(name).graph.findAllNodes("prim::CallMethod"):
             if inner.inputsAt(0).type().kind() == "ClassType":
                 _check_method(f"{inner.inputsAt(0).type().qualified_name()}.{inner.s('name')}", call)
 
