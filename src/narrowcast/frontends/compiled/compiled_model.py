@@ -24,7 +24,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.eager.steps import run_inside
-from narrowcast.frontends.eager.watch import stepping
+from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping
 from narrowcast.frontends.race.eager_ops import is_raced, run_watched
 from narrowcast.runtime.sites.python_stack import is_user_file
 from narrowcast.runtime.torch_bridge import device_type_of, to_dtype
@@ -36,7 +36,7 @@ from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, c
 class Compiled:
     """What runs a compiled call."""
 
-    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         """The call's result."""
         return compiled(*args, **kwargs)
 
@@ -67,7 +67,7 @@ class InRegion(Compiled):
     def _device_of(self, args: Any, kwargs: Any) -> str:
         return self._device_type or device_type_of(args, kwargs) or "cpu"
 
-    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         """The call's result."""
         device_type = self._device_type or self._device_of(args, kwargs)
         region = self._regions.get(device_type)
@@ -95,7 +95,7 @@ class InRegion(Compiled):
 dynamo.never_trace(InRegion._first_call)
 
 
-def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(around: Compiled, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     """The call's result; while a run is observed, from our graphs, which tell of their calls.
 
     An error of ours that Dynamo has wrapped comes out as it was raised.

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from narrowcast.core.decide import Plan
 from narrowcast.core.policy import Policy, Site
 from narrowcast.frontends.eager.kernels import gather, slots_of
-from narrowcast.frontends.eager.watch import DecidedCall, Watcher, stepping, told
+from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, stepping, told
 from narrowcast.frontends.graphs.explicit import Explicit
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.regions.stack import innermost, stack
@@ -43,7 +43,7 @@ class Stepwise(torch.fx.Interpreter):
         with at_site(self._site, graph_call(n.meta, self)):
             return super().run_node(n)
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: Any, args: Arguments, kwargs: Keywords) -> Any:
         """One call of an op, of which those who want it whole are told."""
         if not isinstance(target, OpOverload):
             return super().call_function(target, args, kwargs)
@@ -74,9 +74,7 @@ def is_program(module: torch.nn.Module) -> TypeGuard[GraphModule]:
     return isinstance(module, GraphModule) and "_in_spec" in vars(module) and "_out_spec" in vars(module)
 
 
-def run_program(
-    program: GraphModule, watching: tuple[Watcher, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_program(program: GraphModule, watching: tuple[Watcher, ...], args: Arguments, kwargs: Keywords) -> Any:
     """The program's result, computed call by call."""
     values = inspect.signature(program.forward).bind(*args, **kwargs)
     values.apply_defaults()

@@ -11,7 +11,7 @@ import torch
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import FORMATS, Format, find_format
-from narrowcast.frontends.eager.region import autocast
+from narrowcast.frontends.eager.region import autocast, region_of
 from narrowcast.runtime.regions.ruling import active_region, native_region
 from narrowcast.runtime.torch_bridge import DTYPES, default_dtype, to_dtype
 
@@ -38,9 +38,7 @@ class AskedRegion:
 
     def on(self, device_type: str, policy: Policy) -> autocast:
         """The region on a device type, under this policy in place of the one that was asked for."""
-        return autocast(
-            device_type, self.dtype, self.enabled, self.cache, policy=policy, cache_limit_bytes=self.cache_limit_bytes
-        )
+        return region_of(policy, (device_type, self.dtype, self.enabled, self.cache, self.cache_limit_bytes))
 
     def fast_dtype_on(self, device_type: str) -> torch.dtype:
         """The low dtype: the one that was asked for, or that of the policy, or of the device type."""

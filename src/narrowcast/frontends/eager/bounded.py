@@ -24,7 +24,7 @@ from narrowcast.frontends.eager.boundary import (
     ruling_region,
 )
 from narrowcast.frontends.eager.region import autocast
-from narrowcast.frontends.eager.watch import DecidedCall, watchers
+from narrowcast.frontends.eager.watch import DecidedCall, Keywords, watchers
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path
@@ -35,7 +35,7 @@ from narrowcast.runtime.torch_surface.state import any_autocast, count_function_
 
 
 def run_bounded(
-    boundary: Boundary, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], module: Module | None = None
+    boundary: Boundary, call: Callable[..., Any], args: Any, kwargs: Keywords, module: Module | None = None
 ) -> Any:
     """`call(*args, **kwargs)` with a boundary around it; `module` is what is called, if it is one."""
     if boundary.plan.refused is not None:
@@ -67,7 +67,7 @@ def run_bounded(
 
 
 def _cast_arguments(
-    boundary: Boundary, args: Any, kwargs: dict[str, Any]
+    boundary: Boundary, args: Any, kwargs: Keywords
 ) -> tuple[torch.dtype | None, list[Any], dict[str, Any]]:
     """The dtype of the first floating argument that the boundary casts, as it came, and the arguments, cast."""
     came = None
@@ -92,7 +92,7 @@ def _cast(value: Any, dtype: torch.dtype, exactly: bool, boundary: Boundary, nam
         return cast_tree(value, dtype, exactly)
 
 
-def _run_off(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_off(call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """The call with autocasting off. Where a graph is made, regions that it can see; else a flag, which is cheaper."""
     if not any_autocast():
         return call(*args, **kwargs)
@@ -122,7 +122,7 @@ def _off(device_type: str) -> autocast:
     return autocast(device_type, enabled=False)
 
 
-def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """The call in a region of this format, under the policy in force; in none, on a device that has no autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return call(*args, **kwargs)
@@ -141,16 +141,13 @@ def policy_on(device_type: str) -> Policy:
 _FACTS = OpFacts(object(), MODULE_CALL_OP, (), None, True, False, False, False, False)  # type: ignore[arg-type]
 
 
-def _named(boundary: Boundary, args: Any, kwargs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+def _named(boundary: Boundary, args: Any, kwargs: Keywords) -> list[tuple[Slot, torch.Tensor]]:
     named = [(boundary.names.of(n), value) for n, value in enumerate(args)] + list(kwargs.items())
     return [(Slot(n, name, False, False), t) for n, (name, value) in enumerate(named) for t in tensors_in(value)]
 
 
 def _tell(
-    boundary: Boundary,
-    named: list[tuple[Slot, torch.Tensor]],
-    module: Module | None,
-    came: torch.dtype | None = None,
+    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, came: torch.dtype | None = None
 ) -> None:
     """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
@@ -259,7 +256,7 @@ for _function in (
     constant_for_dynamo(_function)
 
 
-def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
     traced_check(key)
     new_args: list[Any] = []
@@ -297,7 +294,7 @@ def _cast_traced(key: str, which: int | str, value: Any, cast_ones: list[Any]) -
     return value
 
 
-def _run_off_traced(device_types: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_off_traced(device_types: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     if not device_types:
         return call(*args, **kwargs)
     with autocast(device_types[0], enabled=False):

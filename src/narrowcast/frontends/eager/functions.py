@@ -13,7 +13,7 @@ from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.boundary import cast_tree
 from narrowcast.frontends.eager.bounded import policy_on, traced_policy
-from narrowcast.frontends.eager.region import autocast
+from narrowcast.frontends.eager.region import autocast, region_of
 from narrowcast.frontends.eager.steps import run_inside
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.regions.stack import CHECKED
@@ -113,12 +113,8 @@ def carry(function: F) -> F:
         if region is not None:
             prepared = region.prepared
             cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
-            found.append(
-                autocast(
-                    device_type, DTYPES[prepared.facts.low], True, cache, policy=prepared.for_graphs.policy,
-                    cache_limit_bytes=prepared.cache_limit_bytes,
-                )
-            )  # fmt: skip
+            asked = (device_type, DTYPES[prepared.facts.low], True, cache, prepared.cache_limit_bytes)
+            found.append(region_of(prepared.for_graphs.policy, asked))
 
     @contextmanager
     def regions() -> Iterator[None]:

@@ -212,26 +212,27 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     def again(self) -> autocast:
         """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
         if torch.compiler.is_dynamo_compiling():
-            return _region_of(self.policy.digest, self.asked)
+            return region_of(self.policy.digest, self.asked)
         return self
 
     def with_eager_policy(self, policy: Policy) -> autocast:
         """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
         region's.
         """
-        made = _region_of(policy, self.asked)
+        made = region_of(policy, self.asked)
         made._made = opening_of(policy, replace(made.prepared, graphs=self.prepared), self.asked)
         return made
 
     def __reduce__(self) -> Any:
-        return _region_of, (self.policy, self.asked)
+        return region_of, (self.policy, self.asked)
 
     def __repr__(self) -> str:
         cache = "" if self.prepared.grade == "native" else f", cache={self.prepared.grade}"
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy}{cache})"
 
 
-def _region_of(policy: Policy | str, asked: Asked) -> autocast:
+def region_of(policy: Policy | str, asked: Asked) -> autocast:
+    """The region that these arguments make."""
     device_type, dtype, enabled, cache, limit = asked
     return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
 

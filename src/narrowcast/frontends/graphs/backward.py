@@ -67,11 +67,7 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
 
 def autocast_state() -> State:
     """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in autocast_device_types()
-        if torch.is_autocast_enabled(device)
-    )
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_device_types() if torch.is_autocast_enabled(d))
 
 
 @contextmanager

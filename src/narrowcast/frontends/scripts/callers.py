@@ -98,16 +98,10 @@ def cross(callers: list[Site], mark: Any) -> dict[str, Any] | None:
         callers.pop()
         return None
     facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
-    callers.append(
-        Site(
-            f"{outer.module_path}.{facts.get('path', '')}".strip("."),
-            (*([facts["class"]] if "class" in facts else []), *outer.classes),
-            (*([facts["function"]] if "function" in facts else []), *outer.functions),
-            facts.get("file", outer.file),
-            facts.get("line", outer.line),
-            outer.around,
-        )
-    )
+    path = f"{outer.module_path}.{facts.get('path', '')}".strip(".")
+    classes, functions = ([facts[name]] if name in facts else [] for name in ("class", "function"))
+    file, line = facts.get("file", outer.file), facts.get("line", outer.line)
+    callers.append(Site(path, (*classes, *outer.classes), (*functions, *outer.functions), file, line, outer.around))
     return dict(facts)
 
 

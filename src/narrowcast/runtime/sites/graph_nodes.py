@@ -133,16 +133,9 @@ def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outsi
     if functions and around and functions[-1] == around[0]:
         around = around[1:]
     path, around_root = _path(modules, called)
-    classes = [_class_name(entry[1]) for entry in modules.values()]
-    classes = classes[::-1] + [_class_name(type(m)) for m in called]
-    return Site(
-        module_path=path,
-        classes=tuple(classes),
-        functions=functions + around,
-        file=file,
-        line=line,
-        around=outside.site.around if called else around_root,
-    )
+    inside = [kind for _, kind in modules.values()][::-1]
+    classes = tuple(map(_class_name, (*inside, *map(type, called))))
+    return Site(path, classes, functions + around, file, line, outside.site.around if called else around_root)
 
 
 _FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:,|[ \t]*$)', re.MULTILINE)

@@ -24,16 +24,10 @@ from narrowcast.runtime.torch_surface.modules import (
     without_wrapper,
 )
 
-_LIBRARIES = tuple(
-    f"{path}{os.sep}"
-    for path in (
-        FilePath(torch.__file__).parent,
-        FilePath(__file__).parents[2],
-        sysconfig.get_paths()["stdlib"],
-    )
-)
-_COMMANDS = f"{FilePath(__file__).parents[2] / 'cli'}{os.sep}"
-_PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
+_TORCH, _OURS = FilePath(torch.__file__).parent, FilePath(__file__).parents[2]
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (_TORCH, _OURS, sysconfig.get_paths()["stdlib"]))
+_COMMANDS = f"{_OURS / 'cli'}{os.sep}"
+_PACKAGES = (f"{_TORCH.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule",
     "_FabricModule",
