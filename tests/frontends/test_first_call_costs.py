@@ -134,7 +134,7 @@ def test_a_race_ends_with_the_time_it_is_given(monkeypatch):
     from narrowcast.frontends.race import choosing
 
     monkeypatch.setattr(choosing, "time_call", lambda run, args, trains: 1e7)
-    both = [choosing.CandidateSide(name, name) for name in ("placed", "policy")]
+    both = {name: name for name in ("placed", "policy")}
     assert choosing.time_sides(both, (), frozenset(), 0.0).rounds == choosing.LEAST_ROUNDS
     race = choosing.Choosing(both, frozenset(), lambda choice: None, seconds=0.01)
     assert race.seconds == choosing.LEAST_SECONDS

@@ -205,7 +205,7 @@ def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
 
     left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
     monkeypatch.setattr(choosing, "time_call", lambda run, args, trains: next(left[run]))
-    found = choosing.time_sides([choosing.CandidateSide(name, name) for name in times], (), frozenset())
+    found = choosing.time_sides({name: name for name in times}, (), frozenset())
     assert found.chosen == chosen
     assert set(found.times_ns) == set(times)
 
@@ -221,7 +221,7 @@ def test_short_sides_run_more_often_in_a_round(monkeypatch):
         return 4e5 if name == "short" else 1e7
 
     monkeypatch.setattr(choosing, "time_call", run)
-    found = choosing.time_sides([choosing.CandidateSide(name, name) for name in ("long", "short")], (), frozenset())
+    found = choosing.time_sides({name: name for name in ("long", "short")}, (), frozenset())
     assert found.chosen == "short" and found.rounds == choosing.ROUNDS
     assert calls.count("short") == 3 + 6 * found.rounds
     assert calls.count("long") == 3 + choosing.LEAST_ROUNDS  # far behind: it runs no more

@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.errors import ProfileError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.choosing import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.programs.program import Operand as Read, Step, Value
 from narrowcast.reports.results.profile import (
     Device,

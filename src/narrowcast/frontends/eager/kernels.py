@@ -22,8 +22,7 @@ from narrowcast.runtime.regions.ruling import active_region, native_region, tell
 from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
-from narrowcast.runtime.sites.python_stack import find_site, in_generated_code
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at
 from narrowcast.runtime.torch_bridge import (
     DTYPES,
     FORMATS,

@@ -180,34 +180,26 @@ class _GraphReader:
             note = (node.meta.get("custom") or {}).get(BOUNDARY)
             if note is not None:
                 self.boundaries[value.id] = note
-            return Step(
-                value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
-                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._site(node),
-            )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
+            cast = Step(value, CAST, (Operand("self", operands[0].value),))
+            return self._placed(node, cast)  # the user's own: no region's weight cache keeps it
         hiding = self.levels.stack[-1].hiding
         if hiding is not None and facts.computes:
             self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
             self.taken.update(self.memories.of(o.value) for o in operands if o.written)
         region = self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None])
-        direction = self.joint.get(node, "forward")
-        counts = direction == "forward" and self.levels.is_on(region)
-        return Step(
-            value,
-            facts.id,
-            operands,
-            constants,
-            given,
-            facts.computes,
-            region,
-            self.grad_mode,
-            direction,
-            shared,
-            ("random",) if is_random(op) else (),
-            (),
-            self._site(node),
-            number=self.numbering.number(node.meta, facts.id) if counts else 1,
+        counts = self.joint.get(node, "forward") == "forward" and self.levels.is_on(region)
+        effects = ("random",) if is_random(op) else ()
+        made = Step(
+            value, facts.id, operands, constants, given, facts.computes, region, aliases=shared, effects=effects
         )
+        number = self.numbering.number(node.meta, facts.id) if counts else 1
+        return self._placed(node, made, number)
+
+    def _placed(self, node: Node, made: Step, number: int = 1) -> Step:
+        """A step with what its node says of the place and the direction."""
+        direction, site = self.joint.get(node, "forward"), self._site(node)
+        return replace(made, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
     # -- gradients that in-place ops bring to what shares memory with their target
 
@@ -239,11 +231,11 @@ class _GraphReader:
         for operand in operands:
             self._join(number, operand.value)
         constants = str(node.args[1]) if name == "getitem" else ""
-        return Step(
-            self._value(node, gradient), name, operands, constants,
-            grad_mode=self.grad_mode, direction=self.joint.get(node, "forward"), aliases=tuple(range(len(operands))),
-            effects=() if pure else ("order",), blocks=blocks, site=self._site(node),
-        )  # fmt: skip
+        effects, aliases = () if pure else ("order",), tuple(range(len(operands)))
+        value = self._value(node, gradient)
+        return self._placed(
+            node, Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
+        )
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
         name = _target_name(node)

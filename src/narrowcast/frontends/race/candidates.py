@@ -39,8 +39,7 @@ from narrowcast.runtime.devices.abilities import slow_families
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
 from narrowcast.runtime.devices.model import CostModel
 from narrowcast.runtime.devices.prices import TimePrices, costs_time
-from narrowcast.runtime.devices.signature import known_shape
-from narrowcast.runtime.devices.workspaces import Workspaces
+from narrowcast.runtime.devices.signature import Workspaces, known_shape
 from narrowcast.runtime.torch_bridge import id_with_dtype
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 

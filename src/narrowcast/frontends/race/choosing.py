@@ -2,32 +2,100 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.frontends.race.remembered import RememberedTimes
+from narrowcast.output.files import cache_folder, is_there, replace_text, set_aside
 from narrowcast.output.progress import long_work
+from narrowcast.reports.results.profile import Device
 from narrowcast.runtime.devices.device import elapsed_ns, is_capturing, own_saved_tensors, random_state_kept
 from narrowcast.runtime.torch_bridge import PLAIN, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
 
+SCHEMA = "narrowcast.choice/1"
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedTimes:
+    """What was found when candidates were timed: medians in nanoseconds by name, the spread of each, what it cost.
+
+    seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier. dropped: candidates that
+    do not run here, with the first line of what they raise. formats: of the chosen one's choices; they name its
+    placement, whatever the profile has learnt since.
+    """
+
+    chosen: str
+    times_ns: dict[str, float]
+    spreads: dict[str, float]
+    rounds: int
+    seconds: float
+    from_disk: bool = False
+    dropped: dict[str, str] = field(default_factory=dict)
+    formats: tuple[str, ...] = ()
+
+
+def choice_key(device: Device, *facts: str) -> str:
+    """A name for what a choice was made about: the device, and texts that say the rest."""
+    text = json.dumps([asdict(device), *facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_choice(key: str, names: Sequence[str] | None = None) -> RememberedTimes | None:
+    """The choice that was made earlier; None if there is none, or none among candidates of these names.
+
+    A file that cannot be read is set aside, with a warning.
+    """
+    path = _path(key)
+    if not is_there(path):
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        found = RememberedTimes(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
+        return found if names is None or found.chosen in names else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it {set_aside(path)}", stacklevel=2)
+        return None
+
+
+def save_choice(key: str, choice: RememberedTimes) -> bool:
+    """Keep a choice; whether that was possible. Nothing depends on it but the next process's time."""
+    data = {"schema": SCHEMA, **asdict(choice)}
+    del data["from_disk"]
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(data, indent=1) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "choices" / f"{key}.json"
+
+
+# -- choices, kept on disk per program, inputs and device, as autotuning keeps its own ---------------------------------
+
+
 Compiled = Callable[..., Any]
 
 
-@dataclass(slots=True)
-class CandidateSide:
-    """A compiled candidate: its name, and what runs it."""
-
-    name: str
-    run: Compiled
+Sides = Mapping[str, Compiled]
+"""Compiled candidates by name: what runs each. The one that is predicted best comes first."""
 
 
 class Runner:
@@ -37,8 +105,8 @@ class Runner:
     computed without reaching anybody's `.grad`. Where they are taken, inputs are without anybody's hooks.
     """
 
-    def __init__(self, side: CandidateSide, given: Sequence[Any], written: frozenset[int]) -> None:
-        self.side = side
+    def __init__(self, name: str, run: Compiled, given: Sequence[Any], written: frozenset[int]) -> None:
+        self.name, self.run = name, run
         self.trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
         self._written = {n: given[n] for n in written}
         self._own = [_own(value, n in written, self.trains) for n, value in enumerate(given)]
@@ -50,7 +118,7 @@ class Runner:
             for n, value in self._written.items():
                 if isinstance(value, torch.Tensor):
                     self._restore(n, value)
-        return time_call(self.side.run, self._own, self.trains)
+        return time_call(self.run, self._own, self.trains)
 
     def often(self, calls: int) -> float:
         """The median of several calls; after one more, untimed, that leaves the caches as this side does."""
@@ -124,15 +192,13 @@ ROUND_NS, MOST_CALLS = 2e6, 10
 Times = dict[str, list[float]]
 
 
-def time_sides(
-    sides: Sequence[CandidateSide], args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS
-) -> RememberedTimes:
+def time_sides(sides: Sides, args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS) -> RememberedTimes:
     """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
 
     args: the inputs of a call. written: positions of those that calls write to. seconds: how long the rounds may take.
     """
     start = time.perf_counter()
-    runners = [Runner(side, args, written) for side in sides]
+    runners = [Runner(name, run, args, written) for name, run in sides.items()]
     # whatever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
     with random_state_kept(), own_saved_tensors(), long_work(f"timing {len(sides)} candidates", ROUNDS) as step:
         usable, dropped = _warm(runners)
@@ -163,7 +229,7 @@ def _warm(runners: Sequence[Runner]) -> tuple[list[tuple[Runner, int]], dict[str
             found.append((runner, max(1, min(MOST_CALLS, round(ROUND_NS / ns)))))
         except Exception as error:
             failed = error
-            dropped[runner.side.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+            dropped[runner.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
     if not found and failed is not None:
         raise failed
     return found, dropped
@@ -171,19 +237,19 @@ def _warm(runners: Sequence[Runner]) -> tuple[list[tuple[Runner, int]], dict[str
 
 def _alternate(runners: list[tuple[Runner, int]], seconds: float, step: Any) -> tuple[list[str], Times]:
     """The names of those that ran in all rounds, and the times of all: who is far behind after a few runs no more."""
-    times: Times = {runner.side.name: [] for runner, _ in runners}
+    times: Times = {runner.name: [] for runner, _ in runners}
     shuffled = random.Random(0)
     began = time.perf_counter()
     for number in range(ROUNDS):
         if number >= LEAST_ROUNDS:
             if time.perf_counter() - began > seconds:
                 break
-            best = min(statistics.median(times[runner.side.name]) for runner, _ in runners)
-            runners = [r for r in runners if statistics.median(times[r[0].side.name]) <= BEHIND * best]
+            best = min(statistics.median(times[runner.name]) for runner, _ in runners)
+            runners = [r for r in runners if statistics.median(times[r[0].name]) <= BEHIND * best]
         for runner, calls in shuffled.sample(runners, len(runners)):
-            times[runner.side.name].append(runner.often(calls))
+            times[runner.name].append(runner.often(calls))
         step()
-    return [runner.side.name for runner, _ in runners], times
+    return [runner.name for runner, _ in runners], times
 
 
 def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:
@@ -206,29 +272,25 @@ def _spread(times: Sequence[float]) -> float:
 class Choosing:
     """Runs the best of several compiled candidates; times them when it is first called.
 
-    sides: the one that is predicted best first. written: positions of inputs that calls write to. found: told what was
-    chosen. seconds: how long the rounds may take.
+    written: positions of inputs that calls write to. found: told what was chosen. seconds: the most for the rounds.
     """
 
     def __init__(
-        self,
-        sides: Sequence[CandidateSide],
-        written: frozenset[int],
-        found: Callable[[RememberedTimes], None],
-        seconds: float = SECONDS,
+        self, sides: Sides, written: frozenset[int], found: Callable[[RememberedTimes], None], seconds: float
     ) -> None:
-        self.sides = list(sides)
+        self.sides = sides
         self.seconds = min(max(seconds, LEAST_SECONDS), SECONDS)
         self.written = written
         self.found = found
-        self.chosen: Compiled | None = self.sides[0].run if len(self.sides) == 1 else None
+        self.chosen: Compiled | None = next(iter(sides.values())) if len(sides) == 1 else None
         self.lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         """The graph's results."""
         if self.chosen is None:
             if count_dispatch_modes() or getattr(_timing, "on", False) or is_capturing():
-                return self.sides[0].run(*args)  # recorded, on fake tensors, recomputed, captured: no time says much
+                predicted = next(iter(self.sides.values()))
+                return predicted(*args)  # recorded, on fake tensors, recomputed, captured: no time says much
             with self.lock:
                 if self.chosen is None:
                     self._choose(args)
@@ -238,14 +300,14 @@ class Choosing:
         _timing.on = True
         try:
             if is_entangled(args, self.written):  # no copies behave as these do: the prediction is taken
-                choice = RememberedTimes(self.sides[0].name, {}, {}, 0, 0.0)
+                choice = RememberedTimes(next(iter(self.sides)), {}, {}, 0, 0.0)
             else:
                 choice = time_sides(self.sides, args, self.written, self.seconds)
         finally:
             _timing.on = False
-        self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
+        self.chosen = self.sides[choice.chosen]
         self.found(choice)
-        self.sides = []
+        self.sides = {}
 
 
 _timing = threading.local()

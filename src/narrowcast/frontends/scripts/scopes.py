@@ -80,7 +80,7 @@ class Item:
     """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks.
 
     grad_mode: False under no_grad. call: the call of a module that it stands in, 0 for the graph's own. number: which
-    call of its op it is in that, from 1; 0 where that is not known before it runs (numbering.py).
+    call of its op it is in that, from 1; 0 where that is not known before it runs (convert.py).
     """
 
     node: Node

@@ -16,8 +16,7 @@ from narrowcast.core.ledger import TO_RULE_INSIDE
 from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.runtime.regions.stack import OpenRegion, Prepared, innermost, stack
 from narrowcast.runtime.sites.numbering import PerRecomputation, counted_here
-from narrowcast.runtime.sites.python_stack import NO_AROUND, Around
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import NO_AROUND, Around, warn_at
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes

@@ -4,7 +4,7 @@ Somebody is a recording, or a policy with a rule about the n-th call, from the f
 of modules' calls they are counted from where the outermost such region, or the recording, began.
 
 Nodes of graphs are known by what Dynamo and torch.export noted beside them; scripts count in
-frontends/scripts/numbering. A law holds them equal (test_calls_by_number).
+frontends/scripts/convert. A law holds them equal (test_calls_by_number).
 """
 
 from __future__ import annotations

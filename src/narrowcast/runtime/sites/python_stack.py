@@ -1,21 +1,24 @@
-"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's."""
+"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's. Warnings there."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from traceback import walk_stack, walk_tb
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.errors import RegionWarning
 from narrowcast.runtime.torch_surface.modules import (
     carried_state,
     children,
@@ -272,3 +275,15 @@ def _is_at(parent: Module, name: str, module: Module) -> bool:
     for part in name.split("."):
         found = children(found).get(part) if found is not None else None
     return found is module
+
+
+# -- warnings at the user's line, once for each ------------------------------------------------------------------------
+
+
+_said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was shown, which keeps it to once per line
+
+
+def warn_at(text: str, site: Site, category: type[Warning] = RegionWarning) -> None:
+    """A warning at a place, which Python's filters show once there."""
+    file = site.file or "<unknown>"
+    warnings.warn_explicit(text, category, file, site.line, registry=_said.setdefault(file, {}))
