@@ -73,7 +73,8 @@ class GraphBackend:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
-        if not (any_autocast() or _has_regions(graph)) and self.rules is None:
+        opens = (n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
+        if not (any_autocast() or any(opens)) and self.rules is None:
             return self._without_regions(graph, inputs)
         report = report_graph(graph)
         _note_break(report, graph)
@@ -276,10 +277,6 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
                 where=error.where,
                 advice="Give this op another format, or leave it out of the rule.",
             ) from error
-
-
-def _has_regions(graph: GraphModule) -> bool:
-    return any(n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
 
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:

@@ -126,14 +126,6 @@ class Boundary:
             raise refusal(self.plan, MODULE_CALL_OP, self.call.site)
 
 
-def boundary_of(names: Names, policy: Policy, region: Region, site: Site) -> Boundary | None:
-    """The boundary that a policy gives a module's call at a site; None if it says nothing about it."""
-    made = make_boundary(names, policy, region, site)
-    if made.plan.rule is None and not made.plan.results and not any(map(made.call.names, names.known)):
-        return None
-    return made
-
-
 def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> Boundary:
     """The boundary that a policy gives a call, if only one that does nothing."""
     call = ModuleCall(policy, region, site)
@@ -297,4 +289,6 @@ def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return boundary_of(names_of_forward(module), policy, facts, replace(site, classes=(name,)))
+    made = make_boundary(names_of_forward(module), policy, facts, replace(site, classes=(name,)))
+    says = made.plan.rule is not None or made.plan.results or any(map(made.call.names, made.names.known))
+    return made if says else None

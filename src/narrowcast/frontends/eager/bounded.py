@@ -208,11 +208,6 @@ def rules_hold() -> bool:
     return ruling_region() is not None
 
 
-def traced_check(key: str) -> None:
-    """Raise if the call is refused."""
-    _traced[key].check()
-
-
 def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, bool, str]:
     """What the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside the
     nodes of the cast, for the ledger of the graph.
@@ -258,7 +253,7 @@ for _function in (
 
 def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
-    traced_check(key)
+    _traced[key].check()
     new_args: list[Any] = []
     new_kwargs: dict[str, Any] = {}
     cast_ones: list[Any] = []  # as they came

@@ -15,12 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree
 
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.composites import decompositions

@@ -183,7 +183,8 @@ def enter_call(scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Sc
     around = {d: s for d, s in around.items() if policy_of(s).has_module_rules}
     if pin is not None and pin.policy.has_module_rules:
         around = _with_pin(around, pin)
-    around = {d: s for d, s in around.items() if _has_rules(s, site)}
+    rules = {d: [rule for rule in policy_of(s).rules if rule.is_module_call] for d, s in around.items()}
+    around = {d: s for d, s in around.items() if any(rule.matches_site(site) for rule in rules[d])}
     calls = {device: _call(scope, site) for device, scope in around.items()}
     plans = {device: call.plan() for device, call in calls.items()}
     if not around:
@@ -216,11 +217,6 @@ def _with_pin(around: Scopes, pin: Pin) -> Scopes:
     if not around:
         return {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
     return {d: replace(s, policy=hold_policy(policy_of(s).with_rules(pin.policy.rules))) for d, s in around.items()}
-
-
-def _has_rules(scope: Scope, site: Site) -> bool:
-    rules = policy_of(scope).rules
-    return any(rule.is_module_call and rule.matches_site(site) for rule in rules)
 
 
 def _call(scope: Scope, site: Site) -> ModuleCall:

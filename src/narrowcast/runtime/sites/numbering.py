@@ -142,9 +142,7 @@ def begin_counting() -> None:
     _begin()
 
 
-@once
-def _stay() -> None:
-    _wanted.append(None)
+_stay = once(lambda: _wanted.append(None))
 
 
 @contextmanager
