@@ -447,8 +447,7 @@ def test_fusion_decides_what_a_cast_is_worth():
     """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
     from narrowcast.formats import bf16, fp32
     from narrowcast.programs.program import Operand, Step, Value
-    from narrowcast.runtime.devices.model import CostModel
-    from narrowcast.runtime.devices.prices import TimePrices
+    from narrowcast.runtime.devices.prices import CostModel, TimePrices
 
     value = Value(1, "fp32", (4096, 1024), "cpu")
     maker = Step(value, "aten.gelu.default", (Operand("self", 0),), computes=True)

@@ -27,7 +27,7 @@ from narrowcast.reports.results.profile import (
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
-from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.prices import CostModel
 from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
 from narrowcast.runtime.devices.sweep import basics, sweep
 

@@ -14,8 +14,7 @@ from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.run import Run
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.model import CostModel
-from narrowcast.runtime.devices.prices import TimePrices, costs_time
+from narrowcast.runtime.devices.prices import CostModel, TimePrices, costs_time
 from narrowcast.runtime.devices.signature import cast_signature
 
 

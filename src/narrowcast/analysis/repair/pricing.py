@@ -11,7 +11,7 @@ from narrowcast.core.policy import Rule
 from narrowcast.formats import Format, fp32
 from narrowcast.reports.results.profile import Profile, load_profile
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.prices import CostModel
 from narrowcast.runtime.devices.signature import Signature
 
 UNPRICED = "No profile of this device prices the rules; `narrowcast profile` makes one."

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from narrowcast.core.goals import CAST, WORKING, Goal, as_goal
+from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.frontends.compiled.stepwise import find_elsewhere, steppable
@@ -138,14 +138,10 @@ class GraphBackend:
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
         """The graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
-        resting = Resting()
         with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
-            if self.goal.weights != CAST:
-                resting = rest_weights(
-                    explicit.graph, explicit.outcome.program, explicit.nodes, weight_positions(graph, inputs),
-                    self.goal.weights == WORKING,
-                )  # fmt: skip
+            weights = weight_positions(graph, inputs)
+            resting = rest_weights(explicit.graph, explicit.outcome.program, explicit.nodes, weights, self.goal)
             start = time.perf_counter()
             check_formats(explicit.graph, with_stand_ins(explicit.graph, values))
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start

@@ -37,8 +37,7 @@ from narrowcast.programs.program import Edit, Program, Step, Value, element_byte
 from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.abilities import slow_families
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
-from narrowcast.runtime.devices.model import CostModel
-from narrowcast.runtime.devices.prices import TimePrices, costs_time
+from narrowcast.runtime.devices.prices import CostModel, TimePrices, costs_time
 from narrowcast.runtime.devices.signature import Workspaces, known_shape
 from narrowcast.runtime.torch_bridge import id_with_dtype
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
@@ -79,8 +78,8 @@ class Candidate:
         """Write it into a graph of its own. weights, rests: as for `make_candidates`."""
         self.graph, own = copy_reading(reading)
         nodes = write_graph(own, self.outcome.program)
-        if goal.weights != CAST and rests:
-            self.resting = rest_weights(self.graph, self.outcome.program, nodes, weights, goal.weights == WORKING)
+        if rests:
+            self.resting = rest_weights(self.graph, self.outcome.program, nodes, weights, goal)
         self.is_written = True
 
     @property

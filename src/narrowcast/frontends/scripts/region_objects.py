@@ -35,14 +35,14 @@ def described(value: Any) -> dict[str, Any]:
 
 def signature_of(value: Any) -> Signature | None:
     """The arguments of region classes in their order, and what ours takes where these do not say it."""
-    if value is autocast:
-        return ("device_type", "dtype", "enabled", "cache_enabled"), {}
-    if value is torch.autocast:
-        return ("device_type", "dtype", "enabled", "cache_enabled"), {"policy": "''"}
-    names = ("enabled", "dtype", "cache_enabled")
-    told = {"cache_enabled": "True", "policy": "''"}
-    if value is torch.cpu.amp.autocast:  # type: ignore[attr-defined]
-        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), **told}
-    if value is torch.cuda.amp.autocast:
-        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), **told}
-    return None
+    return _SIGNATURES.get(value) if isinstance(value, type) else None
+
+
+_ALL, _OLD = ("device_type", "dtype", "enabled", "cache_enabled"), ("enabled", "dtype", "cache_enabled")
+_TOLD = {"cache_enabled": "True", "policy": "''"}
+_SIGNATURES: dict[type, Signature] = {
+    autocast: (_ALL, {}),
+    torch.autocast: (_ALL, {"policy": "''"}),
+    torch.cpu.amp.autocast: (_OLD, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), **_TOLD}),  # type: ignore[attr-defined]
+    torch.cuda.amp.autocast: (_OLD, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), **_TOLD}),
+}

@@ -59,21 +59,16 @@ CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside 
 _AT_REST = {name: (name, False, _dtype(name)) for name in CARRIERS}
 
 
-def carriers(device_type: str) -> tuple[str, ...]:
-    """The device types whose state carries the identity: absent ones, and not the region's own."""
-    accelerator = torch.accelerator.current_accelerator()
-    taken = (device_type, accelerator.type if accelerator is not None else "")
-    return tuple(name for name in CARRIERS if name not in taken)
-
-
 Carried = tuple[tuple[str, torch.dtype], ...]
 """What is written where: by device type, the dtype."""
 
 
 def carried_by(digest: str, device_type: str) -> Carried:
-    """What a region on this device type writes for a policy of this digest."""
+    """What a region on this device type writes for a policy of this digest: into absent ones, and not its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    taken = (device_type, accelerator.type if accelerator is not None else "")
     number, written = int(digest[:12], 16), []
-    for name in carriers(device_type):
+    for name in (name for name in CARRIERS if name not in taken):
         number, position = divmod(number, len(_DTYPES))
         written.append((name, _DTYPES[position]))
     return tuple(written)
