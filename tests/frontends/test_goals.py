@@ -17,7 +17,7 @@ from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race import placing
 from narrowcast.reports.results.profile import Device, Profile
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import known_profile
+from narrowcast.runtime.devices.sweep import known_profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 

@@ -25,11 +25,10 @@ from narrowcast.reports.results.profile import (
     set_aside,
 )
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
 from narrowcast.runtime.devices.prices import CostModel
 from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
-from narrowcast.runtime.devices.sweep import basics, sweep
+from narrowcast.runtime.devices.sweep import basics, foreign_profile, keep, known_profile, sweep
 
 H200 = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
 

@@ -178,16 +178,8 @@ def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | Non
 
 def cast_results(result: Any, plan: Plan) -> Any:
     """What an op returned, with the plan's casts of it made."""
-    for wanted in plan.results:
-        if wanted.format is None:
-            continue
-        dtype = DTYPES[wanted.format]
-        if not wanted.part:
-            result = cast_tree(result, dtype, wanted.exactly)
-        elif isinstance(result, (tuple, list)):
-            pairs = enumerate(result)
-            result = type(result)(cast_tree(r, dtype, wanted.exactly) if str(n) == wanted.part else r for n, r in pairs)
-    return result
+    parts = {"", *map(str, range(len(result)))} if isinstance(result, (tuple, list)) else {""}
+    return cast_parts(result, tuple(r for r in plan.results if r.part in parts), None)
 
 
 def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:

@@ -38,7 +38,7 @@ from narrowcast.programs.program import Program, Writes, print_program
 from narrowcast.reports.results.differences import site_text
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
+from narrowcast.runtime.devices.sweep import foreign_profile, keep, known_profile
 from narrowcast.runtime.sites.python_stack import warn_at
 from narrowcast.runtime.torch_surface.dynamo import begins_again, without_wrappers
 

@@ -21,7 +21,7 @@ from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import is_forward, mark_whole
 from narrowcast.frontends.scripts.calls import holds_tensors, is_tensor
 from narrowcast.frontends.scripts.places import shown_from
-from narrowcast.frontends.scripts.region_facts import hold_policy
+from narrowcast.frontends.scripts.region_facts import Node, Value, hold_policy
 from narrowcast.frontends.scripts.scopes import (
     ANYWHERE,
     PASSAGE,
@@ -35,10 +35,6 @@ from narrowcast.frontends.scripts.scopes import (
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface.jit import compiled_method, find_type, method_names
-
-Value = Any
-Node = Any
-
 
 # -- passages are made before calls are inlined ------------------------------------------------------------------------
 

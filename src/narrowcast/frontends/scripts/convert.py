@@ -12,15 +12,14 @@ import torch
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.boundaries import enter_call
-from narrowcast.frontends.scripts.callers import path_of, set_names
+from narrowcast.frontends.scripts.callers import keep_norms, norms_kept, path_of, set_names
 from narrowcast.frontends.scripts.calls import decided_as, facts_of, is_optional_tensor
 from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.frontends.scripts.composites import open_composites, tell_closed
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import region_class
-from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, passage
-from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
+from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, passage, value_of
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.runtime.sites.script_sites import MARK, number_of
@@ -222,8 +221,7 @@ def _answer(graph: Any, section: Section) -> None:
         scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
         if scope is not None:
             graph.setInsertPoint(item.node)
-            known = isinstance(scope.enabled, bool)
-            item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
+            item.node.output().replaceAllUsesWith(value_of(graph, scope.enabled))
 
 
 _UNSEEN = {

@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
+from narrowcast.frontends.scripts.decorated import signature_of
 from narrowcast.frontends.scripts.meanings import TORCH, Meanings
-from narrowcast.frontends.scripts.region_facts import region_class
-from narrowcast.frontends.scripts.region_objects import signature_of
+from narrowcast.frontends.scripts.region_facts import Node, region_class
 from narrowcast.runtime.torch_surface.jit import NONE
-
-Node = Any  # torch._C.Node
 
 ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK = "_enabled", "fast_dtype", "device", "cached"
 """Assigned to themselves where a region is entered, is still open after a part that leaves it, and is left; and at the

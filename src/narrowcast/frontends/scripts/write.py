@@ -17,7 +17,7 @@ from narrowcast.frontends.scripts.calls import facts_of, is_optional_tensor, is_
 from narrowcast.frontends.scripts.memory import Leaves
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import number_of
-from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section
+from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section, value_of
 from narrowcast.programs.passes import cast_inside, hoist_casts
 from narrowcast.programs.program import (
     BACK,
@@ -338,10 +338,10 @@ class Writer:
         return self.graph.insertConstant(value)
 
     def _on(self, scope: Scope) -> Any:
-        return self._constant(scope.enabled) if isinstance(scope.enabled, bool) else scope.enabled
+        return value_of(self.graph, scope.enabled)
 
     def _low(self, scope: Scope) -> Any:
-        return self._constant(number_of(scope.low)) if isinstance(scope.low, torch.dtype) else scope.low
+        return value_of(self.graph, scope.low)
 
     def _flags(self, scope: Scope) -> list[Any]:
         """The flags for cuda and for cpu, in the order of the two ops."""
