@@ -21,18 +21,7 @@ from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.frontends.compiled.stepwise import find_elsewhere, steppable
-from narrowcast.frontends.graphs.backward import (
-    AS_EAGER,
-    LISTED,
-    OFF,
-    SAME,
-    Backward,
-    State,
-    autocast_state,
-    parse_backward,
-    tracing_backward,
-    watch_backward,
-)
+from narrowcast.frontends.graphs.backward import LISTED, SAME, Backward, State, autocast_state, parse_backward
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
 from narrowcast.frontends.graphs.check import check_formats, tell_other_paths
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
@@ -118,7 +107,7 @@ class GraphBackend:
 
     def _without_regions(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Nothing to decide; the backward is held to its promise all the same."""
-        with tracing_backward(self.backward, graph) as expected:
+        with self.backward.tracing(graph) as expected:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
@@ -126,7 +115,7 @@ class GraphBackend:
         """The graph in the formats that are predicted to be the best, and what compiles its candidates."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
-        uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
+        uncompiled = self.rules is None and self.backward.runs_as_inputs
         with fake_mode_of(graph):
             placed = place_graph(
                 graph, values, self.goal, fused, compiler_text(self.inner), weight_positions(graph, inputs), uncompiled
@@ -203,7 +192,7 @@ class GraphBackend:
         settings: dict[str, Any] = {"joint_custom_pass": run_joint}
         if rules is not None:  # AOTAutograd's cache does not know of them
             settings["enable_autograd_cache"] = False
-        with tracing_backward(self.backward, explicit.graph) as expected, functorch_config.patch(settings):
+        with self.backward.tracing(explicit.graph) as expected, functorch_config.patch(settings):
             yield expected
 
 
@@ -255,7 +244,7 @@ def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
     def run(*args: Any) -> Any:
         results = compiled(*args)
         if torch.is_grad_enabled():
-            watch_backward(results, expected, choice)
+            choice.watch(results, expected)
         return results
 
     return run
