@@ -20,15 +20,7 @@ from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.runtime.regions.native_state import Identity, NativeState, enter_native, leave_native
 from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
-from narrowcast.runtime.regions.stack import (
-    CHECKED,
-    OpenRegion,
-    Prepared,
-    innermost,
-    open_anywhere,
-    region_watchers,
-    stack,
-)
+from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, open_anywhere, region_watchers, stack
 from narrowcast.runtime.sites.numbering import begin_counting
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_trace
@@ -257,7 +249,7 @@ def _is_another_format(facts: Region, before: NativeState, depth: int) -> bool:
     """
     if not facts.enabled:
         return False
-    around, known = innermost(), 1
+    around, known = stack.innermost, 1
     last = around.prepared.facts if around is not None else facts
     while around is not None:
         found = around.prepared.facts

@@ -22,16 +22,7 @@ from narrowcast.frontends.scripts.callers import is_forward, mark_whole
 from narrowcast.frontends.scripts.calls import holds_tensors, is_tensor
 from narrowcast.frontends.scripts.places import shown_from
 from narrowcast.frontends.scripts.region_facts import Node, Value, hold_policy
-from narrowcast.frontends.scripts.scopes import (
-    ANYWHERE,
-    PASSAGE,
-    Scanner,
-    Scope,
-    Scopes,
-    close_passage,
-    passage,
-    policy_of,
-)
+from narrowcast.frontends.scripts.scopes import ANYWHERE, PASSAGE, Scanner, Scope, Scopes, policy_of
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface.jit import compiled_method, find_type, method_names
@@ -149,13 +140,6 @@ def _create(graph: Any, value: Value, facts: Mapping[str, str]) -> Node:
     made.s_(PASSAGE, json.dumps(facts))
     made.output().setType(value.type())
     return made
-
-
-def close_passages(graph: Any) -> None:
-    """Take them out of a graph whose calls are not inlined."""
-    for node in graph.findAllNodes("aten::alias"):
-        if passage(node) is not None:
-            close_passage(node)
 
 
 # -- and read when they are --------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import torch
 
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.scripts.boundaries import bound_whole, close_passages
+from narrowcast.frontends.scripts.boundaries import bound_whole
 from narrowcast.frontends.scripts.callers import function_name, mark_calls, mark_whole, unmark
 from narrowcast.frontends.scripts.cast_already import prepare_marks
 from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, note_classes, undecorated
 from narrowcast.frontends.scripts.leaving import make_edges
 from narrowcast.frontends.scripts.meanings import OURS, TORCH
 from narrowcast.frontends.scripts.region_facts import hold_policy, register_region
-from narrowcast.frontends.scripts.scopes import Scope
+from narrowcast.frontends.scripts.scopes import Scope, close_passages
 from narrowcast.frontends.scripts.source import rewriting
 from narrowcast.runtime.torch_surface import jit
 

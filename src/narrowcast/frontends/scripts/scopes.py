@@ -363,6 +363,13 @@ def close_passage(node: Node) -> None:
     node.destroy()
 
 
+def close_passages(graph: Any) -> None:
+    """Take all passages out of a graph whose calls are not inlined."""
+    for node in graph.findAllNodes("aten::alias"):
+        if passage(node) is not None:
+            close_passage(node)
+
+
 def policy_of(scope: Scope) -> Policy:
     """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
     chosen = told_policy(scope.policy) or Policy.native(scope.device_type)

@@ -23,9 +23,9 @@ import torch
 
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.frontends.scripts import callers
-from narrowcast.frontends.scripts.boundaries import Modules, bound_whole, close_passages
+from narrowcast.frontends.scripts.boundaries import Modules, bound_whole
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.frontends.scripts.scopes import Scope, Scopes
+from narrowcast.frontends.scripts.scopes import Scope, Scopes, close_passages
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
