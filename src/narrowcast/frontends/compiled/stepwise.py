@@ -16,8 +16,8 @@ from narrowcast.core.policy import Policy, Site
 from narrowcast.frontends.eager.kernels import gather, slots_of
 from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, stepping, told
 from narrowcast.frontends.graphs.explicit import Explicit
-from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
-from narrowcast.runtime.regions.stack import innermost, stack
+from narrowcast.runtime.regions.ruling import ruling_regions
+from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, graph_call, node_site
 from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.sites.python_stack import called_modules, module_path
@@ -96,7 +96,7 @@ class Elsewhere(torch.fx.Interpreter):
         super().__init__(graph, garbage_collect_values=False)
         self.compiled_for = module_path(called_modules()) if modules_matter else None
         self.policies = _policies()
-        region = innermost()
+        region = stack.innermost
         is_alone = region is not None and region.outer is None and region.is_innermost
         self.alone = region.prepared.for_graphs if region is not None and is_alone else None
         self.outside = NO_OUTSIDE
@@ -140,10 +140,9 @@ def find_elsewhere(graph: GraphModule, explicit: Explicit) -> Elsewhere | None:
     """What checks where the graph is called: if a region of ours is open, or the policy asks for modules."""
     rules = [rule for policy in explicit.reading.policies.values() for rule in policy.rules]
     modules_matter = not all(rule.is_unconditional for rule in rules) and len(called_modules()) >= 2
-    return Elsewhere(graph, modules_matter) if modules_matter or innermost() is not None else None
+    return Elsewhere(graph, modules_matter) if modules_matter or stack.innermost is not None else None
 
 
 def _policies() -> tuple[tuple[str, str], ...]:
     """The policies in force, by device type."""
-    found = ((device_type, region_on(device_type)) for device_type in ruled_device_types())
-    return tuple((device, r.prepared.for_graphs.policy.digest) for device, r in found if r is not None)
+    return tuple((device, r.prepared.for_graphs.policy.digest) for device, r in ruling_regions().items())

@@ -25,7 +25,7 @@ from narrowcast.errors import RegionError
 from narrowcast.formats import bf16
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.regions.ruling import active_region, carried_region
-from narrowcast.runtime.regions.stack import OpenRegion, innermost
+from narrowcast.runtime.regions.stack import OpenRegion, stack
 from narrowcast.runtime.sites.graph_nodes import traced_site
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
 from narrowcast.runtime.torch_bridge import DTYPES, cast
@@ -219,7 +219,7 @@ ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any regi
 
 def ruling_region() -> OpenRegion | None:
     """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
-    region = innermost()
+    region = stack.innermost
     if region is None or not region.is_innermost:
         found = map(carried_region, DEVICE_TYPES) if current_graph_task() != -1 else ()
         carried = next((r for r in found if r is not None and r.prepared.policy.has_module_rules), None)

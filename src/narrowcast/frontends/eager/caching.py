@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowcast.errors import CacheError
 from narrowcast.frontends.eager.watch import watchers
-from narrowcast.runtime.regions.stack import innermost, open_anywhere
+from narrowcast.runtime.regions.stack import open_anywhere, stack
 from narrowcast.runtime.torch_surface.modules import mutators, optimized_by
 from narrowcast.runtime.torch_surface.patches import note_staying, once, stay
 from narrowcast.runtime.weights.at_rest import at_rest
@@ -24,7 +24,7 @@ def cache_info() -> CacheInfo:
 
     Casts that torch's own kernels keep (grade `native`) cannot be seen from Python and are not counted.
     """
-    region = innermost()
+    region = stack.innermost
     if region is None:
         return CacheInfo()
     held = region.casts
@@ -46,7 +46,7 @@ def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None
     weights = [w for item in changed for w in _weights_of(item)]
     if weights or not changed:
         at_rest.forget(*weights)
-    region = innermost()
+    region = stack.innermost
     if region is None:
         return
     torch.clear_autocast_cache()
@@ -144,6 +144,6 @@ def _forget() -> None:
     if open_anywhere:
         mutations.count += 1
         torch.clear_autocast_cache()
-        region = innermost()
+        region = stack.innermost
         if region is not None:
             region.casts.clear()

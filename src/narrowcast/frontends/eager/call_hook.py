@@ -19,7 +19,7 @@ from narrowcast.frontends.eager.bounded import boundary_key, paths_matter, rules
 from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping, watchers
 from narrowcast.runtime.regions import pinned
 from narrowcast.runtime.regions.pinned import ATTRIBUTE
-from narrowcast.runtime.regions.stack import innermost
+from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.numbering import is_wanted, numbered_apart
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dynamo import know_torchs_call, never_begin_at, never_trace
@@ -75,7 +75,7 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called_pinned(original: Callable[..., Any], module: Module, pin: Any, args: Arguments, kwargs: Keywords) -> Any:
-    if pin is None and innermost() is None and current_graph_task() == -1:
+    if pin is None and stack.innermost is None and current_graph_task() == -1:
         return original(module, *args, **kwargs)
     if pin is not None and pin.region is not None:
         with pin.region:

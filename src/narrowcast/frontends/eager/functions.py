@@ -15,7 +15,7 @@ from narrowcast.frontends.eager.boundary import cast_tree
 from narrowcast.frontends.eager.bounded import policy_on, traced_policy
 from narrowcast.frontends.eager.region import autocast, region_of
 from narrowcast.frontends.eager.steps import run_inside
-from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
+from narrowcast.runtime.regions.ruling import ruled_device_types, ruling_regions
 from narrowcast.runtime.regions.stack import CHECKED
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, to_dtype
 from narrowcast.runtime.torch_surface.autograd import note_forward, noted_forward
@@ -108,13 +108,11 @@ def carry(function: F) -> F:
             advice="Give the function that the thread is to run.",
         )  # fmt: skip
     found = []
-    for device_type in ruled_device_types():
-        region = region_on(device_type)
-        if region is not None:
-            prepared = region.prepared
-            cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
-            asked = (device_type, DTYPES[prepared.facts.low], True, cache, prepared.cache_limit_bytes)
-            found.append(region_of(prepared.for_graphs.policy, asked))
+    for device_type, region in ruling_regions().items():
+        prepared = region.prepared
+        cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
+        asked = (device_type, DTYPES[prepared.facts.low], True, cache, prepared.cache_limit_bytes)
+        found.append(region_of(prepared.for_graphs.policy, asked))
 
     @contextmanager
     def regions() -> Iterator[None]:

@@ -19,7 +19,7 @@ from narrowcast.errors import RegionError
 from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, told, watchers
 from narrowcast.runtime.regions.ruling import active_region, native_region, tell_hidden
-from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
+from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, stack
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
 from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at
@@ -71,7 +71,7 @@ class Kernel:
         if watching:
             return self._run_watched(watching, region, number, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
-            if region is None and innermost() is not None:
+            if region is None and stack.innermost is not None:
                 tell_hidden(self.facts.id, self.device_type, lambda: _noted_site() or find_site())
             if self._native is None:
                 return self._pass_on(keyset, args, kwargs)
@@ -323,7 +323,7 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
     ):
         return cast(tensor, dtype)
     if region.owner is None:
-        around = innermost()
+        around = stack.innermost
         if around is None or around.prepared.grade not in CHECKED:
             return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
         region = around  # torch's region inside one of ours whose cache is checked

@@ -29,7 +29,7 @@ from narrowcast.frontends.scripts.scopes import Scope, Scopes, close_passages
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
-from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
+from narrowcast.runtime.regions.ruling import ruling_regions
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
 from narrowcast.runtime.sites.script_sites import are_wanted, inside_script
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
@@ -164,9 +164,8 @@ def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
     found: Scopes = {}
     key: list[Any] = []
     asked: frozenset[str] = frozenset()
-    for device_type in ruled_device_types():
-        region = region_on(device_type)
-        if region is not None and device_type not in around:
+    for device_type, region in ruling_regions().items():
+        if device_type not in around:
             facts, policy = region.prepared.facts, region.prepared.policy
             found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
             key.append((facts, policy.digest))

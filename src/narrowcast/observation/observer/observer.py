@@ -26,7 +26,7 @@ from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.ruling import carry_into_recomputation
-from narrowcast.runtime.regions.stack import innermost
+from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.graph_nodes import current_site
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.sites.script_sites import script_site, told_of_script_sites
@@ -296,7 +296,7 @@ class Observer(WatchingMode):
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
             who = Who(self._turns.of_backward(path, facts.id, turn), site)
             return SeenCall(who, facts, args, kwargs, forward=of, is_cast=is_cast, policy=policy)
-        region = innermost()
+        region = stack.innermost
         policy = region.prepared.policy if region is not None else None
         with_names = policy is not None and policy.table.asks_for_names
         who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)

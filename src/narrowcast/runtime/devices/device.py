@@ -112,11 +112,7 @@ def own_saved_tensors() -> Any:
 
     Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
     """
-    return saved_tensors_hooks(_same, _same) if has_saved_tensors_hooks() else nullcontext()
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
+    return saved_tensors_hooks(lambda t: t, lambda t: t) if has_saved_tensors_hooks() else nullcontext()
 
 
 def synchronize() -> None:

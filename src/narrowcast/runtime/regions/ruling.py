@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from narrowcast.core.decide import Region
 from narrowcast.core.ledger import TO_RULE_INSIDE
 from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
-from narrowcast.runtime.regions.stack import OpenRegion, Prepared, innermost, stack
+from narrowcast.runtime.regions.stack import OpenRegion, Prepared, stack
 from narrowcast.runtime.sites.numbering import PerRecomputation, counted_here
 from narrowcast.runtime.sites.python_stack import NO_AROUND, Around, warn_at
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
@@ -84,6 +84,11 @@ def ruled_device_types() -> tuple[str, ...]:
     return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
 
 
+def ruling_regions() -> dict[str, OpenRegion]:
+    """The regions that rule, native or ours, by device type."""
+    return {d: region for d in ruled_device_types() if (region := region_on(d)) is not None}
+
+
 _NO_CASTS = WeightCache()  # of native regions: torch's own, and the casts beside it, are kept elsewhere
 
 
@@ -148,7 +153,7 @@ def carry_into_recomputation() -> None:
 def _with_region(original: Any) -> Any:
     def with_region(*args: Any, **kwargs: Any) -> Any:
         device, cpu = original(*args, **kwargs)
-        region = innermost()
+        region = stack.innermost
         if region is not None and region.is_innermost:
             cpu = _CarriedArguments(cpu)
             cpu.region = region

@@ -136,17 +136,12 @@ class _Stack(threading.local):
 
 
 stack = _Stack()
-"""Only `autocast` changes it."""
+"""Its `innermost` is the region entered last on this thread, whatever its device type. Only `autocast` changes it."""
 open_anywhere: list[None] = []
 """As long as there are regions of ours open, on all threads; appending and popping is atomic."""
 
 CHECKED = ("checked", "checksum")
 """The grades of the weight cache that our kernels keep."""
-
-
-def innermost() -> OpenRegion | None:
-    """The region entered last on this thread, whatever its device type."""
-    return stack.innermost
 
 
 # -- who is told of regions that are entered and left: recordings, and traces ------------------------------------------
