@@ -23,15 +23,8 @@ from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.runtime.sites.numbering import PLAIN_BODIES, Numbering
 from narrowcast.runtime.torch_bridge import is_weight
-from narrowcast.runtime.torch_surface import fx, state
+from narrowcast.runtime.torch_surface import dispatch, fx, state
 from narrowcast.runtime.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
-from narrowcast.runtime.torch_surface.dispatch import (
-    HigherOrderOperator,
-    higher_order_name,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-)
 
 # Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
 # is Python, casts these arguments.
@@ -164,12 +157,12 @@ class _GraphRunner(torch.fx.Interpreter):
             return self._mark(target, args)
         if target is torch.ops.higher_order.wrap_with_autocast:
             return self._inline(args)
-        if isinstance(target, HigherOrderOperator) and any(
-            isinstance(a, torch.fx.GraphModule) for a in tree_leaves((args, kwargs))
+        if isinstance(target, dispatch.HigherOrderOperator) and any(
+            isinstance(a, torch.fx.GraphModule) for a in dispatch.tree_leaves((args, kwargs))
         ):
             return self._higher_order(target, args, kwargs)
         if target is torch.randint_like:  # drawn without autograd, as torch's function does; the op does not say so
-            args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
+            args, kwargs = dispatch.tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def _enter(self, args: tuple[Any, ...]) -> Any:
@@ -197,7 +190,7 @@ class _GraphRunner(torch.fx.Interpreter):
         """The op with its bodies captured; one that casts by itself, with these casts before it and its bodies as they
         came. Its results are those that Dynamo foresaw.
         """
-        tracer, op = _tracer(), higher_order_name(target)
+        tracer, op = _tracer(), dispatch.higher_order_name(target)
         device = args[0].device.type if op in _CAST_ARGUMENTS else ""
         if device and torch.is_autocast_enabled(device):
             low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[op]
@@ -219,20 +212,20 @@ class _GraphRunner(torch.fx.Interpreter):
             tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
             return leaf
 
-        proxies = tree_map(tracer.unwrap_proxy, tree_map(registered, (args, kwargs)))
+        proxies = dispatch.tree_map(tracer.unwrap_proxy, dispatch.tree_map(registered, (args, kwargs)))
         return self._track(tracer.create_proxy("call_function", target, *proxies, name=op))
 
     def _track(self, out: Any) -> Any:
         """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
-            example = tree_map(_fresh, noted(self.current) if self.current else None)
+            example = dispatch.tree_map(_fresh, noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
 
     def _copy(self, node: torch.fx.Node) -> Any:
         """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
         tracer = _tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        unwrapped = tree_map(tracer.unwrap_proxy, (args, kwargs))
+        unwrapped = dispatch.tree_map(tracer.unwrap_proxy, (args, kwargs))
         out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
         out.node.meta.update(node.meta)
         if any(user not in self.batched for user in node.users):
