@@ -103,9 +103,8 @@ class Kernel:
         if depends_on_site and not number:
             check_counted(region.prepared.policy, self.facts.id, site, self.facts.computes)
         slots = slots_of(self.facts, args, kwargs)
-        plan = decide(
-            self._facts_of(slots, tensors, given, site, number), region.prepared.policy, region.prepared.facts
-        )
+        call = self._call_of(slots, tensors, given, site, number)
+        plan = decide(call, region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
         if not depends_on_site and _ELSEWHERE not in came:
@@ -124,7 +123,7 @@ class Kernel:
             )
         return find_site()
 
-    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
+    def _call_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None

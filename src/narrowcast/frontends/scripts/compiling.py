@@ -16,8 +16,7 @@ from narrowcast.frontends.scripts.boundaries import bound_whole
 from narrowcast.frontends.scripts.callers import function_name, mark_calls, mark_whole, unmark
 from narrowcast.frontends.scripts.cast_already import prepare_marks
 from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, note_classes, undecorated
-from narrowcast.frontends.scripts.leaving import make_edges
-from narrowcast.frontends.scripts.meanings import OURS, TORCH
+from narrowcast.frontends.scripts.leaving import OURS, TORCH, make_edges
 from narrowcast.frontends.scripts.region_facts import hold_policy, register_region
 from narrowcast.frontends.scripts.scopes import Scope, close_passages
 from narrowcast.frontends.scripts.source import rewriting

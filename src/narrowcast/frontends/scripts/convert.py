@@ -22,7 +22,7 @@ from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, passage, value_of
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
-from narrowcast.runtime.sites.script_sites import MARK, number_of
+from narrowcast.runtime.sites.graph_nodes import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
 from narrowcast.runtime.torch_bridge import id_with_dtype
 from narrowcast.runtime.torch_surface import jit

@@ -30,8 +30,8 @@ from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
 from narrowcast.runtime.regions.ruling import ruling_regions
+from narrowcast.runtime.sites.graph_nodes import are_wanted, inside_script
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
-from narrowcast.runtime.sites.script_sites import are_wanted, inside_script
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.dynamo import never_trace
@@ -154,9 +154,7 @@ def _as_written() -> Any:
     """Run a graph as it stands. TorchScript's executor would take an `addmm` apart, make one of equal casts, which then
     add up gradients in the low format, and give some gradients in the format of the wrong operand.
     """
-    if jit.optimizes():
-        return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    return nullcontext()
+    return torch.jit.optimized_execution(False) if jit.optimizes() else nullcontext()  # type: ignore[attr-defined]
 
 
 def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:

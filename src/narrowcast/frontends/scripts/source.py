@@ -37,8 +37,17 @@ from narrowcast.frontends.scripts.decorated import (
     signature_of,
     undecorated,
 )
-from narrowcast.frontends.scripts.leaving import Flattener, at, exits_early, kept, without_docstring
-from narrowcast.frontends.scripts.meanings import OURS, TORCH, UNKNOWN, Meanings
+from narrowcast.frontends.scripts.leaving import (
+    OURS,
+    TORCH,
+    UNKNOWN,
+    Flattener,
+    Meanings,
+    at,
+    exits_early,
+    kept,
+    without_docstring,
+)
 from narrowcast.frontends.scripts.region_facts import hold_policy, number_of
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 from narrowcast.runtime.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced

@@ -27,9 +27,8 @@ from narrowcast.observation.observer.words import deciding_rule
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import stack
-from narrowcast.runtime.sites.graph_nodes import current_site
+from narrowcast.runtime.sites.graph_nodes import current_site, script_site, told_of_script_sites
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.runtime.torch_bridge import OpFacts, op_facts
 from narrowcast.runtime.torch_surface.autograd import (
     current_autograd_node,

@@ -24,17 +24,15 @@ from narrowcast.runtime.torch_surface.state import is_profiled
 
 
 @cache
-def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
-    """The device of this machine on which models run. Call it again after changing the number of threads."""
+def this_device(device_type: str, threads: int) -> Device:
+    """The device of this machine on which models run, with so many threads."""
     if device_type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
         return Device("cuda", torch.cuda.get_device_name(), cuda_units, 1, torch.__version__)
     if device_type != "cpu":
         return Device(device_type, device_type, (), 1, torch.__version__)
-    count = threads if threads is not None else torch.get_num_threads()
-    name, units = _processor()
-    return Device("cpu", name, units, count, torch.__version__)
+    return Device("cpu", *_processor(), threads, torch.__version__)
 
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
