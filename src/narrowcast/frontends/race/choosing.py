@@ -1,4 +1,7 @@
-"""Choosing: the candidates of a graph are timed on the real inputs of its first call, and the best one is kept."""
+"""Choosing: the candidates of a graph are timed on the real inputs of its first call, and the best one is kept.
+
+Choices are kept on disk, too, per program, inputs and device, as autotuning keeps its own.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def _path(key: str) -> Path:
     return cache_folder() / "choices" / f"{key}.json"
 
 
-# -- choices, kept on disk per program, inputs and device, as autotuning keeps its own ---------------------------------
+# -- sides, and the rounds of a race, in turn, until it is known which is fastest --------------------------------------
 
 
 Compiled = Callable[..., Any]
