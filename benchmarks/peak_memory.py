@@ -20,7 +20,7 @@ from machine import facts
 
 import narrowcast as nc
 from narrowcast.frontends.graphs.compiled import watch_graphs
-from narrowcast.runtime.devices.held import held_at_most
+from narrowcast.runtime.devices.device import held_at_most
 
 RESULTS = Path(__file__).parent / "results/peak_memory.json"
 SIDES = {"fp32": "compile fp32", "native bf16": "compile native bf16", "memory": "ours memory"}

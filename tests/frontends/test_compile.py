@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.runtime.regions.identity import Identity, carried_by, carriers
+from narrowcast.runtime.regions.native_state import Identity, carried_by
 
 lin = torch.nn.Linear(8, 8)
 x = torch.randn(2, 8)
@@ -72,7 +72,7 @@ def test_place_conditions_hold_or_are_an_error_inside_compiled_code():
 
 
 def carried():
-    return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in carriers("cpu")]
+    return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name, _ in carried_by("0", "cpu")]
 
 
 def test_the_state_that_carries_the_identity_is_restored():

@@ -14,7 +14,7 @@ from narrowcast.core.policy import as_policy, parse_action
 from narrowcast.frontends.eager import registered
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race import eager_ops as eager_choice
-from narrowcast.frontends.race.remembered import RememberedTimes
+from narrowcast.frontends.race.choosing import RememberedTimes
 
 BF16 = torch.bfloat16
 NATIVE = as_policy(None).repairing()
@@ -71,9 +71,9 @@ def given_times(monkeypatch, **ns):
     races = []
 
     def race(sides, args, written):
-        races.append([side.name for side in sides])
-        for side in sides:
-            side.run(*args)
+        races.append(list(sides))
+        for run in sides.values():
+            run(*args)
         return RememberedTimes(
             min(ns, key=ns.get), {n: float(t) for n, t in ns.items()}, dict.fromkeys(ns, 0.0), 9, 0.1
         )

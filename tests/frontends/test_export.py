@@ -383,7 +383,7 @@ class TestErrors:
 
     def test_a_fault_of_ours_is_refused(self, monkeypatch):
         """Rather than a program that lost its region."""
-        import narrowcast.frontends.exported.exported_program as exported
+        import narrowcast.frontends.exported.export as exported
 
         def broken(*_):
             raise AssertionError("a fault of ours")

@@ -131,13 +131,13 @@ def test_formats_that_do_not_fit_are_not_taken(monkeypatch):
 
 def test_a_race_ends_with_the_time_it_is_given(monkeypatch):
     """A few rounds in any case; no more where compiling took a moment."""
-    from narrowcast.frontends.race import choosing, rounds, sides
+    from narrowcast.frontends.race import choosing
 
-    monkeypatch.setattr(sides, "time_call", lambda run, args, trains: 1e7)
-    both = [sides.CandidateSide(name, name) for name in ("placed", "policy")]
-    assert rounds.time_sides(both, (), frozenset(), 0.0).rounds == rounds.LEAST_ROUNDS
+    monkeypatch.setattr(choosing, "time_call", lambda run, args, trains: 1e7)
+    both = {name: name for name in ("placed", "policy")}
+    assert choosing.time_sides(both, (), frozenset(), 0.0).rounds == choosing.LEAST_ROUNDS
     race = choosing.Choosing(both, frozenset(), lambda choice: None, seconds=0.01)
-    assert race.seconds == rounds.LEAST_SECONDS
+    assert race.seconds == choosing.LEAST_SECONDS
 
 
 def test_a_large_graph_is_given_to_the_compiler_once(monkeypatch):

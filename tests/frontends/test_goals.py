@@ -17,7 +17,7 @@ from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race import placing
 from narrowcast.reports.results.profile import Device, Profile
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import known_profile
+from narrowcast.runtime.devices.sweep import known_profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -201,18 +201,18 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
 )
 def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
     """A candidate takes the predicted one's place only if that is no chance. Times in ms."""
-    from narrowcast.frontends.race import rounds, sides
+    from narrowcast.frontends.race import choosing
 
     left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
-    monkeypatch.setattr(sides, "time_call", lambda run, args, trains: next(left[run]))
-    found = rounds.time_sides([sides.CandidateSide(name, name) for name in times], (), frozenset())
+    monkeypatch.setattr(choosing, "time_call", lambda run, args, trains: next(left[run]))
+    found = choosing.time_sides({name: name for name in times}, (), frozenset())
     assert found.chosen == chosen
     assert set(found.times_ns) == set(times)
 
 
 def test_short_sides_run_more_often_in_a_round(monkeypatch):
     """What takes 0.4 ms runs once untimed and five times in a round, which counts their median."""
-    from narrowcast.frontends.race import rounds, sides
+    from narrowcast.frontends.race import choosing
 
     calls = []
 
@@ -220,11 +220,11 @@ def test_short_sides_run_more_often_in_a_round(monkeypatch):
         calls.append(name)
         return 4e5 if name == "short" else 1e7
 
-    monkeypatch.setattr(sides, "time_call", run)
-    found = rounds.time_sides([sides.CandidateSide(name, name) for name in ("long", "short")], (), frozenset())
-    assert found.chosen == "short" and found.rounds == rounds.ROUNDS
+    monkeypatch.setattr(choosing, "time_call", run)
+    found = choosing.time_sides({name: name for name in ("long", "short")}, (), frozenset())
+    assert found.chosen == "short" and found.rounds == choosing.ROUNDS
     assert calls.count("short") == 3 + 6 * found.rounds
-    assert calls.count("long") == 3 + rounds.LEAST_ROUNDS  # far behind: it runs no more
+    assert calls.count("long") == 3 + choosing.LEAST_ROUNDS  # far behind: it runs no more
 
 
 def test_timing_leaves_no_trace(monkeypatch):
@@ -447,8 +447,7 @@ def test_fusion_decides_what_a_cast_is_worth():
     """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
     from narrowcast.formats import bf16, fp32
     from narrowcast.programs.program import Operand, Step, Value
-    from narrowcast.runtime.devices.model import CostModel
-    from narrowcast.runtime.devices.prices import TimePrices
+    from narrowcast.runtime.devices.prices import CostModel, TimePrices
 
     value = Value(1, "fp32", (4096, 1024), "cpu")
     maker = Step(value, "aten.gelu.default", (Operand("self", 0),), computes=True)

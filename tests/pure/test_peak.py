@@ -7,7 +7,7 @@ import pytest
 
 from narrowcast.programs.placement.memory import KeptBytes
 from narrowcast.programs.placement.peak import Lives
-from narrowcast.runtime.devices.workspaces import Workspaces
+from narrowcast.runtime.devices.signature import Workspaces
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

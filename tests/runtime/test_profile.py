@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.errors import ProfileError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.choosing import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.programs.program import Operand as Read, Step, Value
 from narrowcast.reports.results.profile import (
     Device,
@@ -25,11 +25,10 @@ from narrowcast.reports.results.profile import (
     set_aside,
 )
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
-from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.prices import CostModel
 from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
-from narrowcast.runtime.devices.sweep import basics, sweep
+from narrowcast.runtime.devices.sweep import basics, foreign_profile, keep, known_profile, sweep
 
 H200 = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
 

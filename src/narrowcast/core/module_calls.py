@@ -1,6 +1,6 @@
 """A module's call, decided: it is a call whose arguments have the names that `forward` gives them.
 
-Three carry it out: eager/bounded.py, eager/traced_calls.py where Dynamo traces, and scripts/boundaries.py.
+Two carry it out: eager/bounded.py, also where Dynamo traces, and scripts/boundaries.py.
 """
 
 from __future__ import annotations

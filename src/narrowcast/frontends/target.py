@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 
 from narrowcast.errors import NarrowcastError
-from narrowcast.frontends.exported.exported_program import noted_target
+from narrowcast.frontends.exported.export import noted_target
 from narrowcast.frontends.scripts.script import TARGET
 
 

@@ -10,8 +10,7 @@ import torch
 from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TrainingError, TrainingWarning
 from narrowcast.frontends.eager.region import autocast
-from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SCHEMA = "narrowcast.training/1"

@@ -23,8 +23,7 @@ from narrowcast.frontends.eager.region import autocast
 from narrowcast.integrations.resuming import precision_state, take_up
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.training.scaler.scaler import Scaler
 

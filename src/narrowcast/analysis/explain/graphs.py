@@ -14,7 +14,7 @@ from narrowcast.core.policy import Site
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import FORMATS, fp32
 from narrowcast.frontends.compiled.compile import compile
-from narrowcast.frontends.exported.exported_program import explicit_program, placed_program, traced_program
+from narrowcast.frontends.exported.export import explicit_program, placed_program, traced_program
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race.eager_ops import eager_note, is_raced, run_watched
 from narrowcast.observation.trial.isolation import Through
@@ -23,10 +23,8 @@ from narrowcast.output.console import in_bytes
 from narrowcast.programs.program import Program
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.profile import load_profile
-from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.held import held_at_most
-from narrowcast.runtime.devices.model import CostModel
-from narrowcast.runtime.devices.prices import TimePrices, costs_time
+from narrowcast.runtime.devices.device import device_now, held_at_most
+from narrowcast.runtime.devices.prices import CostModel, TimePrices, costs_time
 from narrowcast.runtime.devices.signature import cast_signature
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes

@@ -20,8 +20,8 @@ from narrowcast.formats import fp32
 from narrowcast.observation.observer.door import Door
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.regions.ruling import hidden_policy, ruled_device_types
-from narrowcast.runtime.regions.watchers import told_of_regions
-from narrowcast.runtime.sites.python_stack import find_site, loop_line, user_line
+from narrowcast.runtime.regions.stack import told_of_regions
+from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import op_name, overload_name
@@ -86,7 +86,7 @@ class Adviser:
         seen = self._regions.get(id(region))
         if seen is None:
             # A torch.autocast of a framework's own is shown where the framework opens it; ours, at the user's loop.
-            site = user_line() if isinstance(region, torch.autocast) else loop_line()
+            site = loop_line(frameworks=isinstance(region, torch.autocast))
             seen = self._regions[id(region)] = _Seen(region, site)
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy

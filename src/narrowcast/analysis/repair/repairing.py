@@ -38,7 +38,7 @@ from narrowcast.reports.results.repair import (
 )
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.prices import CostModel
 from narrowcast.runtime.devices.signature import Signature
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 

@@ -17,29 +17,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from narrowcast.core.goals import CAST, WORKING, Goal, as_goal
+from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
-from narrowcast.frontends.compiled.stepwise import steppable
-from narrowcast.frontends.graphs.backward import (
-    AS_EAGER,
-    LISTED,
-    OFF,
-    SAME,
-    Backward,
-    State,
-    autocast_state,
-    parse_backward,
-    tracing_backward,
-    watch_backward,
-)
+from narrowcast.frontends.compiled.stepwise import find_elsewhere, steppable
+from narrowcast.frontends.graphs.backward import LISTED, SAME, Backward, State, autocast_state, parse_backward
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
-from narrowcast.frontends.graphs.check import check_formats
+from narrowcast.frontends.graphs.check import check_formats, tell_other_paths
 from narrowcast.frontends.graphs.compiled import note_reading, report_graph
-from narrowcast.frontends.graphs.elsewhere import find_elsewhere
-from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
-from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
-from narrowcast.frontends.graphs.other_paths import tell_other_paths
+from narrowcast.frontends.graphs.explicit import Explicit, edit_joint, forward_steps, make_explicit
 from narrowcast.frontends.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.frontends.race.placing import compile_placed, place_graph, with_weights
 from narrowcast.reports.results.graphs import CompiledGraph
@@ -51,7 +37,6 @@ from narrowcast.runtime.torch_surface.dynamo import (
     compiler_text,
     functorch_config,
     inner_compiler,
-    register_backend,
 )
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
@@ -77,7 +62,8 @@ class GraphBackend:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
-        if not (any_autocast() or _has_regions(graph)) and self.rules is None:
+        opens = (n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
+        if not (any_autocast() or any(opens)) and self.rules is None:
             return self._without_regions(graph, inputs)
         report = report_graph(graph)
         _note_break(report, graph)
@@ -121,7 +107,7 @@ class GraphBackend:
 
     def _without_regions(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Nothing to decide; the backward is held to its promise all the same."""
-        with tracing_backward(self.backward, graph) as expected:
+        with self.backward.tracing(graph) as expected:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
@@ -129,7 +115,7 @@ class GraphBackend:
         """The graph in the formats that are predicted to be the best, and what compiles its candidates."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
-        uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
+        uncompiled = self.rules is None and self.backward.runs_as_inputs
         with fake_mode_of(graph):
             placed = place_graph(
                 graph, values, self.goal, fused, compiler_text(self.inner), weight_positions(graph, inputs), uncompiled
@@ -141,14 +127,10 @@ class GraphBackend:
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
         """The graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
-        resting = Resting()
         with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
-            if self.goal.weights != CAST:
-                resting = rest_weights(
-                    explicit.graph, explicit.outcome.program, explicit.nodes, weight_positions(graph, inputs),
-                    self.goal.weights == WORKING,
-                )  # fmt: skip
+            weights = weight_positions(graph, inputs)
+            resting = rest_weights(explicit.graph, explicit.outcome.program, explicit.nodes, weights, self.goal)
             start = time.perf_counter()
             check_formats(explicit.graph, with_stand_ins(explicit.graph, values))
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
@@ -210,7 +192,7 @@ class GraphBackend:
         settings: dict[str, Any] = {"joint_custom_pass": run_joint}
         if rules is not None:  # AOTAutograd's cache does not know of them
             settings["enable_autograd_cache"] = False
-        with tracing_backward(self.backward, explicit.graph) as expected, functorch_config.patch(settings):
+        with self.backward.tracing(explicit.graph) as expected, functorch_config.patch(settings):
             yield expected
 
 
@@ -256,18 +238,13 @@ class _Registered:
 compile_graph = _Registered()
 
 
-def register() -> None:
-    """Have Dynamo know our backends, whether or not this package was installed with its entry points."""
-    register_backend("narrowcast", compile_graph)
-
-
 def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
     """The compiled graph, whose backward checks that autocast is as it was compiled for."""
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
         if torch.is_grad_enabled():
-            watch_backward(results, expected, choice)
+            choice.watch(results, expected)
         return results
 
     return run
@@ -285,10 +262,6 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
                 where=error.where,
                 advice="Give this op another format, or leave it out of the rule.",
             ) from error
-
-
-def _has_regions(graph: GraphModule) -> bool:
-    return any(n.op == "call_function" and n.target in (ENTER_AUTOCAST, *MARKS) for n in all_nodes(graph))
 
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:

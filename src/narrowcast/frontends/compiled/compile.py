@@ -13,23 +13,14 @@ import torch
 
 from narrowcast.core.goals import CAST, Goal, GoalName, WeightsName, as_goal
 from narrowcast.errors import RegionError
-from narrowcast.frontends.compiled.backend import GraphBackend, register
-from narrowcast.frontends.compiled.compiled_model import (
-    Compiled,
-    CompiledModule,
-    InRegion,
-    asked_again,
-    asked_before,
-    compiled_function,
-    original,
-    refuse_sharded,
-)
+from narrowcast.frontends.compiled import compiled_model
+from narrowcast.frontends.compiled.backend import GraphBackend, compile_graph
 from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.graphs.backward import parse_backward
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.runtime.torch_bridge import check_ops, device_type_of
-from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_compiler
+from narrowcast.runtime.torch_surface.dynamo import inner_compiler, missing_cpp_compiler, register_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,10 +92,10 @@ def compile(
         )
     refuse_scripts("compile", model)
     if isinstance(model, torch.nn.Module):
-        refuse_sharded(model)
-    before = asked_before(model)
+        compiled_model.refuse_sharded(model)
+    before = compiled_model.asked_before(model)
     if before is not None:
-        return compile(original(model), **asked_again(before, arguments))
+        return compile(compiled_model.original(model), **compiled_model.asked_again(before, arguments))
     asked = asked_region("compile", under)
     chosen = asked.policy
     check_ops(chosen)
@@ -115,19 +106,19 @@ def compile(
         backend = _usable_backend(backend, asked.device_type or device_type_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
-    register()
+    register_backend("narrowcast", compile_graph)  # whether or not this package was installed with its entry points
     graphs = GraphBackend(
         inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted,
         weakref.ref(model) if isinstance(model, torch.nn.Module) else None,
     )  # fmt: skip
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
-    around = Compiled()
+    around = compiled_model.Compiled()
     if asked.is_there:
         known = asked.device_type or device_type_of(model)
-        around = InRegion(lambda device: asked.on(device, chosen.forward()), known, wanted)
+        around = compiled_model.InRegion(lambda device: asked.on(device, chosen.forward()), known, wanted)
     if isinstance(compiled, torch.nn.Module):
-        return CompiledModule.of(compiled, around, again)
-    return compiled_function(model, compiled, around, arguments)
+        return compiled_model.CompiledModule.of(compiled, around, again)
+    return compiled_model.compiled_function(model, compiled, around, arguments)
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:

@@ -24,25 +24,19 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.eager.steps import run_inside
-from narrowcast.frontends.eager.watch import stepping
+from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping
 from narrowcast.frontends.race.eager_ops import is_raced, run_watched
 from narrowcast.runtime.sites.python_stack import is_user_file
 from narrowcast.runtime.torch_bridge import device_type_of, to_dtype
+from narrowcast.runtime.torch_surface import dynamo
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
-from narrowcast.runtime.torch_surface.dynamo import (
-    BackendCompilerFailed,
-    CompiledCode,
-    OptimizedModule,
-    forget_original,
-    never_trace,
-)
 from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, compiled_of, has_global_hooks, is_sharded
 
 
 class Compiled:
     """What runs a compiled call."""
 
-    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         """The call's result."""
         return compiled(*args, **kwargs)
 
@@ -73,7 +67,7 @@ class InRegion(Compiled):
     def _device_of(self, args: Any, kwargs: Any) -> str:
         return self._device_type or device_type_of(args, kwargs) or "cpu"
 
-    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         """The call's result."""
         device_type = self._device_type or self._device_of(args, kwargs)
         region = self._regions.get(device_type)
@@ -98,10 +92,10 @@ class InRegion(Compiled):
             self._lock.release()
 
 
-never_trace(InRegion._first_call)
+dynamo.never_trace(InRegion._first_call)
 
 
-def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(around: Compiled, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     """The call's result; while a run is observed, from our graphs, which tell of their calls.
 
     An error of ours that Dynamo has wrapped comes out as it was raised.
@@ -109,16 +103,16 @@ def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...
     try:
         if not stepping():
             return around.run(compiled, args, kwargs)
-        with CompiledCode(on=True):
+        with dynamo.CompiledCode(on=True):
             return around.run(compiled, args, kwargs)
-    except BackendCompilerFailed as error:
+    except dynamo.BackendCompilerFailed as error:
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, NarrowcastError):
             raise inner from None
         raise
 
 
-class CompiledModule(OptimizedModule):  # type: ignore[misc]
+class CompiledModule(dynamo.OptimizedModule):  # type: ignore[misc]
     """A compiled module that runs in its region. Parameters, state_dict and attributes are the original's.
 
     Its methods run in the region, too: what they call of the original module is not compiled.
@@ -136,7 +130,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         object.__setattr__(compiled, "_around", around)
         object.__setattr__(compiled, "_again", again)
         object.__setattr__(compiled, "_compiled", compiled.__dict__.pop("forward"))
-        forget_original(compiled)  # torch.compile would compile that again, without the region
+        dynamo.forget_original(compiled)  # torch.compile would compile that again, without the region
         return compiled  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import FORMATS, Format, find_format
-from narrowcast.frontends.eager.region import autocast
+from narrowcast.frontends.eager.region import autocast, region_of
 from narrowcast.runtime.regions.ruling import active_region, native_region
 from narrowcast.runtime.torch_bridge import DTYPES, default_dtype, to_dtype
 
@@ -30,17 +30,15 @@ class AskedRegion:
 
     policy: Policy
     is_there: bool
-    dtype: torch.dtype | Format | str | None = None
     device_type: str | None = None
+    dtype: torch.dtype | Format | str | None = None
     enabled: bool = True
     cache: bool | str | None = None
     cache_limit_bytes: int | None = None
 
     def on(self, device_type: str, policy: Policy) -> autocast:
         """The region on a device type, under this policy in place of the one that was asked for."""
-        return autocast(
-            device_type, self.dtype, self.enabled, self.cache, policy=policy, cache_limit_bytes=self.cache_limit_bytes
-        )
+        return region_of(policy, (device_type, self.dtype, self.enabled, self.cache, self.cache_limit_bytes))
 
     def fast_dtype_on(self, device_type: str) -> torch.dtype:
         """The low dtype: the one that was asked for, or that of the policy, or of the device type."""
@@ -52,14 +50,11 @@ def asked_region(verb: str, under: Under) -> AskedRegion:
     if under is None:
         return AskedRegion(as_policy(None), False)
     if isinstance(under, autocast):
-        return AskedRegion(
-            under.policy, True, under.fast_dtype, under.device, under.asked_enabled, under.cache,
-            under.cache_limit_bytes,
-        )  # fmt: skip
+        return AskedRegion(under.policy, True, *under.asked)
     if isinstance(under, Policy):
         return AskedRegion(under, True)
     if isinstance(under, torch.dtype | Format):
-        return AskedRegion(as_policy(None), True, under)
+        return AskedRegion(as_policy(None), True, dtype=under)
     if isinstance(under, str | os.PathLike):
         return _named(verb, os.fspath(under))
     raise RegionError(f"{verb}(under={under!r})", f"a {type(under).__name__}", advice=_WHAT)
@@ -75,7 +70,7 @@ def _named(verb: str, name: str) -> AskedRegion:
     """By a format's name, a built-in policy's, or a file's path, in this order."""
     low = find_format(name)
     if low is not None:
-        return AskedRegion(as_policy(None), True, low)
+        return AskedRegion(as_policy(None), True, dtype=low)
     if name.endswith(".toml") or name.partition(":")[0] in BUILTIN:
         return AskedRegion(as_policy(name), True)
     near = get_close_matches(name, [*FORMATS, *BUILTIN], 1, 0.5)
@@ -107,9 +102,8 @@ def _around(device_type: str) -> AskedRegion | None:
         return None
     facts = (found or native_region(device_type)).prepared.facts
     dtype, owner = DTYPES[facts.low], found.owner if found is not None else None
-    if not isinstance(owner, autocast):  # torch's own, or one that a checkpoint's recomputation carries
-        policy = as_policy(None) if found is None else found.prepared.policy
-        return AskedRegion(policy, True, dtype, device_type, facts.enabled, facts.cache)
-    return AskedRegion(
-        owner.policy, True, dtype, device_type, facts.enabled, owner.cache, owner.cache_limit_bytes
-    )  # fmt: skip
+    if isinstance(owner, autocast):
+        return AskedRegion(owner.policy, True, device_type, dtype, facts.enabled, *owner.asked[3:])
+    # torch's own, or one that a checkpoint's recomputation carries
+    policy = as_policy(None) if found is None else found.prepared.policy
+    return AskedRegion(policy, True, device_type, dtype, facts.enabled, facts.cache)

@@ -14,20 +14,28 @@ from torch.nn import Module
 
 from narrowcast.core.decide import Argument, Call, decide
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
-from narrowcast.frontends.eager.boundary import Boundary, cast_parts, cast_tree, first_floating
+from narrowcast.frontends.eager.boundary import (
+    Boundary,
+    cast_part,
+    cast_parts,
+    cast_tree,
+    find_boundary,
+    first_floating,
+    ruling_region,
+)
 from narrowcast.frontends.eager.region import autocast
-from narrowcast.frontends.eager.watch import DecidedCall, watchers
+from narrowcast.frontends.eager.watch import DecidedCall, Keywords, watchers
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, device_type_of, tensors_in
-from narrowcast.runtime.torch_surface.dynamo import never_begin_at, never_trace
+from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_begin_at, never_trace, traced_local
 from narrowcast.runtime.torch_surface.jit import tracing_state
 from narrowcast.runtime.torch_surface.state import any_autocast, count_function_modes
 
 
 def run_bounded(
-    boundary: Boundary, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], module: Module | None = None
+    boundary: Boundary, call: Callable[..., Any], args: Any, kwargs: Keywords, module: Module | None = None
 ) -> Any:
     """`call(*args, **kwargs)` with a boundary around it; `module` is what is called, if it is one."""
     if boundary.plan.refused is not None:
@@ -59,7 +67,7 @@ def run_bounded(
 
 
 def _cast_arguments(
-    boundary: Boundary, args: Any, kwargs: dict[str, Any]
+    boundary: Boundary, args: Any, kwargs: Keywords
 ) -> tuple[torch.dtype | None, list[Any], dict[str, Any]]:
     """The dtype of the first floating argument that the boundary casts, as it came, and the arguments, cast."""
     came = None
@@ -84,7 +92,7 @@ def _cast(value: Any, dtype: torch.dtype, exactly: bool, boundary: Boundary, nam
         return cast_tree(value, dtype, exactly)
 
 
-def _run_off(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_off(call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """The call with autocasting off. Where a graph is made, regions that it can see; else a flag, which is cheaper."""
     if not any_autocast():
         return call(*args, **kwargs)
@@ -114,7 +122,7 @@ def _off(device_type: str) -> autocast:
     return autocast(device_type, enabled=False)
 
 
-def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """The call in a region of this format, under the policy in force; in none, on a device that has no autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return call(*args, **kwargs)
@@ -133,16 +141,13 @@ def policy_on(device_type: str) -> Policy:
 _FACTS = OpFacts(object(), MODULE_CALL_OP, (), None, True, False, False, False, False)  # type: ignore[arg-type]
 
 
-def _named(boundary: Boundary, args: Any, kwargs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+def _named(boundary: Boundary, args: Any, kwargs: Keywords) -> list[tuple[Slot, torch.Tensor]]:
     named = [(boundary.names.of(n), value) for n, value in enumerate(args)] + list(kwargs.items())
     return [(Slot(n, name, False, False), t) for n, (name, value) in enumerate(named) for t in tensors_in(value)]
 
 
 def _tell(
-    boundary: Boundary,
-    named: list[tuple[Slot, torch.Tensor]],
-    module: Module | None,
-    came: torch.dtype | None = None,
+    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, came: torch.dtype | None = None
 ) -> None:
     """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
@@ -167,3 +172,125 @@ def _told(result: Any) -> None:
 
 never_begin_at(run_bounded, _run_off)
 never_trace(_cast_arguments, _tell, _told)
+
+
+# -- where Dynamo traces: what is decided comes from constant functions ------------------------------------------------
+
+
+_traced: dict[str, Boundary] = {}
+
+
+def boundary_key(pin: str, module: int) -> str:
+    """The key of the boundary of the call that Dynamo is tracing; empty if there is none. Run while it traces.
+
+    pin, module: not looked at. They make Dynamo guard on which pin it is, and where paths matter on which module.
+    """
+    del pin, module
+    boundary = find_boundary(traced_local("self"), traced=True)
+    return "" if boundary is None else key_of(boundary)
+
+
+def paths_matter() -> bool:
+    """Whether the rules about modules that hold name paths."""
+    region = ruling_region()
+    return region is not None and "module" in region.prepared.policy.asked_of_modules
+
+
+def key_of(boundary: Boundary) -> str:
+    """The key under which constant functions find a boundary."""
+    key = f"{id(boundary)}"
+    _traced[key] = boundary
+    return key
+
+
+def rules_hold() -> bool:
+    """Whether a region with rules about modules is open."""
+    return ruling_region() is not None
+
+
+def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, bool, str]:
+    """What the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside the
+    nodes of the cast, for the ledger of the graph.
+    """
+    boundary = _traced[key]
+    name = boundary.names.of(which) if isinstance(which, int) else which
+    return *boundary.entry(name), boundary.note(name)
+
+
+def traced_results(key: str) -> tuple[tuple[str, torch.dtype | None, bool, str], ...]:
+    """The casts of what the call returns: of which part, to what (None: as what came), and the same as above."""
+    boundary = _traced[key]
+    note = boundary.note(RESULT)
+    return tuple(
+        (r.part, None if r.format is None else DTYPES[r.format], r.exactly, note) for r in boundary.plan.results
+    )
+
+
+def traced_inside(key: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    """The low dtype of the region inside, None if it is off, or goes on; and the device types for which it is off."""
+    inside = _traced[key].inside
+    if inside.low is not None:
+        return DTYPES[inside.low], ()
+    return None, () if inside.goes_on else ruled_device_types()
+
+
+def traced_policy(device_type: str) -> str:
+    """The digest of the policy in force."""
+    return policy_on(device_type).digest
+
+
+for _function in (
+    boundary_key,
+    paths_matter,
+    rules_hold,
+    traced_argument,
+    traced_results,
+    traced_inside,
+    traced_policy,
+):
+    constant_for_dynamo(_function)
+
+
+def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
+    """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
+    _traced[key].check()
+    new_args: list[Any] = []
+    new_kwargs: dict[str, Any] = {}
+    cast_ones: list[Any] = []  # as they came
+    for position, value in enumerate(args):
+        new_args.append(_cast_traced(key, position, value, cast_ones))
+    for name, value in kwargs.items():
+        new_kwargs[name] = _cast_traced(key, name, value, cast_ones)
+    low, off = traced_inside(key)
+    if low is not None:
+        device_type = device_type_of(args, kwargs) or "cpu"
+        with autocast(device_type, low, policy=traced_policy(device_type)):
+            result = call(*new_args, **new_kwargs)
+    elif off:
+        result = _run_off_traced(off, call, new_args, new_kwargs)
+    else:
+        result = call(*new_args, **new_kwargs)
+    for part, dtype, exactly, note in traced_results(key):
+        if dtype is None:
+            exactly = True
+            dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
+        if dtype is not None:
+            with annotate({NOTE: note}):
+                result = cast_part(result, part, dtype, exactly)
+    return result
+
+
+def _cast_traced(key: str, which: int | str, value: Any, cast_ones: list[Any]) -> Any:
+    dtype, exactly, note = traced_argument(key, which)
+    if dtype is not None:
+        cast_ones.append(value)
+        with annotate({NOTE: note}):
+            value = cast_tree(value, dtype, exactly)
+    return value
+
+
+def _run_off_traced(device_types: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
+    if not device_types:
+        return call(*args, **kwargs)
+    with autocast(device_types[0], enabled=False):
+        return _run_off_traced(device_types[1:], call, args, kwargs)

@@ -12,12 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowcast.errors import CacheError
 from narrowcast.frontends.eager.watch import watchers
-from narrowcast.runtime.regions.stack import innermost, open_anywhere
-from narrowcast.runtime.torch_surface.modules import mutators
+from narrowcast.runtime.regions.stack import open_anywhere, stack
+from narrowcast.runtime.torch_surface.modules import mutators, optimized_by
 from narrowcast.runtime.torch_surface.patches import note_staying, once, stay
 from narrowcast.runtime.weights.at_rest import at_rest
-from narrowcast.runtime.weights.cache import CacheInfo, mutations
-from narrowcast.runtime.weights.native_cache import native_cache_size
+from narrowcast.runtime.weights.cache import CacheInfo, mutations, native_cache_size
 
 
 def cache_info() -> CacheInfo:
@@ -25,7 +24,7 @@ def cache_info() -> CacheInfo:
 
     Casts that torch's own kernels keep (grade `native`) cannot be seen from Python and are not counted.
     """
-    region = innermost()
+    region = stack.innermost
     if region is None:
         return CacheInfo()
     held = region.casts
@@ -47,7 +46,7 @@ def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None
     weights = [w for item in changed for w in _weights_of(item)]
     if weights or not changed:
         at_rest.forget(*weights)
-    region = innermost()
+    region = stack.innermost
     if region is None:
         return
     torch.clear_autocast_cache()
@@ -111,7 +110,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Fused optimizers do not count what they write."""
     _forget()
     if len(at_rest):
-        at_rest.forget(*(weight for group in optimizer.param_groups for weight in group["params"]))
+        at_rest.forget(*optimized_by(optimizer))
 
 
 def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +144,6 @@ def _forget() -> None:
     if open_anywhere:
         mutations.count += 1
         torch.clear_autocast_cache()
-        region = innermost()
+        region = stack.innermost
         if region is not None:
             region.casts.clear()

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.frontends.eager.bounded import run_bounded
-from narrowcast.frontends.eager.find_boundary import find_boundary
-from narrowcast.frontends.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
-from narrowcast.frontends.eager.watch import stepping, watchers
+from narrowcast.frontends.eager.boundary import find_boundary
+from narrowcast.frontends.eager.bounded import boundary_key, paths_matter, rules_hold, run_bounded, run_traced
+from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping, watchers
 from narrowcast.runtime.regions import pinned
 from narrowcast.runtime.regions.pinned import ATTRIBUTE
-from narrowcast.runtime.regions.stack import innermost
+from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.numbering import is_wanted, numbered_apart
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dynamo import know_torchs_call, never_begin_at, never_trace
@@ -75,10 +74,8 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
     return _call_impl
 
 
-def _called_pinned(
-    original: Callable[..., Any], module: Module, pin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if pin is None and innermost() is None and current_graph_task() == -1:
+def _called_pinned(original: Callable[..., Any], module: Module, pin: Any, args: Arguments, kwargs: Keywords) -> Any:
+    if pin is None and stack.innermost is None and current_graph_task() == -1:
         return original(module, *args, **kwargs)
     if pin is not None and pin.region is not None:
         with pin.region:
@@ -86,14 +83,14 @@ def _called_pinned(
     return _called(original, module, args, kwargs)
 
 
-def _called(original: Callable[..., Any], module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _called(original: Callable[..., Any], module: Module, args: Any, kwargs: Keywords) -> Any:
     boundary = find_boundary(module)
     if boundary is None:
         return original(module, *args, **kwargs)
     return run_bounded(boundary, partial(original, module), args, kwargs, module)
 
 
-def _called_traced(original: Callable[..., Any], self: Module, pin: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _called_traced(original: Callable[..., Any], self: Module, pin: Any, args: Any, kwargs: Keywords) -> Any:
     key = boundary_key("" if pin is None else pin.tag, id(self) if paths_matter() else 0)
     call = partial(original, self)
     return run_traced(key, call, args, kwargs) if key else call(*args, **kwargs)

@@ -1,20 +1,23 @@
-"""`custom_fwd` and `custom_bwd`: autocasting for autograd functions, on whatever device their tensors are."""
+"""`custom_fwd` and `custom_bwd`: autocasting for autograd functions, on whatever device their tensors are. `carry`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.boundary import cast_tree
-from narrowcast.frontends.eager.bounded import policy_on
-from narrowcast.frontends.eager.region import autocast
-from narrowcast.frontends.eager.traced_calls import traced_policy
-from narrowcast.runtime.torch_bridge import device_type_of, to_dtype
+from narrowcast.frontends.eager.bounded import policy_on, traced_policy
+from narrowcast.frontends.eager.region import autocast, region_of
+from narrowcast.frontends.eager.steps import run_inside
+from narrowcast.runtime.regions.ruling import ruled_device_types, ruling_regions
+from narrowcast.runtime.regions.stack import CHECKED
+from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, to_dtype
 from narrowcast.runtime.torch_surface.autograd import note_forward, noted_forward
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
@@ -84,3 +87,42 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 class _NoContext:
     """What a forward with a `setup_context` beside it writes to."""
+
+
+# -- threads, which do not inherit regions -----------------------------------------------------------------------------
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def carry(function: F) -> F:
+    """The function, running in the regions that hold where `carry` is called, whatever calls it, and on which thread.
+
+    `executor.submit(nc.carry(work), x)`, `Thread(target=nc.carry(work))`. Regions of its caller do not hold in it;
+    regions that are native here are native there. Generators and async functions are carried step by step. The weight
+    cache is that of the call. Raises RegionError for what cannot be called.
+    """
+    if not callable(function):
+        raise RegionError(
+            asked=f"carry({type(function).__name__})", found="not callable",
+            advice="Give the function that the thread is to run.",
+        )  # fmt: skip
+    found = []
+    for device_type, region in ruling_regions().items():
+        prepared = region.prepared
+        cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
+        asked = (device_type, DTYPES[prepared.facts.low], True, cache, prepared.cache_limit_bytes)
+        found.append(region_of(prepared.for_graphs.policy, asked))
+
+    @contextmanager
+    def regions() -> Iterator[None]:
+        carried = {region.device for region in found}
+        with ExitStack() as stack:
+            for device_type in ruled_device_types():
+                if device_type not in carried:
+                    stack.enter_context(autocast(device_type, enabled=False))
+            for region in found:
+                stack.enter_context(region)
+            yield
+
+    return run_inside(function, regions)  # type: ignore[return-value]

@@ -17,13 +17,12 @@ from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.core.refusals import check_counted, refusal
 from narrowcast.errors import RegionError
 from narrowcast.frontends.eager.boundary import cast_results
-from narrowcast.frontends.eager.watch import DecidedCall, Watcher, told, watchers
+from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, told, watchers
 from narrowcast.runtime.regions.ruling import active_region, native_region, tell_hidden
-from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
+from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, stack
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
-from narrowcast.runtime.sites.python_stack import find_site, in_generated_code
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at
 from narrowcast.runtime.torch_bridge import (
     DTYPES,
     FORMATS,
@@ -39,7 +38,7 @@ from narrowcast.runtime.torch_bridge import (
 from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
-from narrowcast.runtime.weights.native_cache import native_cast
+from narrowcast.runtime.weights.cache import native_cast
 
 _NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
 """`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
@@ -72,7 +71,7 @@ class Kernel:
         if watching:
             return self._run_watched(watching, region, number, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
-            if region is None and innermost() is not None:
+            if region is None and stack.innermost is not None:
                 tell_hidden(self.facts.id, self.device_type, lambda: _noted_site() or find_site())
             if self._native is None:
                 return self._pass_on(keyset, args, kwargs)
@@ -84,13 +83,7 @@ class Kernel:
         return self.run(decided, region, keyset, args, kwargs)
 
     def _decide(
-        self,
-        tensors: Tensors,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        region: OpenRegion,
-        number: int,
-        site: Site = NOWHERE,
+        self, tensors: Tensors, args: Arguments, kwargs: Keywords, region: OpenRegion, number: int, site: Site = NOWHERE
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         is_here = self._is_here
@@ -110,9 +103,8 @@ class Kernel:
         if depends_on_site and not number:
             check_counted(region.prepared.policy, self.facts.id, site, self.facts.computes)
         slots = slots_of(self.facts, args, kwargs)
-        plan = decide(
-            self._facts_of(slots, tensors, given, site, number), region.prepared.policy, region.prepared.facts
-        )
+        call = self._call_of(slots, tensors, given, site, number)
+        plan = decide(call, region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
         if not depends_on_site and _ELSEWHERE not in came:
@@ -131,7 +123,7 @@ class Kernel:
             )
         return find_site()
 
-    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
+    def _call_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None
@@ -147,8 +139,8 @@ class Kernel:
         region: OpenRegion | None,
         number: int,
         keyset: DispatchKeySet,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Arguments,
+        kwargs: Keywords,
     ) -> Any:
         """Run the call as `__call__` does and tell the watchers, under native regions too."""
         policy = region.prepared.policy if region is not None else Policy.native(self.device_type)
@@ -173,12 +165,7 @@ class Kernel:
         return told(watching, call, lambda: self.run(decided, region, keyset, args, kwargs))
 
     def run(
-        self,
-        decided: Decided,
-        region: OpenRegion,
-        keyset: DispatchKeySet,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, decided: Decided, region: OpenRegion, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords
     ) -> Any:
         """Carry out a plan: casts around the op, which runs with autocast off inside."""
         if decided.changes_nothing:
@@ -197,7 +184,7 @@ class Kernel:
             result = invoke(self.facts, plan, args, kwargs)
             return cast_results(result, plan) if plan.results else result
 
-    def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass_on(self, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords) -> Any:
         """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
         for slot in self.facts.slots:
             if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
@@ -212,7 +199,7 @@ never_trace(Kernel.__call__)  # called from eager code between compiled graphs
 Tensors = list[torch.Tensor | None]
 
 
-def invoke(facts: OpFacts, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def invoke(facts: OpFacts, plan: Plan, args: Arguments, kwargs: Keywords) -> Any:
     """The op with arguments that are cast as planned, and with the dtype that the plan gives it."""
     op = facts.op
     if plan.append_dtype:
@@ -227,7 +214,7 @@ def invoke(facts: OpFacts, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, 
     return _call(facts, args, kwargs)
 
 
-def _call(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Any:
     """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
     try:
         return facts.op(*args, **kwargs)
@@ -246,7 +233,7 @@ def _noted_site() -> Site | None:
     return traced_site() if tracing_compiled_code() else current_site()
 
 
-def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+def gather(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Tensors:
     """The tensors of a call in the order of its slots, lists element by element; None where there is none."""
     values = _values(facts, args, kwargs)
     if facts.has_lists:
@@ -257,13 +244,13 @@ def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return [None if type(value) in _NUMBERS else value for value in values]
 
 
-def _values(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _values(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Any]:
     """What the caller gave for each slot; None if nothing."""
     given = len(args)
     return [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
 
 
-def slots_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
+def slots_of(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Slot]:
     """The slot of each tensor that `gather` gives."""
     if not facts.has_lists:
         return list(facts.slots)
@@ -271,7 +258,7 @@ def slots_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return [slot for slot, length in zip(facts.slots, lengths, strict=True) for _ in range(length)]
 
 
-def list_lengths(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def list_lengths(facts: OpFacts, args: Arguments, kwargs: Keywords) -> tuple[int, ...]:
     """For each slot how many tensors it holds: 1 for what is no list or absent."""
     pairs = zip(facts.slots, _values(facts, args, kwargs), strict=True)
     return tuple(len(value) if slot.is_list and value is not None else 1 for slot, value in pairs)
@@ -289,7 +276,7 @@ def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
 
 
 def _cast_arguments(
-    steps: tuple[Step, ...], args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
+    steps: tuple[Step, ...], args: Arguments, kwargs: Keywords, region: OpenRegion
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the casts made; the caller's own lists and dict are left alone."""
     new_args = list(args)
@@ -311,7 +298,7 @@ def _cast_arguments(
     return tuple(new_args), kwargs
 
 
-def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def dtype_is_given(facts: OpFacts, args: Arguments, kwargs: Keywords) -> bool:
     """Whether the caller passed a dtype."""
     position = facts.dtype_position
     if position is None:
@@ -335,7 +322,7 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
     ):
         return cast(tensor, dtype)
     if region.owner is None:
-        around = innermost()
+        around = stack.innermost
         if around is None or around.prepared.grade not in CHECKED:
             return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
         region = around  # torch's region inside one of ours whose cache is checked

@@ -16,35 +16,42 @@ from narrowcast.formats import Format
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.registered import install
 from narrowcast.runtime.devices.abilities import fitted
-from narrowcast.runtime.regions.identity import Carried, carried_by
-from narrowcast.runtime.regions.native_state import NativeState
+from narrowcast.runtime.regions.native_state import Carried, NativeState, carried_by
 from narrowcast.runtime.regions.pinned import watch_module_calls
-from narrowcast.runtime.regions.recomputation import carry_into_recomputation
+from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import CHECKED, Prepared
 from narrowcast.runtime.sites.sightings import sightings_of
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, default_dtype, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.runtime.torch_bridge import (
+    DTYPES,
+    FORMATS,
+    LOW,
+    default_dtype,
+    find_op,
+    op_facts,
+    op_id,
+    ops_of,
+    to_dtype,
+)
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
-from narrowcast.runtime.torch_surface.state import caches, is_enabled, is_weight_cache_on
+from narrowcast.runtime.torch_surface.state import caches, is_enabled
+
+Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, int | None]
+"""Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class Opening:
     """What regions of one policy and the same arguments share.
 
-    dtype: the low format. enabled: torch switches off what this machine lacks; asked_enabled, cache,
-    cache_limit_bytes: as asked. state: what torch is told. carried: how Dynamo is told
-    of the policy. key: names such regions in graphs. is_changed: whether any op takes another path than under native.
+    asked: with the low format that was found. state: what torch is told; it switches off what this machine lacks.
+    carried: how Dynamo is told of the policy. key: names such regions in graphs. is_changed: whether any op takes
+    another path than under native.
     is_checked_inside: whether a region around it whose weight cache is checked has this one's checked, too.
     counts: whether a rule is about the n-th call of an op.
     is_ready: whether these ops ask the region already: from the first time that one is entered.
     """
 
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    asked_enabled: bool
-    cache: bool | str | None
-    cache_limit_bytes: int | None
+    asked: Asked
     prepared: Prepared
     state: NativeState
     carried: Carried
@@ -57,7 +64,7 @@ class Opening:
     def make_ready(self) -> None:
         """Have the ops that the policy changes, and checkpoint's recomputation, ask the region. It stays so."""
         if self.is_changed:
-            install(self.prepared.ops, self.prepared.changed, self.device_type)
+            install(self.prepared.ops, self.prepared.changed, self.state[0])
             carry_into_recomputation()
         self.is_ready = True
 
@@ -67,15 +74,15 @@ class Opening:
         return replace(self, prepared=replace(prepared, graphs=self.prepared.graphs), is_ready=False)
 
 
-Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, int | None]
-"""Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
-
-
 def find_opening(policy: Policy, asked: Asked) -> Opening:
     """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
     device_type, dtype, enabled, _, _ = asked
     try:
-        key = (asked, torch.get_autocast_dtype(device_type) if dtype is None else None, is_weight_cache_on())
+        key = (
+            asked,
+            torch.get_autocast_dtype(device_type) if dtype is None else None,
+            torch.is_autocast_cache_enabled(),
+        )
         found: Opening | None = policy.memory.get(key)
     except (TypeError, RuntimeError):  # no device type, or nothing that could be an argument
         return _make_opening(policy, asked)
@@ -83,7 +90,7 @@ def find_opening(policy: Policy, asked: Asked) -> Opening:
     if found is not None and not exporting:
         return found
     made = _make_opening(policy, asked)
-    if made.enabled is enabled and not exporting and not policy.has_open_patterns:
+    if made.prepared.facts.enabled is enabled and not exporting and not policy.has_open_patterns:
         policy.memory[key] = made  # but where torch switches the region off, it says so each time
     return made
 
@@ -115,18 +122,17 @@ def _make_opening(policy: Policy, asked: Asked) -> Opening:
     grade = checked or ("native" if caches(native) else "off")
     facts = Region(device_type, FORMATS[fast], is_enabled(native), caches(native))
     follow_mutators()
-    return opening_of(policy, prepared_for(policy, facts, grade, limit_bytes), enabled, cache_enabled, limit_bytes)
+    asked = (device_type, fast, enabled, cache_enabled, limit_bytes)
+    return opening_of(policy, prepared_for(policy, facts, grade, limit_bytes), asked)
 
 
-def opening_of(
-    policy: Policy, prepared: Prepared, asked_enabled: bool, cache: bool | str | None, limit_bytes: int | None
-) -> Opening:
+def opening_of(policy: Policy, prepared: Prepared, asked: Asked) -> Opening:
     """The opening of regions for which this is prepared."""
     facts, seen = prepared.facts, prepared.for_graphs
-    dtype = DTYPES[facts.low]
+    *_, cache, limit_bytes = asked
     return Opening(
-        facts.device_type, dtype, facts.enabled, asked_enabled, cache, limit_bytes, prepared,
-        state=(facts.device_type, facts.enabled, dtype, facts.cache),
+        asked, prepared,
+        state=(facts.device_type, facts.enabled, DTYPES[facts.low], facts.cache),
         carried=carried_by(seen.policy.digest, facts.device_type) if seen.differs else (),
         key=f"{facts} {prepared.grade} {limit_bytes} {policy.digest}",
         is_changed=prepared.differs and facts.enabled,
@@ -139,7 +145,7 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
     """The low dtype, or RegionError for what torch would accept and then ignore, or crash on."""
     if dtype is None and device_type in DEVICE_TYPES:
         dtype = default_dtype(policy, device_type)
-    if dtype in _LOW and device_type in DEVICE_TYPES:
+    if dtype in LOW and device_type in DEVICE_TYPES:
         return dtype
     if not _has_autocast(device_type):
         raise RegionError(
@@ -184,9 +190,6 @@ def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
             advice='Give a number of bytes from 0, with cache_enabled="checked".',
         )
     return wanted if isinstance(wanted, str) else ""
-
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def _has_autocast(device_type: str) -> bool:

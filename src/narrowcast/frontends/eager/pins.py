@@ -14,34 +14,23 @@ from torch.nn import Module
 from narrowcast.core.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
-from narrowcast.frontends.eager.boundary import Names, make_boundary, names_of, names_of_forward
-from narrowcast.frontends.eager.bounded import run_bounded
-from narrowcast.frontends.eager.find_boundary import ANYWHERE
+from narrowcast.frontends.eager.boundary import ANYWHERE, Names, make_boundary, names_of, names_of_forward
+from narrowcast.frontends.eager.bounded import key_of, run_bounded, run_traced
 from narrowcast.frontends.eager.steps import runs_in_steps
-from narrowcast.frontends.eager.traced_calls import key_of, run_traced
-from narrowcast.runtime.regions.pinned import (
-    Pin,
-    is_module,
-    name_of,
-    own_pin,
-    pin_of,
-    set_pin,
-    take_pin,
-    watch_module_calls,
-)
+from narrowcast.runtime.regions import pinned
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 AnyFormat = torch.dtype | str | Format
 T = TypeVar("T")
 
 
-def _rebuilt(policy: Policy, region: Any) -> Pin:
+def _rebuilt(policy: Policy, region: Any) -> pinned.Pin:
     """A pin that was pickled: a process that loads one has the code here that watches modules' calls."""
-    watch_module_calls()
-    return Pin(policy, region)
+    pinned.watch_module_calls()
+    return pinned.Pin(policy, region)
 
 
-copyreg.pickle(Pin, lambda pin: (_rebuilt, (pin.policy, pin.region)))
+copyreg.pickle(pinned.Pin, lambda pin: (_rebuilt, (pin.policy, pin.region)))
 
 _NO_TARGET: Any = object()  # None is a mistake
 
@@ -90,8 +79,8 @@ def pin(
         return functools.partial(pin, format=wanted, keep=keep, only=only, out=out, at_least=at_least)
     names, rules = _asked(target, format, keep, only, out, at_least)
     policy = Policy("pin", (tuple(rules),), extends=())
-    if is_module(target):
-        set_pin(target, Pin(policy))
+    if pinned.is_module(target):
+        pinned.set_pin(target, pinned.Pin(policy))
         return target
     return _pinned_function(target, names, policy)
 
@@ -101,16 +90,16 @@ def unpin(target: Any) -> Any:
 
     Raises PinError for what is not pinned.
     """
-    if is_module(target):
-        if own_pin(target) is None:
-            found = "it is not pinned" if pin_of(target) is None else "its class is pinned, not it"
+    if pinned.is_module(target):
+        if pinned.own_pin(target) is None:
+            found = "it is not pinned" if pinned.pin_of(target) is None else "its class is pinned, not it"
             raise PinError(
-                f"unpin({name_of(target)})", found, advice="Unpin what was pinned: narrowcast.pin returns it."
+                f"unpin({pinned.name_of(target)})", found, advice="Unpin what was pinned: narrowcast.pin returns it."
             )
-        take_pin(target)
+        pinned.take_pin(target)
         return target
     if not hasattr(target, "__narrowcast_pinned__"):
-        raise PinError(asked=f"unpin({name_of(target)})", found="it is not pinned", advice="Give what pin returned.")
+        raise PinError(f"unpin({pinned.name_of(target)})", "it is not pinned", advice="Give what pin returned.")
     return target.__wrapped__
 
 
@@ -124,16 +113,16 @@ def _as_names(names: Iterable[str]) -> Iterable[str]:
 def _names_of(target: Any) -> Names:
     if isinstance(target, Module):
         return names_of_forward(target)
-    if is_module(target):
+    if pinned.is_module(target):
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):
         raise PinError(
-            asked=f"pin({name_of(target)})", found=f"it is of type {type(target).__name__}, and has no call to pin",
+            f"pin({pinned.name_of(target)})", f"it is of type {type(target).__name__}, and has no call to pin",
             advice="Give a Module, a class of Modules, or a function.",
         )  # fmt: skip
     if runs_in_steps(target):
         raise PinError(
-            asked=f"pin({name_of(target)})",
+            asked=f"pin({pinned.name_of(target)})",
             found="it runs in steps, and its results are not yet there when it returns",
             advice="Write @narrowcast.autocast(...), which holds in its steps, and pin what it calls.",
         )
@@ -186,7 +175,7 @@ def _asked(
     """
     names, kept = _names_of(target), tuple(_as_names(keep))
     chosen = None if only is None else tuple(_as_names(only))
-    asked = f"pin({name_of(target)}, keep={kept}, only={only})"
+    asked = f"pin({pinned.name_of(target)}, keep={kept}, only={only})"
     named = (*kept, *(chosen or ()))
     for name in named:
         if name not in names.known and not names.open:
@@ -215,11 +204,11 @@ def _pinned_function(function: Callable[..., Any], names: Names, policy: Policy)
     key = key_of(boundary)
 
     @functools.wraps(function)
-    def pinned(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return run_traced(key, function, args, kwargs)
         return run_bounded(boundary, function, args, kwargs)
 
-    pinned.__dict__.pop("__narrowcast_decorated__", None)  # what is below says so by itself
-    pinned.__narrowcast_pinned__ = Pin(policy)  # type: ignore[attr-defined]
-    return pinned
+    run.__dict__.pop("__narrowcast_decorated__", None)  # what is below says so by itself
+    run.__narrowcast_pinned__ = pinned.Pin(policy)  # type: ignore[attr-defined]
+    return run

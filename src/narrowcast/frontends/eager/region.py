@@ -14,15 +14,13 @@ from narrowcast.core.decide import Region
 from narrowcast.core.policy import Policy, as_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
-from narrowcast.frontends.eager.opening import Opening, find_opening, opening_of
+from narrowcast.frontends.eager.opening import Asked, Opening, find_opening, opening_of
 from narrowcast.frontends.eager.steps import run_inside
 from narrowcast.runtime.regions.failures import note_failure
-from narrowcast.runtime.regions.identity import Identity
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
-from narrowcast.runtime.regions.native_state import NativeState, enter_native, leave_native
+from narrowcast.runtime.regions.native_state import Identity, NativeState, enter_native, leave_native
 from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
-from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
-from narrowcast.runtime.regions.watchers import region_watchers
+from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, open_anywhere, region_watchers, stack
 from narrowcast.runtime.sites.numbering import begin_counting
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_trace
@@ -182,12 +180,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     @property
     def device(self) -> str:
         """The device type, as given: `cpu`, `cuda` and so on."""
-        return self._made.device_type
+        return self._made.state[0]
 
     @property
     def fast_dtype(self) -> torch.dtype:
         """The low format, as torch.autocast names it: the dtype given, or the default that was taken."""
-        return self._made.dtype
+        return self._made.state[2]
 
     @property
     def prepared(self) -> Prepared:
@@ -196,56 +194,38 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     @property
     def _enabled(self) -> bool:  # as torch.autocast has it
-        return self._made.enabled
+        return self._made.prepared.facts.enabled
 
     @property
-    def asked_enabled(self) -> bool:
-        """`enabled` as given; torch switches a region off whose device this machine lacks."""
-        return self._made.asked_enabled
-
-    @property
-    def cache(self) -> bool | str | None:
-        """The grade of the weight cache, as given: a bool, `checked`, `checksum`, or None."""
-        return self._made.cache
-
-    @property
-    def cache_limit_bytes(self) -> int | None:
-        """How many bytes the weight cache may hold; None for no limit."""
-        return self._made.cache_limit_bytes
+    def asked(self) -> Asked:
+        """The arguments that make a region like this one, besides its policy, as given, but for the dtype."""
+        return self._made.asked
 
     def again(self) -> autocast:
         """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
         if torch.compiler.is_dynamo_compiling():
-            return self._like(self.policy.digest)
+            return region_of(self.policy.digest, self.asked)
         return self
-
-    def _like(self, policy: Policy | str) -> autocast:
-        limit = self.cache_limit_bytes
-        enabled = self.asked_enabled
-        return autocast(self.device, self.fast_dtype, enabled, self.cache, policy=policy, cache_limit_bytes=limit)
 
     def with_eager_policy(self, policy: Policy) -> autocast:
         """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
         region's.
         """
-        made = self._like(policy)
-        prepared = replace(made.prepared, graphs=self.prepared)
-        made._made = opening_of(policy, prepared, self.asked_enabled, self.cache, self.cache_limit_bytes)
+        made = region_of(policy, self.asked)
+        made._made = opening_of(policy, replace(made.prepared, graphs=self.prepared), self.asked)
         return made
 
     def __reduce__(self) -> Any:
-        limit = self.cache_limit_bytes
-        return _rebuilt, (self.device, self.fast_dtype, self.asked_enabled, self.cache, self.policy, limit)
+        return region_of, (self.policy, self.asked)
 
     def __repr__(self) -> str:
         cache = "" if self.prepared.grade == "native" else f", cache={self.prepared.grade}"
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy}{cache})"
 
 
-def _rebuilt(
-    device_type: str, dtype: torch.dtype, enabled: bool, cache: bool | str | None, policy: Policy, limit: int | None
-) -> autocast:
-    """A region like the one that was pickled or copied."""
+def region_of(policy: Policy | str, asked: Asked) -> autocast:
+    """The region that these arguments make."""
+    device_type, dtype, enabled, cache, limit = asked
     return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
 
 
@@ -269,7 +249,7 @@ def _is_another_format(facts: Region, before: NativeState, depth: int) -> bool:
     """
     if not facts.enabled:
         return False
-    around, known = innermost(), 1
+    around, known = stack.innermost, 1
     last = around.prepared.facts if around is not None else facts
     while around is not None:
         found = around.prepared.facts

@@ -15,6 +15,10 @@ from narrowcast.runtime.devices.device import is_here
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import OpFacts, Slot
 
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+"""What a call is given by position, and by name."""
+
 
 @dataclass(slots=True)
 class DecidedCall:
@@ -31,8 +35,8 @@ class DecidedCall:
     tensors: list[tuple[Slot, torch.Tensor | None]]
     policy: Policy
     caches: bool
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Arguments = ()
+    kwargs: Keywords = field(default_factory=dict)
     number: int = 0
 
     @property
@@ -60,7 +64,7 @@ class Watcher:
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised this error."""
 
-    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, call: Callable[..., Any], module: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`call(args, kwargs)`, a module's call; asked of those whose `steps_graphs` holds."""
         return call(args, kwargs)
 

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.runtime.regions.identity import CARRIERS
+from narrowcast.runtime.regions.native_state import CARRIERS
 from narrowcast.runtime.torch_surface.dynamo import functorch_config, never_trace
 from narrowcast.runtime.torch_surface.state import (
     ENTER_AUTOCAST,
@@ -41,6 +41,40 @@ class Backward:
 
     kind: str
     regions: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+    @property
+    def runs_as_inputs(self) -> bool:
+        """Whether ops of the backward run as their inputs are."""
+        return self.kind in (AS_EAGER, OFF)
+
+    @contextmanager
+    def tracing(self, graph: GraphModule) -> Iterator[State]:
+        """While a compiler traces the graph and its backward. Gives the state that the backward is compiled for.
+
+        Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
+        """
+        if self.runs_as_inputs:
+            with autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
+                yield ()
+            return
+        with ExitStack() as stack:
+            if self.kind == LISTED:
+                stack.enter_context(autocast_off())
+                for pairs in self.regions:
+                    stack.enter_context(torch.autocast(**dict(pairs)))
+            expected = autocast_state()
+            stack.enter_context(functorch_config.patch(backward_pass_autocast="same_as_forward"))
+            stack.enter_context(_shielded(graph, [device for device, _ in expected]))
+            yield expected
+
+    def watch(self, results: Any, expected: State) -> None:
+        """Have the backward of these results check, when it runs, that autocast is as it was compiled for."""
+        seen: set[int] = set()
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            node = result.grad_fn if isinstance(result, torch.Tensor) else None
+            if node is not None and id(node) not in seen:
+                seen.add(id(node))
+                node.register_prehook(partial(_check, expected, self))
 
 
 def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
@@ -67,32 +101,7 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
 
 def autocast_state() -> State:
     """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in autocast_device_types()
-        if torch.is_autocast_enabled(device)
-    )
-
-
-@contextmanager
-def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
-    """While a compiler traces the graph and its backward. Gives the state that the backward is compiled for.
-
-    Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
-    """
-    if choice.kind in (AS_EAGER, OFF):
-        with autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
-            yield ()
-        return
-    with ExitStack() as stack:
-        if choice.kind == LISTED:
-            stack.enter_context(autocast_off())
-            for pairs in choice.regions:
-                stack.enter_context(torch.autocast(**dict(pairs)))
-        expected = autocast_state()
-        stack.enter_context(functorch_config.patch(backward_pass_autocast="same_as_forward"))
-        stack.enter_context(_shielded(graph, [device for device, _ in expected]))
-        yield expected
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_device_types() if torch.is_autocast_enabled(d))
 
 
 @contextmanager
@@ -118,16 +127,6 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
         for node in added:
             code.erase_node(node)
         graph.recompile()
-
-
-def watch_backward(results: Any, expected: State, choice: Backward) -> None:
-    """Have the backward of these results check, when it runs, that autocast is as it was compiled for."""
-    seen: set[int] = set()
-    for result in results if isinstance(results, (tuple, list)) else (results,):
-        node = result.grad_fn if isinstance(result, torch.Tensor) else None
-        if node is not None and id(node) not in seen:
-            seen.add(id(node))
-            node.register_prehook(partial(_check, expected, choice))
 
 
 def _check(expected: State, choice: Backward, gradients: Any) -> None:

@@ -8,49 +8,23 @@ inside them, which rules may be about. Bodies of higher-order ops are captured o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree
 
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.composites import decompositions
 from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
-from narrowcast.runtime.sites.graph_numbering import PLAIN_BODIES, Numbering
+from narrowcast.runtime.sites.numbering import PLAIN_BODIES, Numbering
 from narrowcast.runtime.torch_bridge import is_weight
+from narrowcast.runtime.torch_surface import dispatch, fx, state
 from narrowcast.runtime.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
-from narrowcast.runtime.torch_surface.dispatch import (
-    HigherOrderOperator,
-    higher_order_name,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-)
-from narrowcast.runtime.torch_surface.fx import (
-    FakeTensor,
-    FakeTensorMode,
-    is_functorch_wrapped_tensor,
-    reenter_make_fx,
-    same_random_numbers,
-    without_pre_dispatch_mode,
-)
-from narrowcast.runtime.torch_surface.state import (
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    GraphRegion,
-    autocast_off,
-    cast_for_autocast,
-)
 
 # Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
 # is Python, casts these arguments.
@@ -64,7 +38,10 @@ class Captured:
 
     graph: torch.fx.GraphModule
     flags: dict[torch.fx.Node, tuple[bool, bool]] = field(default_factory=dict)
-    placeholders: list[tuple[torch.fx.GraphModule, list[tuple[bool, bool]]]] = field(default_factory=list)
+
+    def note_flags(self, module: torch.fx.GraphModule, found: Iterable[tuple[bool, bool]]) -> None:
+        """Note what is known of the placeholders of a graph, or of a body in it."""
+        self.flags.update(zip(module.graph.find_nodes(op="placeholder"), found, strict=False))
 
 
 def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
@@ -80,7 +57,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     runner = _GraphRunner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
     table = decompositions(graph)
     with (
-        torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
+        torch.fx.traceback.preserve_node_meta(), fx.same_random_numbers(), transforms_as_they_were(),
         closing_marked(),
     ):  # fmt: skip
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
@@ -89,10 +66,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     _refuse_constants(made)
     _copy_placeholders(graph, made)
     captured.graph = made
-    captured.placeholders.append((made, flags))
-    for module, found in captured.placeholders:
-        nodes = module.graph.find_nodes(op="placeholder")
-        captured.flags.update(zip(nodes, found, strict=False))
+    captured.note_flags(made, flags)
     return captured
 
 
@@ -116,7 +90,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory, without autograd; of a fake one that represents a number, still the same number."""
     with torch.no_grad():
         made = value.detach()
-    if isinstance(value, FakeTensor) and value.item_memo is not None:
+    if isinstance(value, fx.FakeTensor) and value.item_memo is not None:
         made.item_memo = value.item_memo  # type: ignore[attr-defined]
     return made
 
@@ -125,8 +99,8 @@ def _refuse_constants(graph: torch.fx.GraphModule) -> None:
     """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
     for name, module in graph.named_modules():
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-            if isinstance(value, FakeTensor) or (
-                isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+            if isinstance(value, fx.FakeTensor) or (
+                isinstance(value, torch.Tensor) and fx.is_functorch_wrapped_tensor(value)
             ):
                 raise CaptureError(
                     asked="a graph with explicit casts",
@@ -173,9 +147,9 @@ class _GraphRunner(torch.fx.Interpreter):
                 asked="a graph with explicit casts", found=f"{target.__name__} inside it",
                 advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
             )  # fmt: skip
-        if target is ENTER_AUTOCAST:
+        if target is state.ENTER_AUTOCAST:
             return self._enter(args)
-        if target is EXIT_AUTOCAST:
+        if target is state.EXIT_AUTOCAST:
             args[0].__exit__(None, None, None)
             self.cached.pop()
             return None
@@ -183,19 +157,19 @@ class _GraphRunner(torch.fx.Interpreter):
             return self._mark(target, args)
         if target is torch.ops.higher_order.wrap_with_autocast:
             return self._inline(args)
-        if isinstance(target, HigherOrderOperator) and any(
-            isinstance(a, torch.fx.GraphModule) for a in tree_leaves((args, kwargs))
+        if isinstance(target, dispatch.HigherOrderOperator) and any(
+            isinstance(a, torch.fx.GraphModule) for a in dispatch.tree_leaves((args, kwargs))
         ):
             return self._higher_order(target, args, kwargs)
         if target is torch.randint_like:  # drawn without autograd, as torch's function does; the op does not say so
-            args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
+            args, kwargs = dispatch.tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def _enter(self, args: tuple[Any, ...]) -> Any:
         """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
         device, dtype, enabled, cache = args
         cache = self.cached[-1] if cache is None else cache
-        region = GraphRegion(device, dtype, enabled, False)
+        region = state.GraphRegion(device, dtype, enabled, False)
         region.__enter__()
         node = next(iter(reversed(_tracer().graph.nodes)))
         node.args = (*node.args[:3], cache)
@@ -209,18 +183,18 @@ class _GraphRunner(torch.fx.Interpreter):
             self.cached.append(self.cached[-1])
         else:
             self.cached.pop()
-        with without_pre_dispatch_mode():  # it would record torch's region inside ours, too
+        with fx.without_pre_dispatch_mode():  # it would record torch's region inside ours, too
             target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op with its bodies captured; one that casts by itself, with these casts before it and its bodies as they
         came. Its results are those that Dynamo foresaw.
         """
-        tracer, op = _tracer(), higher_order_name(target)
+        tracer, op = _tracer(), dispatch.higher_order_name(target)
         device = args[0].device.type if op in _CAST_ARGUMENTS else ""
         if device and torch.is_autocast_enabled(device):
             low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[op]
-            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
+            args = (*(state.cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
         bodies = 0
         grad_mode = bool(args[0]) if op == "wrap_with_set_grad_enabled" else torch.is_grad_enabled()
         backward = _BACKWARD_BODIES.get(op)
@@ -230,7 +204,7 @@ class _GraphRunner(torch.fx.Interpreter):
             if not isinstance(leaf, torch.fx.GraphModule):
                 return leaf
             if not device:
-                off = autocast_off() if bodies == backward else nullcontext()
+                off = state.autocast_off() if bodies == backward else nullcontext()
                 bodies += 1
                 in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, op)
                 with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
@@ -238,20 +212,20 @@ class _GraphRunner(torch.fx.Interpreter):
             tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
             return leaf
 
-        proxies = tree_map(tracer.unwrap_proxy, tree_map(registered, (args, kwargs)))
+        proxies = dispatch.tree_map(tracer.unwrap_proxy, dispatch.tree_map(registered, (args, kwargs)))
         return self._track(tracer.create_proxy("call_function", target, *proxies, name=op))
 
     def _track(self, out: Any) -> Any:
         """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
-            example = tree_map(_fresh, noted(self.current) if self.current else None)
+            example = dispatch.tree_map(_fresh, noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
 
     def _copy(self, node: torch.fx.Node) -> Any:
         """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
         tracer = _tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        unwrapped = tree_map(tracer.unwrap_proxy, (args, kwargs))
+        unwrapped = dispatch.tree_map(tracer.unwrap_proxy, (args, kwargs))
         out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
         out.node.meta.update(node.meta)
         if any(user not in self.batched for user in node.users):
@@ -279,10 +253,9 @@ class _GraphRunner(torch.fx.Interpreter):
         """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering)
-        made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        made: torch.fx.GraphModule = fx.reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
-        flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]
-        self.captured.placeholders.append((made, flags))
+        self.captured.note_flags(made, [(True, keeps_cache and weight) for _, weight in map(_flags, values)])
         return made
 
 
@@ -324,16 +297,16 @@ def all_nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
             yield from module.graph.nodes
 
 
-def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:
+def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> fx.FakeTensorMode:
     """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
-    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), FakeTensor))
-    return next(found, None) or FakeTensorMode(**options)
+    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), fx.FakeTensor))
+    return next(found, None) or fx.FakeTensorMode(**options)
 
 
 @contextmanager
 def _not_recorded() -> Iterator[None]:
     """Calls inside are not part of the graph that is being captured."""
-    with disable_proxy_modes_tracing(), without_pre_dispatch_mode():
+    with disable_proxy_modes_tracing(), fx.without_pre_dispatch_mode():
         yield
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.frontends.graphs.levels import Ambient, Level, Levels
-from narrowcast.frontends.graphs.operands import operands_of
 from narrowcast.programs.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
 from narrowcast.runtime.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, node_site
-from narrowcast.runtime.sites.graph_numbering import Numbering
+from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.torch_bridge import is_random, is_weight, op_facts, short_type
 from narrowcast.runtime.torch_bridge.ops import alias_names
 from narrowcast.runtime.torch_surface.autograd import SET_GRAD_ENABLED
@@ -180,34 +180,26 @@ class _GraphReader:
             note = (node.meta.get("custom") or {}).get(BOUNDARY)
             if note is not None:
                 self.boundaries[value.id] = note
-            return Step(
-                value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
-                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._site(node),
-            )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
+            cast = Step(value, CAST, (Operand("self", operands[0].value),))
+            return self._placed(node, cast)  # the user's own: no region's weight cache keeps it
         hiding = self.levels.stack[-1].hiding
         if hiding is not None and facts.computes:
             self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
             self.taken.update(self.memories.of(o.value) for o in operands if o.written)
         region = self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None])
-        direction = self.joint.get(node, "forward")
-        counts = direction == "forward" and self.levels.is_on(region)
-        return Step(
-            value,
-            facts.id,
-            operands,
-            constants,
-            given,
-            facts.computes,
-            region,
-            self.grad_mode,
-            direction,
-            shared,
-            ("random",) if is_random(op) else (),
-            (),
-            self._site(node),
-            number=self.numbering.number(node.meta, facts.id) if counts else 1,
+        counts = self.joint.get(node, "forward") == "forward" and self.levels.is_on(region)
+        effects = ("random",) if is_random(op) else ()
+        made = Step(
+            value, facts.id, operands, constants, given, facts.computes, region, aliases=shared, effects=effects
         )
+        number = self.numbering.number(node.meta, facts.id) if counts else 1
+        return self._placed(node, made, number)
+
+    def _placed(self, node: Node, made: Step, number: int = 1) -> Step:
+        """A step with what its node says of the place and the direction."""
+        direction, site = self.joint.get(node, "forward"), self._site(node)
+        return replace(made, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
     # -- gradients that in-place ops bring to what shares memory with their target
 
@@ -239,11 +231,11 @@ class _GraphReader:
         for operand in operands:
             self._join(number, operand.value)
         constants = str(node.args[1]) if name == "getitem" else ""
-        return Step(
-            self._value(node, gradient), name, operands, constants,
-            grad_mode=self.grad_mode, direction=self.joint.get(node, "forward"), aliases=tuple(range(len(operands))),
-            effects=() if pure else ("order",), blocks=blocks, site=self._site(node),
-        )  # fmt: skip
+        effects, aliases = () if pure else ("order",), tuple(range(len(operands)))
+        value = self._value(node, gradient)
+        return self._placed(
+            node, Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
+        )
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
         name = _target_name(node)
@@ -345,3 +337,43 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOve
         return not any(a is True for a in node.args[2:])
     strided = node.kwargs.get("layout") in (None, torch.strided)
     return strided and set(node.kwargs) <= {"dtype", "layout", "device"} and len(node.args) <= 2
+
+
+# -- the tensors of a node in the order of its op's schema -------------------------------------------------------------
+
+
+def operands_of(node: Node) -> list[tuple[str, Node]]:
+    """Argument name and node of every operand, lists element by element."""
+    found: list[tuple[str, Node]] = []
+    names = _names(node)
+    for site, value in _sites(node):
+        name = names[site] if isinstance(site, int) else site
+        map_arg(value, lambda n, name=name: found.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
+    return found
+
+
+def replace_operands(node: Node, new: list[Node]) -> None:
+    """Let the node read these nodes, in the order of `operands_of`."""
+    following = iter(new)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for site, value in _sites(node):
+        made: Any = map_arg(value, lambda _: next(following))
+        if isinstance(site, int):
+            args[site] = made
+        else:
+            kwargs[site] = made
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _names(node: Node) -> list[str]:
+    """The names of an op's arguments; of what is no op, those given by name."""
+    op = node.target
+    return [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
+
+
+def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
+    """Positional arguments, then those given by name, in the order of the schema."""
+    yield from enumerate(node.args)
+    for name in _names(node):
+        if name in node.kwargs:
+            yield name, node.kwargs[name]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from narrowcast.core.goals import CAST, WORKING, Goal
 from narrowcast.formats import parse_format
 from narrowcast.frontends.graphs.capture import detached, noted
 from narrowcast.programs.program import Program, Writes
@@ -89,12 +90,14 @@ def _memory(value: Any) -> int | None:
 
 
 def rest_weights(
-    graph: GraphModule, program: Program, nodes: Mapping[int, Node], weights: frozenset[int], trains: bool
+    graph: GraphModule, program: Program, nodes: Mapping[int, Node], weights: frozenset[int], goal: Goal
 ) -> Resting:
-    """Change a graph with explicit casts so that it takes the casts of weights as inputs.
+    """Change a graph with explicit casts so that it takes the casts of weights as inputs, as the goal asks.
 
-    program: what the graph says. nodes: of its steps. weights: positions of inputs. trains: also where gradients flow.
+    program: what the graph says. nodes: of its steps. weights: positions of inputs.
     """
+    if goal.weights == CAST:
+        return Resting()
     inputs = graph.graph.find_nodes(op="placeholder")
     position = {v.id: n for n, v in enumerate(program.body.parameters)}
     writes = Writes(program.body)
@@ -103,7 +106,11 @@ def rest_weights(
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
-        if source not in weights or (step.value.gradient and not trains) or writes.memories(step.id) & kept_out:
+        if (
+            source not in weights
+            or (step.value.gradient and goal.weights != WORKING)
+            or writes.memories(step.id) & kept_out
+        ):
             continue
         if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
             continue

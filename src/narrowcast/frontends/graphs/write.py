@@ -7,8 +7,7 @@ from torch.fx import Graph, Node
 
 from narrowcast.formats import fp32, parse_format
 from narrowcast.frontends.graphs.capture import detached
-from narrowcast.frontends.graphs.operands import replace_operands
-from narrowcast.frontends.graphs.read import ReadGraph
+from narrowcast.frontends.graphs.read import ReadGraph, replace_operands
 from narrowcast.output.collector import collector_paused
 from narrowcast.programs.passes import Pass, PassResult, run_passes
 from narrowcast.programs.program import Block, Program, Step

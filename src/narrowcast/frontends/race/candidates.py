@@ -22,8 +22,7 @@ from torch.fx.node import map_arg
 from narrowcast.core.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, bf16, fp16, fp32
-from narrowcast.frontends.graphs.operands import operands_of
-from narrowcast.frontends.graphs.read import ReadGraph
+from narrowcast.frontends.graphs.read import ReadGraph, operands_of
 from narrowcast.frontends.graphs.resting import Resting, rest_weights
 from narrowcast.frontends.graphs.write import write_graph
 from narrowcast.output.progress import long_work
@@ -38,10 +37,8 @@ from narrowcast.programs.program import Edit, Program, Step, Value, element_byte
 from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.abilities import slow_families
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
-from narrowcast.runtime.devices.model import CostModel
-from narrowcast.runtime.devices.prices import TimePrices, costs_time
-from narrowcast.runtime.devices.signature import known_shape
-from narrowcast.runtime.devices.workspaces import Workspaces
+from narrowcast.runtime.devices.prices import CostModel, TimePrices, costs_time
+from narrowcast.runtime.devices.signature import Workspaces, known_shape
 from narrowcast.runtime.torch_bridge import id_with_dtype
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 
@@ -81,8 +78,8 @@ class Candidate:
         """Write it into a graph of its own. weights, rests: as for `make_candidates`."""
         self.graph, own = copy_reading(reading)
         nodes = write_graph(own, self.outcome.program)
-        if goal.weights != CAST and rests:
-            self.resting = rest_weights(self.graph, self.outcome.program, nodes, weights, goal.weights == WORKING)
+        if rests:
+            self.resting = rest_weights(self.graph, self.outcome.program, nodes, weights, goal)
         self.is_written = True
 
     @property

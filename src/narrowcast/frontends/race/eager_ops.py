@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,10 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import DecidedCall, Watcher, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
-from narrowcast.frontends.race.remembered import choice_key, load_choice, save_choice
-from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import CandidateSide
+from narrowcast.frontends.race.choosing import choice_key, load_choice, save_choice, time_sides
 from narrowcast.runtime.devices.device import device_now, random_state_kept
 from narrowcast.runtime.devices.measure import LARGEST_BYTES, MeasuredOperand, make_tensor
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, PLAIN, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
 from narrowcast.runtime.torch_surface.state import is_enabled
 
@@ -62,7 +61,7 @@ class EagerCalls(Watcher):
             return
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors):
+        if all(type(t) in PLAIN and t.layout is torch.strided for t in tensors):
             kept = [_kept(leaf) for leaf in leaves]
             self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), tree_unflatten(kept, spec))
 
@@ -163,10 +162,11 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     choice = load_choice(key, (POLICY, HIGH))
     if choice is None:
         in_fp32 = region.with_eager_policy(region.policy.with_rules(earlier, full, back))
-        sides = [
-            CandidateSide(name, lambda *flat, around=around: _run(op, around, tree_unflatten(list(flat), spec)))
-            for name, around in ((POLICY, as_policy), (HIGH, in_fp32))
-        ]
+
+        def run_in(around: autocast, *flat: Any) -> list[Any]:
+            return _run(op, around, tree_unflatten(list(flat), spec))
+
+        sides = {POLICY: partial(run_in, as_policy), HIGH: partial(run_in, in_fp32)}
         choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
         save_choice(key, choice)
     if choice.chosen != HIGH:

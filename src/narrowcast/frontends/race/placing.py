@@ -22,10 +22,15 @@ from narrowcast.frontends.graphs.explicit import Explicit, read_explicit
 from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.frontends.graphs.resting import Resting, with_stand_ins
 from narrowcast.frontends.race.candidates import PLACED, Candidate, make_candidates, remembered_candidate
-from narrowcast.frontends.race.choosing import Choosing
-from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
-from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import CandidateSide, Compiled
+from narrowcast.frontends.race.choosing import (
+    Choosing,
+    Compiled,
+    RememberedTimes,
+    choice_key,
+    load_choice,
+    save_choice,
+    time_sides,
+)
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.programs.passes.assign import assign_casts
@@ -33,8 +38,8 @@ from narrowcast.programs.program import Program, Writes, print_program
 from narrowcast.reports.results.differences import site_text
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.devices.sweep import foreign_profile, keep, known_profile
+from narrowcast.runtime.sites.python_stack import warn_at
 from narrowcast.runtime.torch_surface.dynamo import begins_again, without_wrappers
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -188,7 +193,7 @@ def compile_placed(
     start = time.perf_counter()
     left = placed.left
     reports: dict[str, CompiledGraph] = {}
-    sides: list[CandidateSide] = []
+    sides: dict[str, Compiled] = {}
     expected: Any = ()
     with long_work("compiling", len(left)) as step:
         for candidate in left:
@@ -209,7 +214,7 @@ def compile_placed(
                     stacklevel=2,
                 )
                 continue
-            sides.append(CandidateSide(candidate.name, with_weights(compiled, candidate.resting)))
+            sides[candidate.name] = with_weights(compiled, candidate.resting)
             step()
     report.candidates_seconds = time.perf_counter() - start
 
@@ -219,7 +224,7 @@ def compile_placed(
         report.forward_steps = own.forward_steps
 
     if len(sides) == 1:
-        found(placed.choice or RememberedTimes(sides[0].name, {}, {}, 0, 0.0))
+        found(placed.choice or RememberedTimes(next(iter(sides)), {}, {}, 0, 0.0))
     written, seconds = _written(placed.explicit.reading.program), _RACE * report.candidates_seconds
     return Choosing(sides, written, found, seconds=seconds), expected
 
@@ -231,7 +236,7 @@ def choose_now(placed: PlacedGraph, compiled: Callable[[Candidate], Compiled]) -
         left = left[:1]
     if len(left) == 1:
         return placed.choice or RememberedTimes(left[0].name, {}, {}, 0, 0.0)
-    return time_sides([CandidateSide(c.name, compiled(c)) for c in left], (), frozenset())
+    return time_sides({c.name: compiled(c) for c in left}, (), frozenset())
 
 
 def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> list[Candidate]:

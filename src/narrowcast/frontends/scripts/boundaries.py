@@ -21,24 +21,11 @@ from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import is_forward, mark_whole
 from narrowcast.frontends.scripts.calls import holds_tensors, is_tensor
 from narrowcast.frontends.scripts.places import shown_from
-from narrowcast.frontends.scripts.policies import hold_policy
-from narrowcast.frontends.scripts.scopes import (
-    ANYWHERE,
-    PASSAGE,
-    Scanner,
-    Scope,
-    Scopes,
-    close_passage,
-    passage,
-    policy_of,
-)
+from narrowcast.frontends.scripts.region_facts import Node, Value, hold_policy
+from narrowcast.frontends.scripts.scopes import ANYWHERE, PASSAGE, Scanner, Scope, Scopes, policy_of
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface.jit import compiled_method, find_type, method_names
-
-Value = Any
-Node = Any
-
 
 # -- passages are made before calls are inlined ------------------------------------------------------------------------
 
@@ -155,13 +142,6 @@ def _create(graph: Any, value: Value, facts: Mapping[str, str]) -> Node:
     return made
 
 
-def close_passages(graph: Any) -> None:
-    """Take them out of a graph whose calls are not inlined."""
-    for node in graph.findAllNodes("aten::alias"):
-        if passage(node) is not None:
-            close_passage(node)
-
-
 # -- and read when they are --------------------------------------------------------------------------------------------
 
 
@@ -183,7 +163,8 @@ def enter_call(scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Sc
     around = {d: s for d, s in around.items() if policy_of(s).has_module_rules}
     if pin is not None and pin.policy.has_module_rules:
         around = _with_pin(around, pin)
-    around = {d: s for d, s in around.items() if _has_rules(s, site)}
+    rules = {d: [rule for rule in policy_of(s).rules if rule.is_module_call] for d, s in around.items()}
+    around = {d: s for d, s in around.items() if any(rule.matches_site(site) for rule in rules[d])}
     calls = {device: _call(scope, site) for device, scope in around.items()}
     plans = {device: call.plan() for device, call in calls.items()}
     if not around:
@@ -216,11 +197,6 @@ def _with_pin(around: Scopes, pin: Pin) -> Scopes:
     if not around:
         return {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
     return {d: replace(s, policy=hold_policy(policy_of(s).with_rules(pin.policy.rules))) for d, s in around.items()}
-
-
-def _has_rules(scope: Scope, site: Site) -> bool:
-    rules = policy_of(scope).rules
-    return any(rule.is_module_call and rule.matches_site(site) for rule in rules)
 
 
 def _call(scope: Scope, site: Site) -> ModuleCall:

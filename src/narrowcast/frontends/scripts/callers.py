@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.frontends.scripts.classes import check_class
+from narrowcast.frontends.scripts import runtime
+from narrowcast.frontends.scripts.decorated import check_class
 from narrowcast.frontends.scripts.places import site_of
-from narrowcast.frontends.scripts.statistics import hold, hold_norms, release
+from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.runtime.sites.python_stack import is_user_file
-from narrowcast.runtime.torch_surface.jit import compiled_methods, find_type
+from narrowcast.runtime.torch_surface.jit import compiled_methods, find_type, inserting_after
 
 _MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
 _PREFIX = "narrowcast "
@@ -98,16 +100,10 @@ def cross(callers: list[Site], mark: Any) -> dict[str, Any] | None:
         callers.pop()
         return None
     facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
-    callers.append(
-        Site(
-            f"{outer.module_path}.{facts.get('path', '')}".strip("."),
-            (*([facts["class"]] if "class" in facts else []), *outer.classes),
-            (*([facts["function"]] if "function" in facts else []), *outer.functions),
-            facts.get("file", outer.file),
-            facts.get("line", outer.line),
-            outer.around,
-        )
-    )
+    path = f"{outer.module_path}.{facts.get('path', '')}".strip(".")
+    classes, functions = ([facts[name]] if name in facts else [] for name in ("class", "function"))
+    file, line = facts.get("file", outer.file), facts.get("line", outer.line)
+    callers.append(Site(path, (*classes, *outer.classes), (*functions, *outer.functions), file, line, outer.around))
     return dict(facts)
 
 
@@ -181,3 +177,54 @@ def _path_in_hierarchy(node: Any) -> str:
         if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
             parts.append(name)
     return ".".join(parts)
+
+
+# -- norms that write to running statistics ----------------------------------------------------------------------------
+#
+# TorchScript does not know that they do, and drops one that nothing reads, and the call of a method that has one.
+
+
+_NORMS = ("aten::batch_norm", "aten::instance_norm")
+_NORM_MARK = "narrowcast_norm"
+
+
+def hold(graph: Any, value: Any, after: Any) -> None:
+    """Let a node read a value that passes do not drop, in place."""
+    mark = graph.create("prim::Print", [value], 0)
+    mark.s_("name", _NORM_MARK)
+    mark.insertAfter(after)
+
+
+def release(graph: Any) -> None:
+    """Take such nodes out."""
+    for mark in graph.findAllNodes("prim::Print"):
+        if mark.hasAttribute("name") and mark.s("name") == _NORM_MARK:
+            mark.destroy()
+
+
+def hold_norms(graph: Any) -> None:
+    """Hold what such norms give."""
+    for norm in _norms(graph):
+        hold(graph, norm.output(), norm)
+
+
+@contextmanager
+def norms_kept(graph: Any) -> Iterator[None]:
+    """Passes inside leave such norms in the graph."""
+    hold_norms(graph)
+    yield
+    release(graph)
+
+
+def keep_norms(graph: Any) -> None:
+    """Let something read the norms that nothing reads, in place: TorchScript drops what is unused when it runs, too."""
+    for norm in _norms(graph):
+        if not norm.output().uses():
+            with inserting_after(graph, norm):
+                graph.insertGraph(runtime.graph_of(runtime.keep), [norm.output()])
+
+
+def _norms(graph: Any) -> list[Any]:
+    """The norms that have running statistics, and may be training."""
+    found = [node for kind in _NORMS for node in graph.findAllNodes(kind)]
+    return [n for n in found if n.inputsAt(3).type().kind() != "NoneType" and constant(n.inputsAt(5)) is not False]

@@ -12,24 +12,15 @@ import torch
 
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager import autocast
-from narrowcast.frontends.scripts.boundaries import bound_whole, close_passages
+from narrowcast.frontends.scripts.boundaries import bound_whole
 from narrowcast.frontends.scripts.callers import function_name, mark_calls, mark_whole, unmark
 from narrowcast.frontends.scripts.cast_already import prepare_marks
-from narrowcast.frontends.scripts.classes import note_classes
-from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, undecorated
-from narrowcast.frontends.scripts.leaving import make_edges
-from narrowcast.frontends.scripts.meanings import OURS, TORCH
-from narrowcast.frontends.scripts.policies import hold_policy
-from narrowcast.frontends.scripts.region import register_region
-from narrowcast.frontends.scripts.scopes import Scope
+from narrowcast.frontends.scripts.decorated import bare, check_methods, check_pins, note_classes, undecorated
+from narrowcast.frontends.scripts.leaving import OURS, TORCH, make_edges
+from narrowcast.frontends.scripts.region_facts import hold_policy, register_region
+from narrowcast.frontends.scripts.scopes import Scope, close_passages
 from narrowcast.frontends.scripts.source import rewriting
-from narrowcast.runtime.torch_surface.jit import (
-    compiled_functions,
-    compiler_replaced,
-    deprecations_unsaid,
-    script_function,
-    script_module,
-)
+from narrowcast.runtime.torch_surface import jit
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -72,10 +63,10 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
     register_region(autocast)
     prepare_marks()  # before torch's regions are written as ours
     note_classes()
-    with deprecations_unsaid(), rewriting(tuple(dict.fromkeys(("cpu", "cuda", *device_types)))):
+    with jit.deprecations_unsaid(), rewriting(tuple(dict.fromkeys(("cpu", "cuda", *device_types)))):
         try:
             compiles = functools.partial(functools.partial, compile_called)
-            with compiler_replaced(with_regions, compiles, lambda function: bool(function_name(function))):
+            with jit.compiler_replaced(with_regions, compiles, lambda function: bool(function_name(function))):
                 yield
         finally:
             note_classes(by_us=True)
@@ -89,14 +80,14 @@ def compile_anew(target: Callable[..., Any] | torch.nn.Module) -> Any:
 
     It has the edges of its regions, before TorchScript keeps a form in which marks are gone.
     """
-    before = len(compiled_functions())
+    before = len(jit.compiled_functions())
     if isinstance(target, torch.nn.Module):
         check_methods(target)
-        made = script_module(target)
+        made = jit.script_module(target)
     else:
         check_pins(target)
-        made = script_function(bare(target))
-    for function in compiled_functions()[before:]:
+        made = jit.script_function(bare(target))
+    for function in jit.compiled_functions()[before:]:
         make_edges(function.graph)
     return made
 

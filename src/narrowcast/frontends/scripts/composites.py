@@ -1,4 +1,4 @@
-"""Composite ops: in the place of those that no rule names, scripts get what their kernels do (cells.py, products.py).
+"""Composite ops: in the place of those that no rule names, scripts get what their kernels do (products.py).
 
 Eager autocast works so by itself: such an op has no autocast kernel, and the ops that it calls have theirs.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from narrowcast.core.ops import named
 from narrowcast.core.policy import Policy
 from narrowcast.errors import ScriptWarning
-from narrowcast.frontends.scripts import cells, products
+from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import decided_as_itself, facts_of
 from narrowcast.frontends.scripts.runtime import graph_of
@@ -23,7 +23,7 @@ from narrowcast.runtime.torch_surface.dispatch import op_name
 _FORMULAS: dict[str, Callable[..., Any]] = {
     f"aten::{formula.__name__}": formula
     for formula in (
-        cells.lstm_cell, cells.gru_cell, cells.rnn_tanh_cell, cells.rnn_relu_cell,
+        products.lstm_cell, products.gru_cell, products.rnn_tanh_cell, products.rnn_relu_cell,
         products.tensordot, products.inner, products.linalg_multi_dot, products.chain_matmul,
         products.linalg_matrix_power, products.cov, products.corrcoef, products.mv,
     )
@@ -43,7 +43,7 @@ def open_composites(graph: Any, section: Section) -> bool:
             continue  # elsewhere it has a kernel of its own
         graph.setInsertPoint(node)
         if node.kind() == _GRU:
-            made = cells.insert_gru(graph, node)
+            made = products.insert_gru(graph, node)
             if made is None:
                 continue
         else:

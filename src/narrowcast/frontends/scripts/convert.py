@@ -12,30 +12,27 @@ import torch
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.boundaries import enter_call
-from narrowcast.frontends.scripts.callers import path_of, set_names
-from narrowcast.frontends.scripts.calls import is_optional_tensor
+from narrowcast.frontends.scripts.callers import keep_norms, norms_kept, path_of, set_names
+from narrowcast.frontends.scripts.calls import decided_as, facts_of, is_optional_tensor
 from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.frontends.scripts.composites import open_composites, tell_closed
-from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
-from narrowcast.frontends.scripts.numbering import number_calls
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import region_class
-from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
-from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
+from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, passage, value_of
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
-from narrowcast.runtime.sites.script_sites import MARK, number_of
+from narrowcast.runtime.sites.graph_nodes import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
 from narrowcast.runtime.torch_bridge import id_with_dtype
-from narrowcast.runtime.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
+from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
 def inline_calls(graph: Any) -> None:
     """Put the functions and methods that a graph calls into it, in place."""
     with autocast_off():
-        inline(graph)
+        jit.inline(graph)
     _read_attributes_once(graph)
 
 
@@ -82,7 +79,7 @@ def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
             continue
         if is_optional_tensor(value):
             cast = graph.create("prim::unchecked_cast", [value], 1)
-            cast.output().setType(TENSOR)
+            cast.output().setType(jit.TENSOR)
             cast.insertAfter(node)
             value.replaceAllUsesAfterNodeWith(cast, cast.output())
             value = cast.output()
@@ -134,11 +131,11 @@ def make_graph_explicit(
     if marked:
         _mark(graph, scanner)
     scanner.finish()
-    forget_shapes(graph)
+    jit.forget_shapes(graph)
     with norms_kept(graph):
-        drop_unused(graph)
+        jit.drop_unused(graph)
         while marked and drop_empty(graph):  # what only a mark held may be dropped, and be all that another one holds
-            drop_unused(graph)
+            jit.drop_unused(graph)
     keep_norms(graph)
     keep_until_last_use(graph)
     return reading, outcome
@@ -146,7 +143,7 @@ def make_graph_explicit(
 
 def _simplify(graph: Any) -> None:
     with norms_kept(graph):
-        simplify(graph)
+        jit.simplify(graph)
     for node in graph.findAllNodes("prim::unchecked_cast"):
         if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
             node.output().replaceAllUsesWith(node.input())
@@ -210,8 +207,8 @@ def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
         made.setType(kind)
         return made
 
-    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, BOOL)
-    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, INT)
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, jit.BOOL)
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, jit.INT)
     return replace(scope, enabled=enabled, low=low)
 
 
@@ -224,8 +221,7 @@ def _answer(graph: Any, section: Section) -> None:
         scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
         if scope is not None:
             graph.setInsertPoint(item.node)
-            known = isinstance(scope.enabled, bool)
-            item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
+            item.node.output().replaceAllUsesWith(value_of(graph, scope.enabled))
 
 
 _UNSEEN = {
@@ -253,3 +249,92 @@ def _refuse_unseen(section: Section) -> None:
         if on and kind in _UNSEEN and not is_regions:
             found, advice = _UNSEEN[kind]
             raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
+
+
+# -- a fault of torch 2.13's interpreter, fixed where a graph has it ---------------------------------------------------
+#
+# A tensor that a branch or the body of a loop makes, that a loop inside reads, and that is given out or put into a list
+# after that, is dropped by the loop inside: "Expected Tensor but got None". The optimizer hides it from some runs with
+# gradients; ours are run without it. The op in between gives the very tensor that it takes: a weight stays one.
+
+
+def keep_until_last_use(graph: Any) -> None:
+    """In place: what follows the loop reads such tensors under another name, which is made after it."""
+    for node in list(graph.nodes()):
+        for block in node.blocks():
+            _keep_in(graph, block)
+
+
+def _keep_in(graph: Any, block: Any) -> set[str]:
+    """Returns the names of what loops in the block read."""
+    made: dict[str, Any] = {}
+    in_loops: set[str] = set()
+    for node in list(block.nodes()):
+        read: set[str] = set()
+        for inner in node.blocks():
+            read |= _keep_in(graph, inner) | (_reads(inner) if node.kind() == "prim::Loop" else set())
+        for name in sorted(read & made.keys()):
+            other = graph.create("aten::resolve_conj", [made[name]], 1)
+            other.output().setType(made[name].type())
+            other.insertAfter(node)
+            made[name].replaceAllUsesAfterNodeWith(other, other.output())
+            if not other.output().uses():
+                other.destroy()
+        in_loops |= read
+        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), jit.TensorType))
+    return in_loops
+
+
+def _reads(block: Any) -> set[str]:
+    found = {value.debugName() for value in block.outputs()}
+    for node in block.nodes():
+        found.update(value.debugName() for value in node.inputs())
+        for inner in node.blocks():
+            found |= _reads(inner)
+    return found
+
+
+# -- which call of its op a node is, inside one call of a module: counted in the order in which nodes run --------------
+
+
+Counts = dict[tuple[int, str], int]  # by the call of a module, and op
+_LOST = -1
+
+
+def number_calls(section: Section, counts: Counts, begins: bool) -> None:
+    """Number the calls that regions rule. begins: whether the graph begins where the call of its module does."""
+    for item in section.items:
+        if item.node.kind() == "prim::If":
+            ends = [dict(counts) for _ in item.blocks]
+            for inner, end in zip(item.blocks, ends, strict=True):
+                number_calls(inner, end, begins)
+            _lose_what_differs(counts, ends, item.call)
+        elif item.node.kind() == "prim::Loop":
+            (body,) = item.blocks
+            once = dict(counts)
+            number_calls(body, once, begins)
+            _lose_what_differs(counts, [dict(counts), once], item.call)
+            number_calls(body, dict(counts), begins)
+        else:
+            for inner in item.blocks:
+                number_calls(inner, counts, begins)
+            _number(item, counts, begins)
+
+
+def _lose_what_differs(counts: Counts, ends: list[Counts], call: int) -> None:
+    """Counts behind blocks that run or do not: those that are equal at all ends. Calls that began inside are over."""
+    for key in dict.fromkeys(key for end in ends for key in end if key[0] == call):
+        found = {end.get(key, 0) for end in ends}
+        counts[key] = found.pop() if len(found) == 1 else _LOST
+
+
+def _number(item: Item, counts: Counts, begins: bool) -> None:
+    facts = facts_of(item.node)
+    rules = [scope for scope in item.scopes.values() if scope.enabled is not False]
+    if facts is None or not rules or passage(item.node) is not None:
+        return
+    key = (item.call, decided_as(item.node, facts))
+    before = counts.get(key, 0)
+    is_known = before != _LOST and (begins or item.call) and all(scope.enabled is True for scope in rules)
+    counts[key] = before + 1 if is_known else _LOST
+    item.number = counts[key] if is_known else 0

@@ -14,18 +14,13 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import Origin, ScriptError, ScriptWarning
-from narrowcast.frontends.scripts.region_facts import region_class
-from narrowcast.frontends.scripts.region_objects import is_region
+from narrowcast.errors import Origin, RegionError, ScriptError, ScriptWarning
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.scripts.places import shown_at
+from narrowcast.frontends.scripts.region_facts import number_of, region_class
 from narrowcast.runtime.sites.python_stack import find_site, is_user_file
-from narrowcast.runtime.torch_surface.jit import (
-    ScriptMethod,
-    compiled_methods,
-    is_ignored,
-    method_names,
-    own_methods,
-    python_class,
-)
+from narrowcast.runtime.torch_surface import jit
+from narrowcast.runtime.torch_surface.state import caches, is_enabled
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -113,8 +108,8 @@ def check_methods(module: torch.nn.Module) -> None:
 
 def _check_compiled(part: Any) -> None:
     """The methods of a script that torch compiled: without their decorators."""
-    kind = python_class(part)
-    for name, compiled in compiled_methods(part).items() if kind is not None else ():
+    kind = jit.python_class(part)
+    for name, compiled in jit.compiled_methods(part).items() if kind is not None else ():
         method = getattr(kind, name, None)
         regions: tuple[Any, ...] = ()
         with suppress(ScriptError):
@@ -128,15 +123,15 @@ def _check_compiled(part: Any) -> None:
 
 def _check_own(part: torch.nn.Module) -> None:
     """The attributes of an object that stand in the place of methods."""
-    is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
-    names = set(method_names(part) if is_script else dir(type(part)))
+    is_script, methods = isinstance(part, torch.jit.ScriptModule), jit.own_methods(part)
+    names = set(jit.method_names(part) if is_script else dir(type(part)))
     for value in vars(part).values():
         if inspect.isfunction(value) and isinstance(undecorated(value), torch.nn.Module):
             raise _no_function(type(part).forward, undecorated(value))
     for name in names & vars(part).keys():
         value, method = vars(part)[name], methods.get(name)
         if is_script:
-            if isinstance(value, ScriptMethod) or not _may_open(value):
+            if isinstance(value, jit.ScriptMethod) or not _may_open(value):
                 continue
             found = f"{name} was decorated when it was a script already, which runs without the region"
         elif not inspect.isroutine(value):
@@ -145,7 +140,7 @@ def _check_own(part: torch.nn.Module) -> None:
             found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
         elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
             found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
-        elif is_ignored(value) and _may_open(value):
+        elif jit.is_ignored(value) and _may_open(value):
             found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
         elif name == "forward" and method is None:
             found = "its attribute forward is a function without self, and a script compiles it as a method"
@@ -280,3 +275,100 @@ def _refused(function: Any, layer: Any, found: str, advice: str = "") -> ScriptE
         where=places_of(inner, layer),
         advice=advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )
+
+
+# -- classes that are no modules ---------------------------------------------------------------------------------------
+
+
+_seen: set[str] = set()
+_dropped: dict[str, Any] = {}  # methods by qualified name
+
+
+def note_classes(by_us: bool = False) -> None:
+    """Note the classes that were compiled since the last time: by us, or by torch alone, without their regions."""
+    for name, kind in jit.script_classes().items():
+        if name not in _seen and not by_us:
+            for method, found in vars(kind).items():
+                is_property = isinstance(found, property)
+                value = found.fget if is_property else getattr(found, "__func__", found)
+                if inspect.isfunction(value) and _opens(value):
+                    _dropped[f"{name}.__{method}_getter" if is_property else f"{name}.{method}"] = value
+        _seen.add(name)
+
+
+def check_class(call: Any) -> None:
+    """ScriptError for a call of a method whose regions are in no script."""
+    kind, method = call.inputsAt(0).type(), call.s("name")
+    if kind.kind() != "InterfaceType":
+        _check_method(f"{kind.qualified_name()}.{method}", call)
+        return
+    for name in jit.script_classes(kind):
+        _check_method(f"{name}.{method}", call)
+        graph = jit.class_method(f"{name}.{method}").graph.copy()
+        jit.inline(graph)
+        if any(region_class(node.output()) for node in graph.findAllNodes("prim::CreateObject")):
+            found = f"an interface represents {name.rpartition('.')[2]}, and no script knows that its {method} has one"
+            advice = "Give the class itself as the argument's type, or open the region around the call."
+            raise ScriptError("a region in a script", found, shown_at(call), advice)
+
+
+def _check_method(name: str, call: Any) -> None:
+    if name in _dropped:
+        method = _dropped[name]
+        raise ScriptError(
+            asked=f"a script of {undecorated(method).__qualname__}",
+            found="torch.jit.script compiled its class before, without the region that decorates the method",
+            where=(*shown_at(call), *places_of(undecorated(method), method)),
+            advice="Open the region in the method: with torch.autocast(...): ...",
+        )
+    if name.rpartition(".")[0] in _seen:
+        for inner in jit.class_method(name).graph.findAllNodes("prim::CallMethod"):
+            if inner.inputsAt(0).type().kind() == "ClassType":
+                _check_method(f"{inner.inputsAt(0).type().qualified_name()}.{inner.s('name')}", call)
+
+
+def _opens(method: Any) -> bool:
+    try:
+        return bool(regions_around(method))
+    except ScriptError:
+        return True
+
+
+# -- regions as objects of Python: which objects are some, and the arguments that make them in a script ----------------
+
+
+Signature = tuple[tuple[str, ...], dict[str, str]]
+"""Of a region class: names of its arguments, and what ours is given, as source, where a call does not say it."""
+
+
+def is_region(value: Any) -> bool:
+    """Whether something is a region, or a class of them, or a part without gradients, which scripts have, too."""
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, (torch.autocast, autocast)) or type(value) is torch.no_grad
+
+
+def described(value: Any) -> dict[str, Any]:
+    """The arguments that make a region in a script. RegionError for one that does what a user's class says."""
+    if type(value) is autocast:
+        facts: dict[str, Any] = {"cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}
+    elif type(value) in (torch.autocast, torch.cpu.amp.autocast, torch.cuda.amp.autocast):  # type: ignore[attr-defined]
+        facts = {"cache_enabled": caches(value), "policy": ""}
+    else:
+        found = f"scripts do not know what {type(value).__qualname__} does"
+        raise RegionError("a region in a script", found, advice="Open torch.autocast or narrowcast.autocast itself.")
+    return {"device_type": value.device, "dtype": number_of(value.fast_dtype), "enabled": is_enabled(value), **facts}
+
+
+def signature_of(value: Any) -> Signature | None:
+    """The arguments of region classes in their order, and what ours takes where these do not say it."""
+    return _SIGNATURES.get(value) if isinstance(value, type) else None
+
+
+_ALL, _OLD = ("device_type", "dtype", "enabled", "cache_enabled"), ("enabled", "dtype", "cache_enabled")
+_TOLD = {"cache_enabled": "True", "policy": "''"}
+_SIGNATURES: dict[type, Signature] = {
+    autocast: (_ALL, {}),
+    torch.autocast: (_ALL, {"policy": "''"}),
+    torch.cpu.amp.autocast: (_OLD, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), **_TOLD}),  # type: ignore[attr-defined]
+    torch.cuda.amp.autocast: (_OLD, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), **_TOLD}),
+}

@@ -14,20 +14,8 @@ from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.formats import parse_format
+from narrowcast.frontends.scripts import calls
 from narrowcast.frontends.scripts.callers import site_in
-from narrowcast.frontends.scripts.calls import (
-    Source,
-    changes_nothing,
-    decided_as,
-    decided_as_itself,
-    dtype_argument,
-    facts_of,
-    holds_tensors,
-    is_optional_tensor,
-    is_tensor,
-    is_tensor_list,
-    sources,
-)
 from narrowcast.frontends.scripts.memory import Memory
 from narrowcast.frontends.scripts.region_facts import DTYPES
 from narrowcast.frontends.scripts.scopes import Item, Scope, Scopes, Section, passage, policy_of
@@ -63,7 +51,7 @@ class ReadScript:
     ids: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     items: dict[int, Item] = field(default_factory=dict)
-    operands: dict[int, list[Source]] = field(default_factory=dict)
+    operands: dict[int, list[calls.Source]] = field(default_factory=dict)
     opened: list[OpenedRegion] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
@@ -147,7 +135,7 @@ class ReadScript:
     def _propagate_call(self, item: Item) -> None:
         node = item.node
         outputs = list(node.outputs())
-        facts = facts_of(node)
+        facts = calls.facts_of(node)
         if node.kind() in ("prim::GetAttr", "prim::Constant", "prim::unchecked_cast") and self._look_up(outputs[0]):
             return
         if facts is None:
@@ -158,7 +146,7 @@ class ReadScript:
         known = self._result(item, facts)
         for n, output in enumerate(outputs):
             now = self.parts.get(str(n), known) if len(outputs) > 1 else known
-            self.types[output.unique()] = now if holds_tensors(output) else OTHER
+            self.types[output.unique()] = now if calls.holds_tensors(output) else OTHER
 
     def _look_up(self, value: Any) -> bool:
         """Whether a value is a tensor that is there before the script runs."""
@@ -171,10 +159,10 @@ class ReadScript:
         return True
 
     def _type_without_schema(self, node: Any, output: Any) -> str:
-        if not holds_tensors(output):
+        if not calls.holds_tensors(output):
             return OTHER
         if node.kind() in ("prim::ListConstruct", "prim::TupleConstruct", "prim::ListUnpack", "prim::unchecked_cast"):
-            return join(self._type(v) for v in node.inputs() if holds_tensors(v)) if node.inputsSize() else TENSOR
+            return join(self._type(v) for v in node.inputs() if calls.holds_tensors(v)) if node.inputsSize() else TENSOR
         return TENSOR
 
     def _result(self, item: Item, facts: OpFacts) -> str:
@@ -185,7 +173,7 @@ class ReadScript:
         given = [self._type(s.value) for s in found]
         if name in named("result.counts"):
             return OTHER
-        dtype = dtype_argument(node, facts)
+        dtype = calls.dtype_argument(node, facts)
         if isinstance(dtype, int):
             return FORMATS[DTYPES[dtype]].name if dtype in DTYPES else OTHER
         if dtype is not None:
@@ -202,7 +190,7 @@ class ReadScript:
             return parse_format(name).name
         return promoted(given) if name in named("result.keeps") else TENSOR
 
-    def _plan(self, item: Item, facts: OpFacts, found: list[Source], number: int) -> Plan:
+    def _plan(self, item: Item, facts: OpFacts, found: list[calls.Source], number: int) -> Plan:
         """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""
         step = self._step_of(item, facts, found, range(len(found)), (number,))
         opened = self.opened[number]
@@ -247,7 +235,7 @@ class ReadScript:
         return TENSOR if opened.open else after
 
     def _type(self, value: Any) -> str:
-        return self.types.get(value.unique(), TENSOR if holds_tensors(value) else OTHER)
+        return self.types.get(value.unique(), TENSOR if calls.holds_tensors(value) else OTHER)
 
     # -- the program
 
@@ -270,10 +258,10 @@ class ReadScript:
 
     def _looked(self, value: Any, number: int) -> Value:
         """What is known of a value."""
-        if is_optional_tensor(value) or is_tensor_list(value):
+        if calls.is_optional_tensor(value) or calls.is_tensor_list(value):
             return Value(number, TENSOR, _ANY_SHAPE, "", True)
-        if not is_tensor(value):
-            return Value(number, "tuple" if holds_tensors(value) else OTHER, gradient=holds_tensors(value))
+        if not calls.is_tensor(value):
+            return Value(number, "tuple" if calls.holds_tensors(value) else OTHER, gradient=calls.holds_tensors(value))
         known = self._type(value)
         tensor = self.known.get(value.unique())
         if tensor is None:
@@ -281,14 +269,14 @@ class ReadScript:
         return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, is_weight(tensor))
 
     def _step_of(
-        self, item: Item, facts: OpFacts, found: list[Source], numbers: Sequence[int], regions: tuple[int, ...]
+        self, item: Item, facts: OpFacts, found: list[calls.Source], numbers: Sequence[int], regions: tuple[int, ...]
     ) -> Step:
         """A call of an op as a step. numbers: of what it reads, as found."""
         node = item.node
         written = {slot.name for slot in facts.slots if slot.written}
         names = [schema_of(facts.op).arguments[s.position].name for s in found]
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
-        given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
+        given = frozenset(["dtype"]) if calls.dtype_argument(node, facts) is not None else frozenset()
         site = site_in(item.caller, node)
         passed = passage(node)
         if passed is not None:
@@ -300,8 +288,8 @@ class ReadScript:
                 region=regions[0] if regions else None, grad_mode=item.grad_mode, site=site, others=regions[1:],
             )  # fmt: skip
         return Step(
-            Value(-1, OTHER), decided_as(node, facts), operands,
-            "" if decided_as_itself(facts.id) else COMPOSITE, given, facts.computes,
+            Value(-1, OTHER), calls.decided_as(node, facts), operands,
+            "" if calls.decided_as_itself(facts.id) else COMPOSITE, given, facts.computes,
             regions[0] if regions else None, item.grad_mode,
             effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:], number=item.number,
         )  # fmt: skip
@@ -315,14 +303,14 @@ class ReadScript:
         """The steps of a node: one for the call, and one for each result if it gives several."""
         node, outputs = item.node, list(item.node.outputs())
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
-        facts = facts_of(node)
+        facts = calls.facts_of(node)
         if facts is not None:
             found = _sources(item, facts)
             made = self._step_of(item, facts, found, [self._id(s.value) for s in found], self._regions(item.scopes))
             for block in {s.hiding for s in item.scopes.values() if s.hiding is not None and facts.computes}:
                 self.hidden[block] = self.hidden.get(block, 0) + 1
         else:  # what its blocks read besides has no position
-            found = [Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
+            found = [calls.Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
             made = self._other(item, blocks)
         if len(outputs) == 1:
             value = self._value(outputs[0])
@@ -353,13 +341,13 @@ class ReadScript:
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
         site = site_in(item.caller, node)
-        effects = () if changes_nothing(node) else ("order",)
+        effects = () if calls.changes_nothing(node) else ("order",)
         return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, site=site)
 
 
-def _sources(item: Item, facts: OpFacts) -> list[Source]:
+def _sources(item: Item, facts: OpFacts) -> list[calls.Source]:
     """What a call reads; where a module's result comes out, the module's arguments first, whose formats may matter."""
-    return [Source(0, None, value) for _, value in item.came] + sources(item.node, facts)
+    return [calls.Source(0, None, value) for _, value in item.came] + calls.sources(item.node, facts)
 
 
 def join(types: Iterable[str]) -> str:

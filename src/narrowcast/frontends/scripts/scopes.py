@@ -19,11 +19,12 @@ from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.frontends.scripts.places import shown_at
-from narrowcast.frontends.scripts.policies import told_policy
 from narrowcast.frontends.scripts.region_facts import (
     DEFAULT_LOW,
     MADE,
     POLICY,
+    Node,
+    Value,
     constant,
     device_of,
     low_format,
@@ -32,6 +33,7 @@ from narrowcast.frontends.scripts.region_facts import (
     region_class,
     remove_unused_objects,
     the_same,
+    told_policy,
 )
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.torch_bridge import check_ops, to_dtype
@@ -41,9 +43,6 @@ ANYWHERE = "any"
 """The device type of what holds on every device: a pin."""
 PASSAGE = "narrowcast_boundary"
 """The attribute of the nodes through which tensors pass that go into a module's call, or come out (boundaries.py)."""
-
-Value = Any  # torch._C.Value
-Node = Any  # torch._C.Node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +68,13 @@ class Scope:
         return tuple(name for name, is_open in found if is_open)
 
 
+def value_of(graph: Any, fact: Any) -> Value:
+    """A fact of a region as a value of the script, which it may be already, where the graph is written to."""
+    if isinstance(fact, torch.dtype):
+        fact = number_of(fact)
+    return graph.insertConstant(fact) if isinstance(fact, bool | int) else fact
+
+
 Scopes = dict[str, Scope]  # the regions that hold, by device type
 Enter = Callable[[Scopes, Site, Mapping[str, Any], "Scanner", Node], Any]
 """From the regions around a module's call, its place, what its mark says, and the mark, to the call's frame and the
@@ -80,7 +86,7 @@ class Item:
     """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks.
 
     grad_mode: False under no_grad. call: the call of a module that it stands in, 0 for the graph's own. number: which
-    call of its op it is in that, from 1; 0 where that is not known before it runs (numbering.py).
+    call of its op it is in that, from 1; 0 where that is not known before it runs (convert.py).
     """
 
     node: Node
@@ -280,7 +286,8 @@ class Scanner:
                 asked="a region in a script", found="its policy depends on a condition",
                 where=shown_at(instance.node()), advice="Write one with statement for each policy, chosen by an if.",
             )  # fmt: skip
-        holds_on = not named and around is not None and self._holds_inside(around)
+        ruling = None if named or around is None else told_policy(around.policy)
+        holds_on = ruling is not None and ruling.effective_inner == "policy"  # in torch's own regions inside it, too
         policy = around.policy if holds_on and around is not None else named
         chosen = told_policy(policy)
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
@@ -304,8 +311,7 @@ class Scanner:
                 low = low if wanted is None else to_dtype(wanted)
         if low is not None:
             self.graph.setInsertPoint(node)
-            known = self.graph.insertConstant(number_of(low)) if isinstance(low, torch.dtype) else low
-            node.output().replaceAllUsesWith(known)
+            node.output().replaceAllUsesWith(value_of(self.graph, low))
 
     def _session(self, node: Node, before: Scopes) -> int:
         """The outermost region that this one is in, by number: a new one, unless it is entered in another."""
@@ -328,11 +334,6 @@ class Scanner:
             return HidingBlock("", device, site)
         hidden = None if policy else told_policy(around.policy)
         return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, site)
-
-    def _holds_inside(self, scope: Scope) -> bool:
-        """Whether a region's policy holds in torch's own regions inside it."""
-        policy = told_policy(scope.policy)
-        return policy is not None and policy.effective_inner == "policy"
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
         """A constant, or a value that is at hand where the region is entered."""
@@ -360,6 +361,13 @@ def close_passage(node: Node) -> None:
     """Take a passage out of the graph."""
     node.output().replaceAllUsesWith(node.inputsAt(0))
     node.destroy()
+
+
+def close_passages(graph: Any) -> None:
+    """Take all passages out of a graph whose calls are not inlined."""
+    for node in graph.findAllNodes("aten::alias"):
+        if passage(node) is not None:
+            close_passage(node)
 
 
 def policy_of(scope: Scope) -> Policy:

@@ -34,12 +34,7 @@ from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
 
 
-def script(
-    target: Callable[..., Any] | torch.nn.Module,
-    *,
-    under: Under = None,
-    made_for: str = "",
-) -> Any:
+def script(target: Callable[..., Any] | torch.nn.Module, *, under: Under = None, made_for: str = "") -> Any:
     """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
 
     target: a function, a Module, or a script or trace that exists already (loaded from a file, for example), which is

@@ -22,35 +22,19 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import NOWHERE, Policy, Site
-from narrowcast.frontends.scripts.boundaries import Modules, bound_whole, close_passages
-from narrowcast.frontends.scripts.callers import (
-    class_name,
-    function_name,
-    graphs_of,
-    is_forward,
-    mark_calls,
-    method_name,
-    unmark,
-)
+from narrowcast.frontends.scripts import callers
+from narrowcast.frontends.scripts.boundaries import Modules, bound_whole
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.frontends.scripts.scopes import Scope, Scopes
+from narrowcast.frontends.scripts.scopes import Scope, Scopes, close_passages
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
-from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
+from narrowcast.runtime.regions.ruling import ruling_regions
+from narrowcast.runtime.sites.graph_nodes import are_wanted, inside_script
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
-from narrowcast.runtime.sites.script_sites import are_wanted, inside_script
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
+from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.dynamo import never_trace
-from narrowcast.runtime.torch_surface.jit import (
-    compiled_method,
-    compiled_methods,
-    find_type,
-    function_from_graph,
-    hooks_of,
-    method_names,
-    optimizes,
-)
 from narrowcast.runtime.torch_surface.state import any_autocast, autocast_off
 
 
@@ -103,14 +87,14 @@ class Method:
             if name not in self.variants:
                 graph, around = self.raw.copy(), {**scopes, **self.around}
                 make_graph_explicit(graph, around, self.module, self.name, caller, False, observed, begins)
-                self.variants[name] = function_from_graph(self.name, graph)
+                self.variants[name] = jit.function_from_graph(self.name, graph)
             variant = self.variants[name]
         with autocast_off(), _as_written(), inside_script() if observed else nullcontext():
             return variant(*self._bound(args, kwargs))
 
     def _begins(self) -> bool:
         """Whether it begins where the call of a module does, or no module is around its call."""
-        is_call = isinstance(self.module, torch.nn.Module) and is_forward(self.name)
+        is_call = isinstance(self.module, torch.nn.Module) and callers.is_forward(self.name)
         return is_call or not called_modules()
 
     def _called_from(self, asked: frozenset[str]) -> Site:
@@ -170,9 +154,7 @@ def _as_written() -> Any:
     """Run a graph as it stands. TorchScript's executor would take an `addmm` apart, make one of equal casts, which then
     add up gradients in the low format, and give some gradients in the format of the wrong operand.
     """
-    if optimizes():
-        return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    return nullcontext()
+    return torch.jit.optimized_execution(False) if jit.optimizes() else nullcontext()  # type: ignore[attr-defined]
 
 
 def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
@@ -180,9 +162,8 @@ def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
     found: Scopes = {}
     key: list[Any] = []
     asked: frozenset[str] = frozenset()
-    for device_type in ruled_device_types():
-        region = region_on(device_type)
-        if region is not None and device_type not in around:
+    for device_type, region in ruling_regions().items():
+        if device_type not in around:
             facts, policy = region.prepared.facts, region.prepared.policy
             found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
             key.append((facts, policy.digest))
@@ -216,8 +197,8 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
     def __getattr__(self, attr: str) -> Any:
         """A method that runs in whatever region it is called, or anything else that a script module has."""
         methods = self.__dict__.get("_narrowcast_methods", {})
-        if attr in methods and attr in method_names(self):  # and is no hook
-            return BoundMethod(methods[attr], compiled_method(self, attr))
+        if attr in methods and attr in jit.method_names(self):  # and is no hook
+            return BoundMethod(methods[attr], jit.compiled_method(self, attr))
         return super().__getattr__(attr)
 
     def __copy__(self) -> ExplicitModule:
@@ -259,11 +240,11 @@ def explicit_function(
 ) -> ExplicitFunction:
     """The script function, with explicit casts from here on. written: the Python function that it was made of."""
     graph = function.graph
-    mark_calls(graph)
+    callers.mark_calls(graph)
     if pin is not None:
         bound_whole(graph, [a.name for a in function.schema.arguments], pin, is_method=False)
     inline_calls(graph)
-    name = function_name(written) if written is not None else ""
+    name = callers.function_name(written) if written is not None else ""
     caller = Site(functions=(name,)) if name else NOWHERE
     method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
     method.convert_own(graph)
@@ -272,16 +253,16 @@ def explicit_function(
 
 def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
     """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
-    modules, graphs = Modules.of(module, written), graphs_of(module)
+    modules, graphs = Modules.of(module, written), callers.graphs_of(module)
     for graph in graphs:
-        mark_calls(graph, modules.bound)
+        callers.mark_calls(graph, modules.bound)
     calls = [node for graph in graphs for node in graph.findAllNodes("prim::CallMethod")]
     called = {node.s("name") for node in calls}
     chosen = any(node.inputsAt(0).type().kind() == "InterfaceType" for node in calls)
-    parts = {find_type(part): part for part in (module.modules() if chosen else [module])}
+    parts = {jit.find_type(part): part for part in (module.modules() if chosen else [module])}
     found: dict[tuple[str, str], Any] = {}
     for kind, part in parts.items():
-        for name, plain in compiled_methods(part).items():
+        for name, plain in jit.compiled_methods(part).items():
             if name == "forward":
                 bound_whole(plain.graph, modules.arguments[kind], modules.pins.get(kind), is_method=True)
             found[kind, name] = plain
@@ -289,7 +270,7 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
         inline_calls(plain.graph)
     methods = {}
     for (kind, name), plain in found.items():
-        regions, owner = (around, module) if kind == find_type(module) else ({}, None)
+        regions, owner = (around, module) if kind == jit.find_type(module) else ({}, None)
         caller = caller_of(parts[kind], name)
         methods[kind, name] = Method(
             name, plain.schema, plain.graph.copy(), regions, owner, caller, called=name in called
@@ -297,7 +278,7 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
     for key, plain in found.items():
         methods[key].convert_own(plain.graph)
     for graph in graphs:
-        unmark(graph)
+        callers.unmark(graph)
         close_passages(graph)
     own = {name: method for (_, name), method in methods.items() if method.module is module}
     for name in own:
@@ -316,7 +297,7 @@ def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
     """A script module, whose graphs are explicit, as one that knows."""
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
-    for hooks, compiled in hooks_of(module):
+    for hooks, compiled in jit.hooks_of(module):
         hooks.update((n, BoundHook(methods[hook.name], hook)) for n, hook in enumerate(compiled))
     return module  # type: ignore[no-any-return]
 
@@ -329,8 +310,8 @@ def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 def caller_of(module: Any, method: str) -> Site:
     """What is around everything in a method: the module's class, and the method itself."""
-    kind = class_name(find_type(module))
-    name = method_name(kind, method)
+    kind = callers.class_name(jit.find_type(module))
+    name = callers.method_name(kind, method)
     return Site(classes=(kind,), functions=(name,) if name else ())
 
 

@@ -29,12 +29,26 @@ import torch
 from narrowcast.core.policy import DEVICE_TYPES, as_policy
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import fp32 as _fp32
-from narrowcast.frontends.scripts.decorated import is_of_contextlib, regions_around, undecorated
-from narrowcast.frontends.scripts.leaving import Flattener, at, exits_early, kept, without_docstring
-from narrowcast.frontends.scripts.meanings import OURS, TORCH, UNKNOWN, Meanings
-from narrowcast.frontends.scripts.policies import hold_policy
-from narrowcast.frontends.scripts.region_facts import number_of
-from narrowcast.frontends.scripts.region_objects import described, is_region, signature_of
+from narrowcast.frontends.scripts.decorated import (
+    described,
+    is_of_contextlib,
+    is_region,
+    regions_around,
+    signature_of,
+    undecorated,
+)
+from narrowcast.frontends.scripts.leaving import (
+    OURS,
+    TORCH,
+    UNKNOWN,
+    Flattener,
+    Meanings,
+    at,
+    exits_early,
+    kept,
+    without_docstring,
+)
+from narrowcast.frontends.scripts.region_facts import hold_policy, number_of
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 from narrowcast.runtime.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 

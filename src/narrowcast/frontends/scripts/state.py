@@ -51,8 +51,7 @@ def converted_script(script: torch.jit.ScriptModule, dtype: torch.dtype) -> torc
         weight.requires_grad_(own.requires_grad)
     made.to(dtype)
     for owner, name, value in _attributes(made):
-        is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not dtype
-        if is_other:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not dtype:
             owner.setattr(name, value.detach().to(dtype))
     return made
 

@@ -12,36 +12,15 @@ from typing import Any
 
 from narrowcast.core.policy import NOWHERE
 from narrowcast.errors import ScriptWarning
+from narrowcast.frontends.scripts import scripted
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import policy_of
-from narrowcast.frontends.scripts.scripted import (
-    ExplicitFunction,
-    ExplicitModule,
-    Method,
-    ambient,
-    caller_of,
-    methods_of,
-    with_method,
-    with_methods,
-)
-from narrowcast.runtime.regions.watchers import told_of_regions
-from narrowcast.runtime.torch_surface.jit import (
-    compiled,
-    compiled_method,
-    compiler_lock,
-    forks_replaced,
-    inserting_after,
-    method_names,
-    recorded_inside,
-    script_calls_replaced,
-    traced_graph,
-    tracing_state,
-    wrap_module,
-)
+from narrowcast.runtime.regions.stack import told_of_regions
+from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
 
 
@@ -51,12 +30,12 @@ def tracing() -> Iterator[None]:
 
     One thread at a time.
     """
-    kept: list[Method] = []
-    with compiler_lock:
+    kept: list[scripted.Method] = []
+    with jit.compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
         marker = _Marker()
         marked = told_of_regions(marker, "traces mark regions")
-        with _following(kept), _forks_inside(marker), marked, recorded_inside(traced_inside()):
+        with _following(kept), _forks_inside(marker), marked, jit.recorded_inside(traced_inside()):
             yield
 
 
@@ -66,14 +45,14 @@ def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
     """
 
     def fork(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing_state() is None or not (any_autocast() or any(marker.open.values())):
+        if jit.tracing_state() is None or not (any_autocast() or any(marker.open.values())):
             return plain(function, *args, **kwargs)
         return _Forked(function(*args, **kwargs))
 
     def wait(plain: Any, future: Any) -> Any:
         return future.wait() if isinstance(future, _Forked) else plain(future)
 
-    return forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain))
+    return jit.forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain))
 
 
 class _Forked:
@@ -89,18 +68,19 @@ class _Forked:
     value = wait
 
 
-def _following(kept: list[Method]) -> AbstractContextManager[None]:
+def _following(kept: list[scripted.Method]) -> AbstractContextManager[None]:
     """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
 
     def cast(call: Any, script: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any_autocast() or methods_of(script):
+        if not any_autocast() or scripted.methods_of(script):
             return call(script, *args, **kwargs)
         raw = script.graph.copy()
         inline_calls(raw)
-        kept.append(Method(script.name, script.schema, raw, {}, getattr(script, "owner", None)))  # a function has none
+        owner = getattr(script, "owner", None)  # a function has none
+        kept.append(scripted.Method(script.name, script.schema, raw, {}, owner))
         return kept[-1].run(script, args, kwargs)
 
-    return script_calls_replaced(partial(partial, cast), "traces cast the scripts that they call")
+    return jit.script_calls_replaced(partial(partial, cast), "traces cast the scripts that they call")
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -114,53 +94,53 @@ class _Marker:
 
     def entered(self, region: Any) -> None:
         """A region is entered, torch's or ours."""
-        state = tracing_state()
+        state = jit.tracing_state()
         if state is not None:
-            marks = enter_off(traced_graph(state), [region.device], is_enabled(region))
+            marks = enter_off(jit.traced_graph(state), [region.device], is_enabled(region))
             self.open.setdefault(id(region), []).append(marks)
 
     def left(self, region: Any, raised: bool) -> None:
         """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
-            marks, state = self.open[id(region)].pop(), tracing_state()
+            marks, state = self.open[id(region)].pop(), jit.tracing_state()
             if state is not None:
-                leave_off(traced_graph(state), marks)
+                leave_off(jit.traced_graph(state), marks)
 
 
 # -- what was traced ---------------------------------------------------------------------------------------------------
 
 
-def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction:
+def traced_function(function: Any, regions: tuple[str, ...]) -> scripted.ExplicitFunction:
     """A traced function; `regions` are the device types that a region around the trace ruled, and rules still."""
     inline_calls(function.graph)
     _cast_inside(function.graph, regions)
-    method = Method(function.name, function.schema, function.graph.copy(), {}, fixed=bool(regions))
-    return with_method(function, method)
+    method = scripted.Method(function.name, function.schema, function.graph.copy(), {}, fixed=bool(regions))
+    return scripted.with_method(function, method)
 
 
-def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
+def traced_module(traced: Any, regions: tuple[str, ...]) -> scripted.ExplicitModule:
     """The module that torch traced, with explicit casts; regions: those open around the trace."""
     graphs = graphs_of(traced)
     for graph in graphs:
         mark_calls(graph)
     for graph in graphs:
         inline_calls(graph)
-    module = wrap_module(compiled(traced))
+    module = jit.wrap_module(jit.compiled(traced))
     methods = {}
-    for name in method_names(module):
-        plain = compiled_method(module, name)
+    for name in jit.method_names(module):
+        plain = jit.compiled_method(module, name)
         _cast_inside(plain.graph, regions, module, name)
-        caller = caller_of(module, name)
-        methods[name] = Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
+        caller = scripted.caller_of(module, name)
+        methods[name] = scripted.Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
     for graph in graphs_of(module):
         unmark(graph)
-    return with_methods(module, methods)
+    return scripted.with_methods(module, methods)
 
 
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
     """The whole graph is cast already, except what torch has recorded as one op: that is cast now, in place."""
     _tell_inside(graph)
-    scopes = {device: scope for device, scope in ambient({})[1].items() if device in regions}
+    scopes = {device: scope for device, scope in scripted.ambient({})[1].items() if device in regions}
     policies = [policy_of(scope) for scope in scopes.values()]
     inside = [node for node in graph.nodes() if policies and casts_inside(node, policies)]
     if not inside:
@@ -171,7 +151,7 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
     for node in inside:
         graph.setInsertPoint(node)
         leave_off(graph, off)
-        with inserting_after(graph, node):
+        with jit.inserting_after(graph, node):
             off = enter_off(graph, scopes)
     graph.setInsertPoint(graph.block())
     leave_off(graph, off)

@@ -14,25 +14,14 @@ import torch
 
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
-from narrowcast.frontends.scripts.leaves import Leaves
+from narrowcast.frontends.scripts.memory import Leaves
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import number_of
-from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section
+from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section, value_of
 from narrowcast.programs.passes import cast_inside, hoist_casts
-from narrowcast.programs.program import (
-    BACK,
-    CAST,
-    EXACTLY,
-    TENSOR as UNKNOWN,
-    TOGETHER,
-    WEIGHT,
-    Block,
-    Edit,
-    Program,
-    Step,
-)
+from narrowcast.programs.program import BACK, CAST, EXACTLY, TENSOR, TOGETHER, WEIGHT, Block, Edit, Program, Step
 from narrowcast.runtime.torch_bridge import DTYPES
-from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, OptionalType, inserted, inserting_after
+from narrowcast.runtime.torch_surface import jit
 
 Kept = Sequence[tuple[Any, Any]]
 """Weights and their casts, as values of a script."""
@@ -90,7 +79,7 @@ class Writer:
                 continue
             known = program.values[number]
             if not known.weight:
-                if known.type not in (UNKNOWN, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
+                if known.type not in (TENSOR, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
                     continue
             self.weights.add(step.id)
             if scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
@@ -121,7 +110,7 @@ class Writer:
             made = []
             for values in ([weight for weight, _ in self.kept], [cast for _, cast in self.kept]):
                 made.append(self.graph.create("prim::ListConstruct", values, 1))
-                made[-1].output().setType(ListType(TENSOR))
+                made[-1].output().setType(jit.ListType(jit.TENSOR))
                 made[-1].insertBefore(first)
             self.caches[scope.session] = made[0].output(), made[1].output()
         return self.caches[scope.session]
@@ -168,7 +157,7 @@ class Writer:
             value, cache = self._value(source), self._cache_of(self._scope(step))
             if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
-            src = self.program.values[source].type if cache is None else UNKNOWN
+            src = self.program.values[source].type if cache is None else TENSOR
             self.made[step.id] = self._cast(value, src, step)
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
@@ -215,14 +204,16 @@ class Writer:
             flags, low = self._flags(scope), self._low(scope)
             dtypes = self._per_device(scope, low, {"cuda": torch.float16, "cpu": torch.bfloat16})
             if src == "fp32":
-                return inserted(
+                return jit.inserted(
                     self.graph, "aten::_autocast_to_reduced_precision", [value, *flags, *dtypes], value.type()
                 )
             if isinstance(scope.low, torch.dtype):
                 other = torch.float16 if scope.low is torch.bfloat16 else torch.bfloat16
                 return self._call(runtime.lower, [value, *flags, *dtypes, self._constant(number_of(other))])
         if plain and dst is torch.float32:
-            return inserted(self.graph, "aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type())
+            return jit.inserted(
+                self.graph, "aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type()
+            )
         function: Callable[..., Any] = runtime.cast_exactly if exactly else runtime.cast
         if is_optional_tensor(value):
             function = runtime.cast_optional
@@ -243,12 +234,12 @@ class Writer:
             return [found]
         unpack = self.graph.create("prim::ListUnpack", [found], len(values))
         for output in unpack.outputs():
-            output.setType(TENSOR)
+            output.setType(jit.TENSOR)
         self.graph.insertNode(unpack)
         return list(unpack.outputs())
 
     def _list(self, values: list[Any]) -> Any:
-        return inserted(self.graph, "prim::ListConstruct", values, ListType(TENSOR))
+        return jit.inserted(self.graph, "prim::ListConstruct", values, jit.ListType(jit.TENSOR))
 
     # -- calls that change
 
@@ -269,7 +260,7 @@ class Writer:
                 lists.setdefault(source.position, elements)[source.element] = value
         for position, elements in lists.items():
             kind = list(node.inputs())[position].type()
-            node.replaceInput(position, inserted(self.graph, "prim::ListConstruct", elements, kind))
+            node.replaceInput(position, jit.inserted(self.graph, "prim::ListConstruct", elements, kind))
         if step.given != before.given:
             self._set_dtype(step, node)
         if any(self._came_from(o.value) == "inside" for o in step.operands):
@@ -292,7 +283,7 @@ class Writer:
         if facts is not None and step.op == self.before[step.id].op:  # not another overload
             position = facts.dtype_position or 0
             given = list(node.inputs())[position]
-            kind = OptionalType(INT)
+            kind = jit.OptionalType(jit.INT)
             chosen = self._call(runtime.chosen_dtype, [first, given, on, device])
             chosen.setType(kind)
             node.replaceInput(position, chosen)
@@ -322,7 +313,7 @@ class Writer:
             if output.type().kind() != "TensorType":
                 continue
             users = [(use.user, use.offset) for use in output.uses()]
-            with inserting_after(self.graph, node):
+            with jit.inserting_after(self.graph, node):
                 arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
                 given = self._call(runtime.back, arguments)
             for user, offset in users:
@@ -338,10 +329,10 @@ class Writer:
         return self.graph.insertConstant(value)
 
     def _on(self, scope: Scope) -> Any:
-        return self._constant(scope.enabled) if isinstance(scope.enabled, bool) else scope.enabled
+        return value_of(self.graph, scope.enabled)
 
     def _low(self, scope: Scope) -> Any:
-        return self._constant(number_of(scope.low)) if isinstance(scope.low, torch.dtype) else scope.low
+        return value_of(self.graph, scope.low)
 
     def _flags(self, scope: Scope) -> list[Any]:
         """The flags for cuda and for cpu, in the order of the two ops."""

@@ -25,11 +25,10 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule
 from narrowcast.observation.restore.weights import Weights
-from narrowcast.runtime.regions.recomputation import carry_into_recomputation
-from narrowcast.runtime.regions.stack import innermost
-from narrowcast.runtime.sites.graph_nodes import current_site
+from narrowcast.runtime.regions.ruling import carry_into_recomputation
+from narrowcast.runtime.regions.stack import stack
+from narrowcast.runtime.sites.graph_nodes import current_site, script_site, told_of_script_sites
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.runtime.torch_bridge import OpFacts, op_facts
 from narrowcast.runtime.torch_surface.autograd import (
     current_autograd_node,
@@ -281,7 +280,7 @@ class Observer(WatchingMode):
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
             who = Who(self._turns.of_backward(path, facts.id, turn), site)
         else:
-            region = innermost()
+            region = stack.innermost
             policy = region.prepared.policy if region is not None else None
             with_names = policy is not None and policy.table.asks_for_names
             who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)

@@ -1,5 +1,5 @@
 """What ops and casts cost on a device: measured, kept in profiles, and interpolated from them.
 
-device: the one at hand. abilities: what it can run. measure, sweep, signature: its calls. model: what was not measured.
-known, prices, workspaces: what placing asks. held: what a run takes. show: what a person does.
+device: the one at hand. abilities: what it can run. measure, sweep, signature: its calls. prices: the cost model, and
+what placing asks. show: what a person does.
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,20 +20,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.reports.results.profile import Device
 from narrowcast.runtime.torch_surface.autograd import has_saved_tensors_hooks
+from narrowcast.runtime.torch_surface.state import is_profiled
 
 
 @cache
-def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
-    """The device of this machine on which models run. Call it again after changing the number of threads."""
+def this_device(device_type: str, threads: int) -> Device:
+    """The device of this machine on which models run, with so many threads."""
     if device_type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
         return Device("cuda", torch.cuda.get_device_name(), cuda_units, 1, torch.__version__)
     if device_type != "cpu":
         return Device(device_type, device_type, (), 1, torch.__version__)
-    count = threads if threads is not None else torch.get_num_threads()
-    name, units = _processor()
-    return Device("cpu", name, units, count, torch.__version__)
+    return Device("cpu", *_processor(), threads, torch.__version__)
 
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -109,11 +110,7 @@ def own_saved_tensors() -> Any:
 
     Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
     """
-    return saved_tensors_hooks(_same, _same) if has_saved_tensors_hooks() else nullcontext()
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
+    return saved_tensors_hooks(lambda t: t, lambda t: t) if has_saved_tensors_hooks() else nullcontext()
 
 
 def synchronize() -> None:
@@ -130,3 +127,37 @@ def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
         run()
     synchronize()
     return float(time.perf_counter_ns() - start)
+
+
+# -- the most bytes that a run holds at once ---------------------------------------------------------------------------
+#
+# On the cpu torch's profiler names every allocation, kernels' own included; an accelerator counts by itself. What a
+# library takes past torch is not seen.
+
+
+def held_at_most(run: Callable[[], object]) -> int | None:
+    """The most bytes that a run holds beyond what was there before it; None where somebody else profiles it."""
+    if accelerator_in_use() is not None:
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        run()
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.max_memory_allocated() - before)
+    if is_profiled():  # a second profiler would end the first
+        run()
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+        seen.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    held = most = 0
+    for _, change in sorted(changes):
+        held += change
+        most = max(most, held)
+    return most

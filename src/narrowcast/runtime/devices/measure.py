@@ -69,7 +69,6 @@ def measure(
     profile: Profile,
     calls: Iterable[Sequence[Measurable]],
     seconds: float = 20.0,
-    rounds: int = ROUNDS,
     progress: Callable[[], object] = lambda: None,
 ) -> int:
     """Measure what the profile does not have yet, and add it; the number of calls that were measured.
@@ -82,7 +81,7 @@ def measure(
     for group in calls:
         missing = [m for m in group if _is_missing(profile, m.signature.text)]
         if missing and time.perf_counter() - start < seconds:
-            found += _measure_group(profile, missing, rounds)
+            found += _measure_group(profile, missing)
         progress()
     return found
 
@@ -102,7 +101,7 @@ def _is_missing(profile: Profile, text: str) -> bool:
 _again: set[tuple[Device, str]] = set()
 
 
-def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
+def _measure_group(profile: Profile, group: Sequence[Measurable]) -> int:
     prepared: list[tuple[Measurable, list[Call]]] = []
     # whatever asks may be tracing, on fake tensors
     with (
@@ -118,9 +117,9 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
             except Exception:  # a call that the device does not know in this format has no time
                 continue
         sides = [runs for _, runs in prepared]
-        times = _alternate(sides, rounds)
+        times = _alternate(sides)
         if any(as_sample(call.signature, t).spread > UNSURE for (call, _), t in zip(prepared, times, strict=True)):
-            times = [a + b for a, b in zip(times, _alternate(sides, rounds), strict=True)]
+            times = [a + b for a, b in zip(times, _alternate(sides), strict=True)]
     for (call, _), measured in zip(prepared, times, strict=True):
         profile.samples[call.signature.text] = as_sample(call.signature, measured)
     return len(prepared)
@@ -139,12 +138,12 @@ def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
     )  # fmt: skip
 
 
-def _alternate(sides: Sequence[Sequence[Call]], rounds: int) -> list[list[float]]:
+def _alternate(sides: Sequence[Sequence[Call]]) -> list[list[float]]:
     """Nanoseconds per call of each side, one figure per round; every round runs every side."""
     times: list[list[float]] = [[] for _ in sides]
     spent = [0.0] * len(sides)
     repeats = [1] * len(sides)
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for side, runs in enumerate(sides):
             if (number >= 3 and spent[side] > ENOUGH_NS) or (number >= 1 and spent[side] > 4 * ENOUGH_NS):
                 continue

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.utils.checkpoint
 
 from narrowcast.core.decide import Region
 from narrowcast.core.ledger import TO_RULE_INSIDE
 from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
-from narrowcast.runtime.regions.recomputation import carried_region
 from narrowcast.runtime.regions.stack import OpenRegion, Prepared, stack
-from narrowcast.runtime.sites.warned import warn_at
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.sites.numbering import PerRecomputation, counted_here
+from narrowcast.runtime.sites.python_stack import NO_AROUND, Around, warn_at
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
+from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
+from narrowcast.runtime.torch_surface.modules import CHECKPOINT_STATE, carried_state, find_recomputation
+from narrowcast.runtime.torch_surface.patches import stay
+from narrowcast.runtime.torch_surface.probes import require
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.runtime.weights.cache import WeightCache
 
@@ -77,7 +84,12 @@ def ruled_device_types() -> tuple[str, ...]:
     return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
 
 
-_NO_CASTS = WeightCache()  # of native regions: torch's own, and native_cache.py, keep theirs
+def ruling_regions() -> dict[str, OpenRegion]:
+    """The regions that rule, native or ours, by device type."""
+    return {d: region for d in ruled_device_types() if (region := region_on(d)) is not None}
+
+
+_NO_CASTS = WeightCache()  # of native regions: torch's own, and the casts beside it, are kept elsewhere
 
 
 def native_region(device_type: str) -> OpenRegion:
@@ -113,3 +125,65 @@ def hidden_policy(device_type: str) -> str:
     """The name of the policy that a region of torch's, just entered, keeps from ruling; empty if it keeps none."""
     hidden = shadowed_region(device_type)
     return hidden.prepared.policy.name if hidden is not None and hidden.prepared.differs else ""
+
+
+# -- our region in the recomputation of torch.utils.checkpoint, which knows only torch's own autocast state ------------
+#
+# At the forward, checkpoint asks one function for the state to restore, and keeps what it got until it recomputes. That
+# function is wrapped once: what it returns inside a region of ours carries the region. At the recomputation it is found
+# on the Python stack, whether the backward was called inside the region or after it.
+
+
+class _CarriedArguments(dict[str, Any]):
+    """torch's keyword arguments for the cpu region, with ours beside them, and where the checkpoint was called."""
+
+    region: OpenRegion
+    around: Around
+    counted: PerRecomputation[dict[str, int]]
+    casts: PerRecomputation[WeightCache]
+
+
+def carry_into_recomputation() -> None:
+    """Wrap checkpoint's function, once."""
+    require("checkpoints ask for autocast's state")
+    why = "the forward that a checkpoint recomputes runs in the region that it ran in"
+    stay(torch.utils.checkpoint, CHECKPOINT_STATE, _with_region, why)
+
+
+def _with_region(original: Any) -> Any:
+    def with_region(*args: Any, **kwargs: Any) -> Any:
+        device, cpu = original(*args, **kwargs)
+        region = stack.innermost
+        if region is not None and region.is_innermost:
+            cpu = _CarriedArguments(cpu)
+            cpu.region = region
+            asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or an observer
+            cpu.around = Around.now() if asks else NO_AROUND
+            cpu.counted, cpu.casts = counted_here(), PerRecomputation(WeightCache)
+        return device, cpu
+
+    return with_region
+
+
+def carried_region(device_type: str) -> OpenRegion | None:
+    """The region of the forward that is being recomputed on this stack, if it was ours and its state is in force.
+
+    Its weight cache is not taken along: the casts in it belong to a graph that may be gone.
+    """
+    if current_graph_task() == -1:  # no backward is running
+        return None
+    frame = find_recomputation()
+    carrier = carried_state(frame) if frame is not None else None
+    if frame is None or not isinstance(carrier, _CarriedArguments):
+        return None
+    return _of_device(carrier.region, device_type, carrier.casts.found_in(frame))
+
+
+def _of_device(region: OpenRegion | None, device_type: str, casts: WeightCache) -> OpenRegion | None:
+    while region is not None and region.prepared.facts.device_type != device_type:
+        region = region.outer
+    if region is None or region.before is None:
+        return None
+    in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled
+    same_format = torch.get_autocast_dtype(device_type) is DTYPES[region.prepared.facts.low]
+    return replace(region, kept=casts) if in_force and same_format else None

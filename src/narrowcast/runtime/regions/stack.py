@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from narrowcast.core.decide import Plan, Region
 from narrowcast.core.policy import Policy
-from narrowcast.runtime.regions.identity import Identity
-from narrowcast.runtime.regions.native_state import NativeState
+from narrowcast.runtime.regions.native_state import Identity, NativeState
 from narrowcast.runtime.sites.sightings import Sightings
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
+from narrowcast.runtime.torch_surface.patches import held
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.runtime.weights.cache import WeightCache
 
@@ -133,7 +136,7 @@ class _Stack(threading.local):
 
 
 stack = _Stack()
-"""Only `autocast` changes it."""
+"""Its `innermost` is the region entered last on this thread, whatever its device type. Only `autocast` changes it."""
 open_anywhere: list[None] = []
 """As long as there are regions of ours open, on all threads; appending and popping is atomic."""
 
@@ -141,6 +144,39 @@ CHECKED = ("checked", "checksum")
 """The grades of the weight cache that our kernels keep."""
 
 
-def innermost() -> OpenRegion | None:
-    """The region entered last on this thread, whatever its device type."""
-    return stack.innermost
+# -- who is told of regions that are entered and left: recordings, and traces ------------------------------------------
+
+
+class RegionWatcher(Protocol):
+    """Told of every region, native or ours, that is entered and left on any thread."""
+
+    def entered(self, region: Any) -> None:
+        """A region is entered."""
+
+    def left(self, region: Any, raised: bool) -> None:
+        """It is left; whether by an exception."""
+
+
+region_watchers: list[RegionWatcher] = []
+"""Mostly empty: this is looked at each time that a region of ours is entered."""
+
+
+@contextmanager
+def told_of_regions(watcher: RegionWatcher, why: str) -> Iterator[None]:
+    """Have a watcher told of every region, ours and torch's. why: what torch's class stands replaced for."""
+
+    def enter(inner: Any, region: Any) -> Any:
+        entered = inner(region)
+        watcher.entered(region)
+        return entered
+
+    def leave(inner: Any, region: Any, *raised: Any) -> Any:
+        watcher.left(region, bool(raised and raised[0]))
+        return inner(region, *raised)
+
+    with held(torch.autocast, why, __enter__=lambda e: partial(enter, e), __exit__=lambda e: partial(leave, e)):
+        region_watchers.append(watcher)
+        try:
+            yield
+        finally:
+            region_watchers.remove(watcher)

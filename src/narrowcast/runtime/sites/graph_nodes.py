@@ -1,4 +1,4 @@
-"""Where a call of a graph is made: what Dynamo and torch.export noted beside each node, as a Site.
+"""Where a call of a graph, or of a running script, is made: what Dynamo and torch.export noted beside each node.
 
 The modules that were called before the compiled frame are on the Python stack; those inside it are in the node's
 `nn_module_stack`. Together they give the path that eager code has.
@@ -25,6 +25,7 @@ from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.runtime.sites.python_stack import Around, is_user_file, module_path, name_in
 from narrowcast.runtime.torch_surface.dynamo import dynamo_code, dynamo_frames, is_resumption
 from narrowcast.runtime.torch_surface.modules import COMPILED, STACK, without_wrapper
+from narrowcast.runtime.torch_surface.patches import note_staying, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +134,9 @@ def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outsi
     if functions and around and functions[-1] == around[0]:
         around = around[1:]
     path, around_root = _path(modules, called)
-    classes = [_class_name(entry[1]) for entry in modules.values()]
-    classes = classes[::-1] + [_class_name(type(m)) for m in called]
-    return Site(
-        module_path=path,
-        classes=tuple(classes),
-        functions=functions + around,
-        file=file,
-        line=line,
-        around=outside.site.around if called else around_root,
-    )
+    inside = [kind for _, kind in modules.values()][::-1]
+    classes = tuple(map(_class_name, (*inside, *map(type, called))))
+    return Site(path, classes, functions + around, file, line, outside.site.around if called else around_root)
 
 
 _FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:,|[ \t]*$)', re.MULTILINE)
@@ -243,3 +237,73 @@ def _module_name(file: str) -> str:
         if getattr(module, "__file__", None) == file:
             return name
     return Path(file).stem
+
+
+# -- where in a script the interpreter is: told by an op that observed scripts call before each call of theirs ---------
+
+
+MARK = "narrowcast::at"
+"""The op; it takes the number of a site."""
+
+
+class _ScriptNow(threading.local):
+    wanted = 0
+    site: Site | None = None
+
+
+_running = _ScriptNow()
+_script_sites: list[Site] = []
+_numbers: dict[Site, int] = {}
+_library: list[torch.library.Library] = []
+
+
+@contextmanager
+def told_of_script_sites() -> Iterator[None]:
+    """Scripts that are called on this thread say where they are."""
+    _register()
+    _running.wanted += 1
+    try:
+        yield
+    finally:
+        _running.wanted -= 1
+
+
+def are_wanted() -> bool:
+    """Whether somebody wants to know."""
+    return _running.wanted > 0
+
+
+def script_site() -> Site | None:
+    """The place of the call that a script makes now; None where none runs, or it does not say."""
+    return _running.site
+
+
+@contextmanager
+def inside_script() -> Iterator[None]:
+    """A script runs that says where it is."""
+    before = _running.site
+    try:
+        yield
+    finally:
+        _running.site = before
+
+
+def number_of(site: Site) -> int:
+    """The number by which the op names a site."""
+    if site not in _numbers:
+        _numbers[site] = len(_script_sites)
+        _script_sites.append(site)
+    return _numbers[site]
+
+
+def _at(number: int) -> None:
+    _running.site = _script_sites[number]
+
+
+@once
+def _register() -> None:
+    library = torch.library.Library("narrowcast", "FRAGMENT")
+    library.define("at(int number) -> ()", alias_analysis="CONSERVATIVE")  # nothing may drop or move it
+    library.impl("at", _at, "CompositeExplicitAutograd")
+    _library.append(library)
+    note_staying(MARK, "observed scripts say where they are")

@@ -3,23 +3,94 @@
 Somebody is a recording, or a policy with a rule about the n-th call, from the first region of such a policy on. Outside
 of modules' calls they are counted from where the outermost such region, or the recording, began.
 
-Graphs count in graph_numbering, scripts in frontends/scripts/numbering. A law holds them equal (test_calls_by_number).
+Nodes of graphs are known by what Dynamo and torch.export noted beside them; scripts count in
+frontends/scripts/convert. A law holds them equal (test_calls_by_number).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from narrowcast.runtime.sites.graph_nodes import number_in_graph
-from narrowcast.runtime.sites.graph_numbering import number_in_trace
+from narrowcast.runtime.sites.graph_nodes import begins_here, number_in_graph
+from narrowcast.runtime.sites.python_stack import called_modules
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
-from narrowcast.runtime.torch_surface.dynamo import never_begin_at, tracing_compiled_code
-from narrowcast.runtime.torch_surface.modules import carried_state, find_recomputation
+from narrowcast.runtime.torch_surface.dynamo import dynamo_trace, never_begin_at, tracing_compiled_code
+from narrowcast.runtime.torch_surface.modules import STACK, carried_state, find_recomputation
+from narrowcast.runtime.torch_surface.patches import once
 
+PLAIN_BODIES = frozenset(
+    ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
+     "wrap_with_set_grad_enabled"]
+)  # fmt: skip
+"""Higher-order ops whose bodies eager code runs as they stand, once; others run theirs without the weight cache."""
+_ONCE = PLAIN_BODIES | {"wrap_with_autocast"}
+
+Key = tuple[str | None, str]  # of a module's call, and an op
+
+
+@dataclass(slots=True)
+class Numbering:
+    """begins: whether the graph begins where the call of the module around it does, or no module is around it."""
+
+    begins: bool = True
+    _counts: Counter[Key] = field(default_factory=Counter)
+    _lost: set[Key] = field(default_factory=set)
+    _unsure: list[str | None] = field(default_factory=list)
+
+    def number(self, meta: Mapping[str, Any], op: str) -> int:
+        """The number of a node that calls this op, from 1; 0 where that is not known before it runs."""
+        called = _call_of(meta)
+        key = (called, op)
+        if called in self._unsure or (called is None and not self.begins):
+            self._lost.add(key)
+        if key in self._lost:
+            return 0
+        self._counts[key] += 1
+        return self._counts[key]
+
+    @contextmanager
+    def in_bodies(self, meta: Mapping[str, Any], name: str) -> Iterator[None]:
+        """The bodies of this node, a higher-order op, unless they run exactly once: what its module calls is lost."""
+        if name in _ONCE:
+            yield
+            return
+        before = len(self._unsure)
+        self._unsure += [_call_of(meta), None]
+        try:
+            yield
+        finally:
+            del self._unsure[before:]
+
+
+def _call_of(meta: Mapping[str, Any]) -> str | None:
+    """Which call of a module a node stands in, of those that the graph makes from beginning to end; None for none."""
+    return next(reversed(meta.get(STACK) or {}), None)
+
+
+_traces: WeakKeyDictionary[Any, Numbering] = WeakKeyDictionary()  # by what Dynamo keeps of each
+
+
+def number_in_trace(op: str) -> int:
+    """The number of a call that Dynamo is tracing on this thread; 0 where that is not known, or it traces nothing."""
+    trace = dynamo_trace()
+    if trace is None:
+        return 0
+    found = _traces.get(trace)
+    if found is None:
+        found = _traces[trace] = Numbering(begins_here(tuple(called_modules())))
+    return found.number({STACK: trace.output.current_tx.nn_module_stack}, op)
+
+
+# -- in eager code -----------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
 Counts = dict[str, int]  # of calls, by op
 
 
@@ -38,27 +109,26 @@ class _CountsNow(threading.local):
 
 _now = _CountsNow()
 _wanted: list[None] = []  # one for each recording, and one from the first such region on
-_staying: list[None] = []
 
 
-@dataclass(slots=True)
-class Counted:
-    """What a module's call had counted when it called a checkpoint, which goes on from there when it recomputes."""
+class PerRecomputation(Generic[T]):
+    """What each recomputation of a checkpoint, in each backward, has of its own: the last one's is kept."""
 
-    before: Counts
-    again: Counts = field(default_factory=dict)
-    recomputation: tuple[int, int] = (0, 0)
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._made = make, make()
+        self._recomputation = (-1, 0)
 
-    @staticmethod
-    def now() -> Counted:
-        """What is counted up to here."""
-        return Counted(dict(_now.counts or {}))
+    def found_in(self, frame: object) -> T:
+        """That of the recomputation in this frame, in the backward that runs."""
+        key = (current_graph_task(), id(frame))
+        if self._recomputation != key:
+            self._recomputation, self._made = key, self._make()
+        return self._made
 
-    def in_recomputation(self, task: int, frame: object) -> Counts:
-        """The counts of the recomputation in this frame, in this backward."""
-        if self.recomputation != (task, id(frame)):
-            self.recomputation, self.again = (task, id(frame)), dict(self.before)
-        return self.again
+
+def counted_here() -> PerRecomputation[Counts]:
+    """What the module's call has counted that calls a checkpoint, which goes on from there when it recomputes."""
+    return PerRecomputation(dict(_now.counts or {}).copy)
 
 
 def is_wanted() -> bool:
@@ -68,10 +138,11 @@ def is_wanted() -> bool:
 
 def begin_counting() -> None:
     """Count calls from now on; those of this thread outside of modules' calls from here."""
-    if not _staying:
-        _staying.append(None)
-        _wanted.append(None)
+    _stay()
     _begin()
+
+
+_stay = once(lambda: _wanted.append(None))
 
 
 @contextmanager
@@ -114,9 +185,9 @@ def _counts() -> Counts | None:
     task = current_graph_task()
     if task not in (-1, _now.task):
         frame = find_recomputation()
-        counted: Counted | None = getattr(carried_state(frame), "counted", None) if frame is not None else None
+        counted: Any = getattr(carried_state(frame), "counted", None) if frame is not None else None
         if counted is not None:
-            return counted.in_recomputation(task, frame)
+            return counted.found_in(frame)  # type: ignore[no-any-return]
     return _now.counts
 
 

@@ -1,21 +1,24 @@
-"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's."""
+"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's. Warnings there."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from traceback import walk_stack, walk_tb
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.errors import RegionWarning
 from narrowcast.runtime.torch_surface.modules import (
     carried_state,
     children,
@@ -24,16 +27,10 @@ from narrowcast.runtime.torch_surface.modules import (
     without_wrapper,
 )
 
-_LIBRARIES = tuple(
-    f"{path}{os.sep}"
-    for path in (
-        FilePath(torch.__file__).parent,
-        FilePath(__file__).parents[2],
-        sysconfig.get_paths()["stdlib"],
-    )
-)
-_COMMANDS = f"{FilePath(__file__).parents[2] / 'cli'}{os.sep}"
-_PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
+_TORCH, _OURS = FilePath(torch.__file__).parent, FilePath(__file__).parents[2]
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (_TORCH, _OURS, sysconfig.get_paths()["stdlib"]))
+_COMMANDS = f"{_OURS / 'cli'}{os.sep}"
+_PACKAGES = (f"{_TORCH.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule",
     "_FabricModule",
@@ -178,24 +175,15 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     )
 
 
-def user_line() -> Site:
-    """The file and line of the user's code that called this, and nothing else: a microsecond."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = None if _runs_commands(frame.f_code.co_filename) else frame.f_back
-    return NOWHERE if frame is None else Site(file=frame.f_code.co_filename, line=frame.f_lineno)
-
-
-def loop_line(frame: FrameType | None = None) -> Site:
-    """As `user_line`, and no training framework's line either, as long as the user's own is below it on the stack.
-
-    frame: of another stack.
+def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
+    """The file and line of the user's code that called this, and nothing else: a microsecond. No training framework's,
+    as long as the user's own is below it on the stack, unless `frameworks` count, too. frame: of another stack.
     """
     frame = frame or sys._getframe(1)
     first: FrameType | None = None
     while frame is not None and not _runs_commands(frame.f_code.co_filename):
         if is_user_file(frame.f_code.co_filename):
-            if not _runs_loops(frame.f_globals.get("__name__", "")):
+            if frameworks or not _runs_loops(frame.f_globals.get("__name__", "")):
                 break
             first = first or frame
         frame = frame.f_back
@@ -287,3 +275,15 @@ def _is_at(parent: Module, name: str, module: Module) -> bool:
     for part in name.split("."):
         found = children(found).get(part) if found is not None else None
     return found is module
+
+
+# -- warnings at the user's line, once for each ------------------------------------------------------------------------
+
+
+_said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was shown, which keeps it to once per line
+
+
+def warn_at(text: str, site: Site, category: type[Warning] = RegionWarning) -> None:
+    """A warning at a place, which Python's filters show once there."""
+    file = site.file or "<unknown>"
+    warnings.warn_explicit(text, category, file, site.line, registry=_said.setdefault(file, {}))

@@ -9,8 +9,7 @@ from weakref import WeakSet
 from torch.nn import Module
 
 from narrowcast.core.policy import Policy, Rule, Site, nearest_name
-from narrowcast.runtime.sites.python_stack import called_modules, find_site
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import called_modules, find_site, warn_at
 
 if TYPE_CHECKING:
     from narrowcast.programs.program import Program  # graphs alone have one

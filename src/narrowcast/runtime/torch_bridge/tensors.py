@@ -1,4 +1,4 @@
-"""Tensors: cast as native autocast casts them, and found in nested arguments."""
+"""Torch's dtypes and our formats; tensors, cast as native autocast casts them, and found in nested arguments."""
 
 from __future__ import annotations
 
@@ -6,19 +6,63 @@ from typing import Any
 
 import torch
 
+from narrowcast import formats
+from narrowcast.core.policy import Policy
+from narrowcast.formats import Format
 from narrowcast.runtime.torch_surface.dispatch import is_view
 from narrowcast.runtime.torch_surface.grad_scaling import dtensor_class, local_part, stored_values
+
+DTYPES: dict[Format, torch.dtype] = {
+    formats.fp64: torch.float64,
+    formats.fp32: torch.float32,
+    formats.tf32: torch.float32,
+    formats.bf16: torch.bfloat16,
+    formats.fp16: torch.float16,
+    formats.e4m3fn: torch.float8_e4m3fn,
+    formats.e5m2: torch.float8_e5m2,
+    formats.e4m3fnuz: torch.float8_e4m3fnuz,
+    formats.e5m2fnuz: torch.float8_e5m2fnuz,
+}
+FORMATS: dict[torch.dtype, Format] = {dtype: f for f, dtype in DTYPES.items() if f is not formats.tf32}
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
+    """A dtype given as torch.dtype, Format or name (`bf16`, `bfloat16`)."""
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    return DTYPES[formats.parse_format(wanted) if isinstance(wanted, str) else wanted]
+
+
+def default_dtype(policy: Policy, device_type: str) -> torch.dtype:
+    """The low dtype of a region that names none: the policy's, or torch's for the device type."""
+    low = policy.effective_low
+    return torch.get_autocast_dtype(device_type) if low is None else to_dtype(low)
+
+
+_SHORT = {
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex32: "c32", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def short_type(dtype: torch.dtype) -> str:
+    """The format's name, or a short name for another element type (`i64`)."""
+    return FORMATS[dtype].name if dtype in FORMATS else _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
 
 _to = torch.ops.aten.to.dtype
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What native autocast's cast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
-    result: torch.Tensor = tensor.to(dtype) if type(tensor) in _PLAIN else _to(tensor, dtype)
+    result: torch.Tensor = tensor.to(dtype) if type(tensor) in PLAIN else _to(tensor, dtype)
     return result
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same call, made faster
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""For these the method is the same call, made faster. Fake tensors, and other subclasses, may have no pointer."""
 
 
 def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 
 from narrowcast.runtime.torch_surface.autograd import nodes_before
-from narrowcast.runtime.torch_surface.patches import once, stay
+from narrowcast.runtime.torch_surface.patches import stay
 
 check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 """(gradients of one device and dtype, flag, inverse scale): multiply in place; the flag is 1.0 if one is not finite."""
@@ -137,15 +137,6 @@ def formats_of_graph(tensor: torch.Tensor) -> set[torch.dtype]:
 _told: list[Callable[[list[Any]], None]] = []
 
 
-@once
-def _see_clips() -> None:
-    why = "clips of gradients that are still scaled are seen"
-    # clip_grad_norm_ calls this one, whatever has imported it before; torch has no such part of clip_grad_value_.
-    stay(clip_grad, "_clip_grads_with_norm_", _telling, why)
-    stay(clip_grad, "clip_grad_value_", _telling, why)
-    stay(torch.nn.utils, "clip_grad_value_", _telling, why)
-
-
 def _telling(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def told(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +151,10 @@ def _telling(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def tell_of_clips(tell: Callable[[list[Any]], None]) -> None:
     """Have somebody told, for the process, of the parameters whose gradients torch.nn.utils is about to clip."""
-    _see_clips()
+    why = "clips of gradients that are still scaled are seen"
+    # clip_grad_norm_ calls this one, whatever has imported it before; torch has no such part of clip_grad_value_.
+    stay(clip_grad, "_clip_grads_with_norm_", _telling, why)
+    stay(clip_grad, "clip_grad_value_", _telling, why)
+    stay(torch.nn.utils, "clip_grad_value_", _telling, why)
     if tell not in _told:
         _told.append(tell)

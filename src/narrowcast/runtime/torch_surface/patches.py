@@ -40,8 +40,7 @@ class _HeldAttribute:
     name: str
     original: Function
     was_own: bool
-    why: list[str] = field(default_factory=list)
-    wraps: list[Wrap] = field(default_factory=list)
+    wraps: list[tuple[Wrap, str]] = field(default_factory=list)  # and why
     chain: Function = field(init=False)
     function: Function = field(init=False)
 
@@ -57,7 +56,7 @@ class _HeldAttribute:
     def make_chain(self) -> None:
         """Put all wraps around the original, the first innermost."""
         made = self.original
-        for wrap in self.wraps:
+        for wrap, _ in self.wraps:
             made = wrap(made)
         self.chain = made
 
@@ -83,16 +82,14 @@ def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _HeldAttribute:
             found = _HeldAttribute(owner, name, getattr(owner, name), name in vars(owner))
             _held.append(found)
             setattr(owner, name, found.function)
-        found.wraps.append(wrap)
-        found.why.append(why)
+        found.wraps.append((wrap, why))
         found.make_chain()
         return found
 
 
 def _let_go(found: _HeldAttribute, wrap: Wrap, why: str) -> None:
     with _lock:
-        found.wraps.remove(wrap)
-        found.why.remove(why)
+        found.wraps.remove((wrap, why))
         found.make_chain()
         if found.wraps:
             return
@@ -146,7 +143,9 @@ def note_staying(what: str, why: str) -> None:
 def standing() -> tuple[Standing, ...]:
     """The table as it is now: what is held first, then what stays, each in the order in which it came."""
     with _lock:
-        held_now = [Standing(f"{_words(h.owner)}.{h.name}", "; ".join(h.why), len(h.wraps)) for h in _held]
+        held_now = [
+            Standing(f"{_words(h.owner)}.{h.name}", "; ".join(why for _, why in h.wraps), len(h.wraps)) for h in _held
+        ]
         return (*held_now, *_staying.values())
 
 

@@ -28,9 +28,6 @@ GraphRegion: Any = getattr(torch.amp.autocast_mode, "_UnmanagedAutocast", torch.
 cast_for_autocast = torch.amp.autocast_mode._cast
 """torch's cast of nested values, as its Python autocast kernels make it: (value, device type, dtype)."""
 
-is_weight_cache_on = torch.is_autocast_cache_enabled
-"""Whether regions that say nothing of a weight cache have one."""
-
 has_function_modes = torch._C._is_torch_function_mode_enabled
 """Whether a `TorchFunctionMode` is on."""
 count_function_modes = torch._C._len_torch_function_stack

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from narrowcast.runtime.devices.device import is_capturing
-from narrowcast.runtime.torch_bridge import cast
+from narrowcast.runtime.torch_bridge import PLAIN, cast
 from narrowcast.runtime.torch_surface.dispatch import version_of
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 PROBES, FEW, SMALL = 16, 4, 2**14
 """Elements that are looked at: of weights, of small ones, and how many elements these have at most."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Copy:
@@ -89,7 +88,7 @@ class WeightsAtRest:
             return lows[0], kept
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
             made = cast(weight.detach(), dtype)
-        if type(weight) not in _PLAIN or weight.is_inference() or is_capturing():
+        if type(weight) not in PLAIN or weight.is_inference() or is_capturing():
             return made, None  # what is cast while a CUDA graph is captured is there only when it is replayed
         copy = Copy(weight, made, lambda _: self._give_up(key))
         if not copy.probes and weight.device.type == "cpu":  # what cannot be looked at is not kept

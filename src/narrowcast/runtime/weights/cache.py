@@ -9,8 +9,10 @@ version) `frontends.eager.invalidate` tells, and checksums find.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -22,9 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import CacheError, Origin
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import cast
+from narrowcast.runtime.torch_bridge import PLAIN, cast
 from narrowcast.runtime.torch_surface.dispatch import storage_key, version_of, without_modes
 from narrowcast.runtime.torch_surface.jit import tracing_state
+from narrowcast.runtime.torch_surface.patches import stay
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 
@@ -206,8 +209,6 @@ class WeightCache:
 
 mutations = SimpleNamespace(count=0)
 """How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Fake tensors, and other subclasses, may have no pointer."""
 _CHUNK = 2**20
 
 
@@ -229,3 +230,53 @@ def checksum(tensor: torch.Tensor) -> int:
                 total * 6364136223846793005 + (chunk.to(torch.int64) * _multipliers(bits.device)[: len(chunk)]).sum()
             )
         return int(total)
+
+
+# -- torch's own cache, for native regions whose ops pass through kernels of ours --------------------------------------
+#
+# torch's own cannot be reached from Python without risking a deadlock (see kernels.py), so its rules are repeated here:
+# one cast per weight, whatever its version and whatever the format, until an outermost region closes and torch clears
+# its cache. That is one function, which is wrapped once so that ours is cleared with it.
+
+
+class _Casts(threading.local):
+    """Per thread: a weight's id and the trace, the weight (so that the id stays its own), and its cast."""
+
+    def __init__(self) -> None:
+        self.mutations = mutations.count
+        self.by_id: dict[tuple[int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_casts = _Casts()
+
+
+def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made again."""
+    if dtype is not low:
+        return cast(weight, dtype)
+    if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts
+        _casts.by_id.clear()
+        _casts.mutations = mutations.count
+    key = (id(weight), tracing_state())
+    entry = _casts.by_id.get(key)
+    if entry is not None:
+        return entry[1]
+    stay(torch, "clear_autocast_cache", _clearing_ours, "casts in native regions go with torch's own")
+    with torch.enable_grad():  # as torch does: a cast made under no_grad carries the gradient of a later use
+        made = cast(weight, dtype)
+    _casts.by_id[key] = (weight, made)
+    return made
+
+
+def native_cache_size() -> tuple[int, int]:
+    """How many casts of native regions our kernels keep on this thread, and their bytes."""
+    made = [cast for _, cast in _casts.by_id.values()]
+    return len(made), sum(cast.nbytes for cast in made)
+
+
+def _clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
+    def clear_autocast_cache() -> None:
+        _casts.by_id.clear()
+        original()
+
+    return clear_autocast_cache

@@ -17,7 +17,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_floating
-from narrowcast.runtime.regions.stack import innermost
+from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_graph_task, next_sequence_number
@@ -382,4 +382,4 @@ class LoopObserver(Observer):
 
 def _in_region() -> bool:
     """Whether a region is open, of torch's or ours."""
-    return bool(autocast_nesting() or innermost())
+    return bool(autocast_nesting() or stack.innermost)

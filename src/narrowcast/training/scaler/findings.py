@@ -11,8 +11,7 @@ import torch
 from narrowcast.core.ledger.records import Advice
 from narrowcast.core.policy import Site
 from narrowcast.errors import ScalerWarning
-from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.runtime.torch_surface.grad_scaling import formats_of_graph, tell_of_clips
 from narrowcast.runtime.torch_surface.modules import optimized_by
 

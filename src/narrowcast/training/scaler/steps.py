@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from narrowcast.errors import Origin, ScalerError, ScalerWarning
 from narrowcast.reports.results.scaler_history import History, ScaledStep
-from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.stuck import Streak, advice_text, found_text
