@@ -17,7 +17,7 @@ from narrowcast.reports.results.ledger import Ledger
 OR = " or "
 """Between the torch versions of a section."""
 SEPARATE = 8
-"""So many calls of one line that are decided alike have a row each."""
+"""How many calls of one line that are decided alike have a row each."""
 CONVERSION = "aten._to_copy.default"
 """The op by which a program's own code converts between formats."""
 

@@ -38,7 +38,7 @@ _MASKED_OUT = 200.0
 _SPLITS = 32
 """Into this many parts an inner dimension is split at most."""
 _BLOCK = 32
-"""So many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
+"""How many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
 _LOST = 1.0
 """Scores that are off by more leave nothing of the weights that their differences make."""
 _MOVED = 4 * fp32.epsilon

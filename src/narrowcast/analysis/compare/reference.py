@@ -21,7 +21,7 @@ from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
-"""So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
+"""How many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ PROBES = 8
 _NEAR = 2.0
 """This many times the true error may be foretold, and as many times less: what rounds alike adds up, or cancels."""
 LARGEST = 1 << 22
-"""So many elements of a call's result are taken, at even distances."""
+"""How many elements of a call's result are taken, at even distances."""
 
 
 @dataclass(slots=True)

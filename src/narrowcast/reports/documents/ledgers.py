@@ -23,7 +23,7 @@ TIMED = (
     "could not choose their format, and casts, are not in it."
 )
 MOST_ARROWS = 5
-"""So many kinds of casts have lines of their own, those that move most."""
+"""How many kinds of casts have lines of their own, those that move most."""
 
 
 def ledger_document(ledger: Ledger) -> Document:

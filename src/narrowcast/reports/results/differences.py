@@ -11,7 +11,7 @@ from narrowcast.reports.results.result import Result, codec
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SHOWN = 5
-"""So many calls are most to blame."""
+"""How many calls are listed as most to blame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import RECORDED, REFUSED
 
 LISTED = 100_000
-"""So many casts are listed one by one; those after them are counted by kind, so that memory is bounded."""
+"""How many casts are listed one by one; those after them are counted by kind, so that memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which modules and calls of one run are those of another: a text file that is written, edited by hand and read back.
 
-A line is `blocks.*.q + blocks.*.k + blocks.*.v = layers.*.qkv`, of modules, or of calls by their identities. Whoever
-reads it finds in docs/reference/run.md how it is written.
+A line is `blocks.*.q + blocks.*.k + blocks.*.v = layers.*.qkv`, of modules, or of calls by their identities:
+docs/reference/run.md says how it is written.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import NONE_SKIPPED, SKIPPED
 
 KEPT = 10_000
-"""So many rows are kept, the latest: a few megabytes."""
+"""How many rows are kept, the latest: a few megabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What this device can do: asked once, by the smallest call of each op, and kept in the device's profile.
 
-Whoever asks may be tracing, capturing, recording, in inference mode or in a region. So the device is asked on a thread
+The caller may be tracing, capturing, recording, in inference mode or in a region. So the device is asked on a thread
 of its own, which has none of that, with tensors whose values need no random numbers.
 """
 

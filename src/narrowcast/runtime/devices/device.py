@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.state import is_profiled
 
 @cache
 def this_device(device_type: str, threads: int) -> Device:
-    """The device of this machine on which models run, with so many threads."""
+    """The device of this machine on which models run, with that many threads."""
     if device_type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from narrowcast.reports.results.scaler_history import ScaledStep
 
 AT_FLOOR = 4
-"""So many skipped steps in a row at the lowest scale: one may be a bad batch."""
+"""After how many skipped steps in a row at the lowest scale it is told: one may be a bad batch."""
 _NAMED = 3
 
 
