@@ -93,6 +93,7 @@ class TestInEveryForm:
     """The op, its module and its line."""
 
     def test_a_wrong_epsilon(self, form):
+        """A layer norm with `eps=1e-12` instead of 1e-5 is the worst fault, with both values and the call's line."""
         right, wrong, x = Norm(1e-5), Norm(1e-12), torch.randn(8, 32)
         wrong.load_state_dict(right.state_dict())
         found = nc.compare(in_form(form, wrong, x, "bf16"), (x,), reference=in_form(form, right, x, "bf16"))
@@ -101,6 +102,8 @@ class TestInEveryForm:
         assert worst.id.module_path == "norm" and source_line(worst.line).strip() == "return self.norm(self.up(x))"
 
     def test_a_product_that_accumulates_in_bf16(self, form):
+        """A sound kernel shows no fault; one with a bf16 accumulator shows one, at the line of `torch.mm`."""
+
         def mm(a, b):
             if a.dtype is not torch.bfloat16:
                 return (a[:, :, None] * b).sum(1)
@@ -119,6 +122,7 @@ class TestInEveryForm:
         assert "torch.mm(x, self.weight)" in source_line(found.faults[0].line)
 
     def test_underflow_in_the_backward(self, form):
+        """A factor of 1e-9 after the last layer makes fp16 gradients vanish, in parameters as in calls."""
         model, x = Small(), torch.randn(8, 32)
         run = in_form(form, model, x, "fp16")
         reference = in_form(form, model, x, "fp16", FP32)

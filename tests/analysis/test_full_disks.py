@@ -52,6 +52,7 @@ MAKE = {
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_result_is_saved_whole_or_not_at_all(kind, there, model, x, tmp_path):
+    """The error names the file, earlier contents stay, and saving works once there is room."""
     found, path = MAKE[kind](model, x), tmp_path / "saved.json"
     if there:
         path.write_text("what was there")
@@ -64,6 +65,7 @@ def test_a_result_is_saved_whole_or_not_at_all(kind, there, model, x, tmp_path):
 
 
 def test_tensors_that_have_no_room_take_those_before_with_them(model, x, tmp_path):
+    """A capture that fails halfway removes the files it had written; a later one writes every file it lists."""
     run = lambda: nc.capture(nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 512)), (x,), tensors=tmp_path / "tensors")
     with room_for(1 << 16), pytest.raises(nc.errors.RunError, match="writing tensors into"):
         run()
@@ -72,6 +74,7 @@ def test_tensors_that_have_no_room_take_those_before_with_them(model, x, tmp_pat
 
 
 def test_a_finding_is_saved_whole_or_not_at_all(x, tmp_path):
+    """If the tensors of a reproducer do not fit, not even its folder remains."""
     finding = watched(x).first
     with room_for(1 << 12), pytest.raises(nc.errors.RunError, match="saving a call into"):
         finding.save(tmp_path / "repro")
@@ -80,6 +83,7 @@ def test_a_finding_is_saved_whole_or_not_at_all(x, tmp_path):
 
 
 def test_a_log_that_is_full_ends_with_a_whole_line_and_the_run_goes_on(x, tmp_path):
+    """Later findings are still collected, and a note says at which step the log ended."""
     log, free = tmp_path / "log.jsonl", tmp_path / "free.jsonl"
     with nc.watch(log=free):
         torch.log(x - x - 1)

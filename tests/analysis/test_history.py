@@ -563,12 +563,14 @@ def test_what_rounding_has_made_is_said_with_the_rule_that_mends_it():
 
 
 def test_no_rule_is_advised_where_the_code_asks_for_the_format():
+    """A sum with `dtype=torch.float16` overflows by the caller's choice, which no policy can change."""
     with nc.watch() as w, nc.autocast("cpu", torch.float16):
         total = torch.full((64,), 3e3).sum(dtype=torch.float16)
     assert total.isinf() and "asks for fp16 itself" in w.first.advice and "[[rule]]" not in w.first.advice
 
 
 def test_a_finding_of_a_cast_is_saved_with_its_inputs_before_the_cast(tmp_path):
+    """The reproducer loads the fp32 input and casts it itself, since the cast is what overflowed."""
     layer = nn.Linear(8, 8)
     with nc.watch() as w, nc.autocast("cpu", torch.float16):
         layer(torch.full((2, 8), 1e6))

@@ -30,6 +30,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_mask_beyond_fp16_is_the_same_to_a_softmax(mask):
+    """The watch has no finding, the comparison is round-off, and headroom counts every call as fitting fp16."""
     model, x = Attention(mask), torch.randn(2, LENGTH, 16)
     with nc.watch() as found, nc.autocast("cpu", "fp16"):
         model(x)

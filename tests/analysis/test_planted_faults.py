@@ -127,18 +127,22 @@ class TestWatch:
     """The first value that is not finite."""
 
     def test_a_layer_scaled_up_overflows_in_its_cast(self, form):
+        """Weights scaled by 1e7 exceed 65504, so the finding blames their cast to fp16 and states that limit."""
         w = watched(form, Block(scale=1e7), torch.randn(4, 64), "fp16")
         assert w.first.id.module_path == "up" and w.first.made_by == "cast", w
         assert w.first.file == HERE and "y = self.up(x)" in source_line(w.first.line)
         assert "65504" in w.first.sentence
 
     def test_a_layer_whose_products_are_large_overflows_in_the_op(self, form):
+        """Inputs and weights fit fp16 but their product does not; propagating the infinity is no further finding."""
         w = watched(form, Block(scale=1e4), 40 * torch.randn(4, 64), "fp16")
         assert (w.first.id.module_path, w.first.id.op, w.first.made_by) == ("up", "aten.linear.default", "format"), w
         assert "in fp32, on the same inputs, it is finite" in w.first.sentence
         assert len(w.findings) == 1 and w.spread, "what passes it on is no finding"
 
     def test_zero_by_zero_in_the_backward_of_a_root_is_the_ops_own(self, form):
+        """The square root's derivative is infinite at zero, so its backward makes NaN, found at the forward's line."""
+
         class Root(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -160,6 +164,8 @@ class TestWatch:
         assert ".sqrt()" in source_line(first.line), w
 
     def test_a_mask_of_minus_infinity_is_meant_beside_a_real_infinity(self, form):
+        """Masked attention has no finding; scaled by 1e6, its one finding is the multiplication that overflows."""
+
         class Masked(nn.Module):
             def __init__(self, scale):
                 super().__init__()
@@ -180,6 +186,8 @@ class TestWatch:
         assert w.meant
 
     def test_an_additive_mask_of_the_lowest_value_is_meant(self, form):
+        """The lowest fp32 value becomes -inf in fp16, which changes nothing for an attention mask."""
+
         class Added(nn.Module):
             def forward(self, x):
                 mask = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)
@@ -192,11 +200,13 @@ class TestCompare:
     """What is off by more than round-off, and what is not."""
 
     def test_a_sound_model_has_no_fault(self):
+        """Under bf16 the outputs and every gradient differ by round-off at most."""
         found = nc.compare(Block(nn.GELU()), (torch.randn(32, 64),), under="bf16", backward=True)
         assert found.verdict == "round-off" and not found.faults, found
         assert {g.verdict for g in found.gradients} <= {"round-off", "exact"}
 
     def test_a_layer_scaled_down_underflows(self):
+        """Weights near 1e-7 are subnormal in fp16, and that layer's own error is over fifty times any other's."""
         model = Block(scale=1e-6)
         nn.init.zeros_(model.up.bias)
         found = nc.compare(model, (torch.randn(32, 64),), under="fp16")
@@ -206,6 +216,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("form", ["compiled", "exported"])
     def test_compiled_and_exported_code_differs_nowhere_from_eager(self, form):
+        """The same casts are made at the same calls, so every value matches bit for bit."""
         model, x = Block(nn.GELU()), torch.randn(32, 64)
         found = nc.compare(in_form(form, model, x, "bf16"), (x,), reference=in_form("eager", model, x, "bf16"),
                            backward=form == "compiled")  # fmt: skip
@@ -220,6 +231,8 @@ class TestFaults:
     """Kernels that are wrong, and arguments that differ."""
 
     def test_a_kernel_that_accumulates_in_bf16_is_a_fault(self):
+        """Sequential sums in bf16 exceed the round-off of `addmm`, while torch's own kernel stays within it."""
+
         def accumulates(bias, a, b, *, beta=1, alpha=1):
             total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
             for k in range(a.shape[1]):
@@ -240,6 +253,8 @@ class TestFaults:
         assert found.verdict == "fault" and "its kernel is off" in found.faults[0].why
 
     def test_roundings_that_go_up_at_ties_are_a_fault(self):
+        """Rounding half up instead of half to even is a small bias, but its errors share a sign."""
+
         def half_up(x):
             bits = x.contiguous().view(torch.int32)
             return ((bits + 0x8000) & ~0xFFFF).view(torch.float32).bfloat16()
@@ -265,6 +280,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("form", FORMS)
     def test_a_wrong_epsilon_is_an_argument_that_differs(self, form):
+        """The layer norm's kernel is sound, so the fault gives both values of `eps` instead."""
         right, wrong = nn.LayerNorm(64, eps=1e-5), nn.LayerNorm(64, eps=1e-12)
         x = torch.randn(8, 64)
         reference, other = Block(right, width=32), Block(wrong, width=32)

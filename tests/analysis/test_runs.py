@@ -72,12 +72,14 @@ class TestIdentity:
     """One identity for a call, in every form."""
 
     def test_numbers_calls_of_an_op_in_a_module_and_calls_of_the_module(self, model, x):
+        """Two products in a module are #1 and #2; a layer's second call starts again at #1, in turn 2."""
         names = [name for name, _, _ in calls(nc.capture(model, (x,), under="bf16"))]
         assert [n for n in names if "matmul" in n] == ["aten.matmul.default #1", "aten.matmul.default #2"]
         assert [n for n in names if n.startswith("twice")] == [
             "twice aten.linear.default #1", "twice aten.linear.default #1 turn 2"]  # fmt: skip
 
     def test_is_the_same_under_every_policy_and_in_fp32(self, model, x):
+        """Only formats differ between fp32 and bf16, so the two runs can be matched call by call."""
         fp32, bf16 = nc.capture(model, (x,), backward=True), nc.capture(model, (x,), under="bf16", backward=True)
         assert [c[0] for c in calls(fp32)] == [c[0] for c in calls(bf16)]
         assert {c[1] for c in calls(fp32)} == {"fp32"} and "bf16" in {c[1] for c in calls(bf16)}
@@ -85,6 +87,7 @@ class TestIdentity:
     @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
     @pytest.mark.parametrize("when", ["before", "inside"])
     def test_is_the_same_in_compiled_code(self, model, x, backend, when):
+        """Names, formats and lines equal eager's, whether the model is compiled before the capture or during it."""
         eager = nc.capture(model, (x,), under="bf16", backward=True)
         compiled = nc.compile(model, under="bf16", backend=backend)
         if when == "before":
@@ -100,6 +103,7 @@ class TestIdentity:
         assert calls(nc.capture(program, (x,))) == calls(alone)
 
     def test_is_the_same_in_exported_code_also_when_loaded(self, model, x, tmp_path):
+        """Names, formats and lines equal those of eager code, in the backward as well as in the forward."""
         eager = nc.capture(model, (x,), under="bf16", backward=True)
         program = nc.export(model, (x,), under="bf16")
         assert calls(nc.capture(program, (x,), backward=True)) == calls(eager)
@@ -108,16 +112,19 @@ class TestIdentity:
         assert calls(nc.capture(loaded, (x,), backward=True)) == calls(eager)
 
     def test_of_a_model_that_torch_compiled_is_eagers(self, model, x):
+        """The region is around code from `torch.compile`, and names, formats and lines are the same."""
         eager = nc.capture(model, (x,), under="bf16")
         assert calls(nc.capture(torch.compile(model, backend="eager"), (x,), under="bf16")) == calls(eager)
 
     def test_a_backward_call_names_its_forward_call(self, model, x):
+        """Products in the backward refer to the linear layer that they differentiate, in the same module."""
         run = nc.capture(model, (x,), under="bf16", backward=True)
         backward = [c for c in run.calls if c.id.direction == "backward" and c.id.op == "aten.mm.default"]
         assert {c.forward.op for c in backward} == {"aten.linear.default"}
         assert all(c.id.module_path == c.forward.module_path for c in backward)
 
     def test_a_recomputation_has_a_direction_of_its_own(self, model, x):
+        """What a checkpoint computes again during the backward is labeled neither forward nor backward."""
         x.requires_grad_()
         with nc.capture() as run:
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -133,12 +140,14 @@ class TestIdentity:
         assert paths["forward"] >= paths["recomputation"] == {"first"}
 
     def test_what_is_called_outside_of_modules_is_counted_with_the_outermosts_calls(self, model, x):
+        """An addition in the loss is #2 after the model's own, so every identity is unique."""
         run = nc.capture(model, (x,), under="bf16", backward=lambda y: sum([y.float().mean()]))
         assert len({c.id for c in run.calls if not c.is_cast}) == sum(not c.is_cast for c in run.calls)
         assert str(next(c.id for c in run.calls[::-1] if c.id.op == "aten.add.Tensor"
                         and c.id.direction == "forward")) == "aten.add.Tensor #2"  # fmt: skip
 
     def test_compiled_code_is_compiled_after_it_was_observed(self, model, x):
+        """A capture discards no compiled graph: later calls need at most one more."""
         graphs = []
 
         def backend(graph, inputs):
@@ -157,6 +166,7 @@ class TestCapture:
     """What a run holds."""
 
     def test_facts_are_those_of_the_tensors(self, x):
+        """Range, mean, zeros, subnormals and exponents of five numbers match values worked out by hand."""
         scaled = torch.tensor([0.0, 1.0, -2.0, 1e-40, 3.0])
         run = nc.capture(lambda t: torch.relu(t) * 2, (scaled,), statistics="whole")
         given = run.facts(run.calls[0].inputs)["self"]
@@ -169,11 +179,13 @@ class TestCapture:
         assert given.mean == pytest.approx(0.4) and given.exponents.last == 1 and given.exponents.total == 4
 
     def test_non_finite_shares_and_the_range_of_the_rest(self):
+        """NaN and infinities are given as shares, and the range is that of the finite values."""
         run = nc.capture(torch.neg, (torch.tensor([1.0, float("nan"), float("inf"), -4.0]),))
         gave = run.facts(run.calls[0].outputs)["result"]
         assert (gave.nan, gave.infinite, gave.low, gave.high) == (0.25, 0.25, -1.0, 4.0)
 
     def test_parts_of_one_tensor_have_facts_of_their_own(self):
+        """Chunks, strided slices and transposes that share storage each have their own maximum."""
         both = torch.cat([torch.ones(4, 4), torch.full((4, 4), 7.0)])
         with nc.capture() as run:
             for part in (*both.chunk(2), both[::2], both[:4].t()):
@@ -183,6 +195,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_exponents_are_those_of_frexp_also_of_subnormal_numbers(self, dtype):
+        """The histogram counts subnormals at their true exponents, and an argument such as `eps` keeps every digit."""
         tiny = torch.finfo(dtype).smallest_normal
         values = torch.tensor(
             [[0.0, -1.0, 1.999, tiny, tiny / 2, -tiny / 3], [-0.0, 3e30, 0.1, 1e-7, 5.0, 8.0]], dtype=dtype
@@ -198,6 +211,7 @@ class TestCapture:
         assert dict(run.calls[0].given)["eps"] == repr(norm.eps)
 
     def test_a_block_captures_gradients_and_moments(self, model, x):
+        """A training step in the block records each parameter's gradient and both of Adam's moments."""
         optimizer = torch.optim.Adam(model.parameters())
         with nc.capture() as run:
             model(x).sum().backward()
@@ -207,6 +221,7 @@ class TestCapture:
         assert run.tensors[row["gradient"]].shape == (16, 16)
 
     def test_leaves_gradients_buffers_and_random_state_alone(self, x):
+        """Neither a capture nor a comparison with a backward changes `.grad`, batch statistics or the generator."""
         model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(5), nn.Dropout()).train()
         model[0].weight.grad = torch.ones_like(model[0].weight)
         before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -220,6 +235,8 @@ class TestCapture:
 
     @pytest.mark.parametrize("how", ["mul_", "copy_", "data", "view", "exchanged", "function"])
     def test_weights_that_the_model_changes_are_put_back(self, x, how):
+        """A weight halved in the forward, by whichever means, keeps its values and memory, and a note names it."""
+
         class Moving(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -246,6 +263,7 @@ class TestCapture:
         assert not found.faults, found
 
     def test_weights_that_share_memory_are_put_back_each(self, x):
+        """Parameters are slices of one tensor; the one that changed is restored and is the only one in the note."""
         flat = torch.randn(2 * 16)
 
         class Flat(nn.Module):
@@ -263,6 +281,7 @@ class TestCapture:
         assert torch.equal(flat, before) and "(a)" in run.notes[0]
 
     def test_a_weight_written_with_what_it_has_is_not_said_to_change(self, x):
+        """Multiplying a weight by one in place changes nothing, so there is no note."""
         layer = nn.Linear(16, 4)
 
         def same(x):
@@ -272,6 +291,7 @@ class TestCapture:
         assert nc.capture(same, (x,)).notes == []
 
     def test_tensors_are_written_within_their_limit(self, model, x, tmp_path):
+        """Files stay within the byte limit, a note reports those left out, and every tensor has a checksum."""
         run = nc.capture(model, (x,), tensors=tmp_path / "t", tensor_limit_bytes=2000, checksums=True)
         files = list((tmp_path / "t").iterdir())
         assert files and sum(f.stat().st_size for f in files) < 2000 + 128 * len(files)
@@ -295,10 +315,12 @@ class TestCapture:
         ],
     )
     def test_what_cannot_be_is_said(self, x, call, found):
+        """Models, arguments, options and paths that cannot be used raise a RunError that says why."""
         with pytest.raises(RunError, match=found):
             call(x)
 
     def test_a_run_that_raises_is_kept_as_far_as_it_went(self, model, x):
+        """The exception propagates, calls made before it are kept, and a note gives its type."""
         with pytest.raises(ZeroDivisionError), nc.capture() as run:
             model(x)
             1 / 0
@@ -306,6 +328,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("copy", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
     def test_tensors_are_put_together_when_they_are_first_read(self, model, x, copy, monkeypatch):
+        """Samples are taken during the call; statistics are computed from them once, by a copy or a pickle as well."""
         called, facts_of = [], statistics.facts_of
         monkeypatch.setattr(statistics, "facts_of", lambda taken: called.append(taken) or facts_of(taken))
         with nc.capture() as run:
@@ -320,6 +343,7 @@ class TestCapture:
         assert run.tensors[run.calls[-1].outputs[0][1]].largest > 0
 
     def test_samples_that_wait_take_no_more_than_their_room(self, model, x, monkeypatch):
+        """Beyond the memory limit they are reduced to statistics early, with the same results."""
         whole, called, facts_of = nc.capture(model, (x,)).tensors, [], statistics.facts_of
         monkeypatch.setattr(statistics, "_HELD_BYTES", 1000)
         monkeypatch.setattr(statistics, "facts_of", lambda taken: called.append(taken) or facts_of(taken))
@@ -327,6 +351,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0), (0, 2, 1)])
     def test_ranges_are_read_as_memory_lies(self, order):
+        """Permuted and strided tensors are read in order of decreasing stride, without losing an element."""
         x = torch.randn(5, 6, 7).permute(order)[:, ::2]
         in_order = statistics.in_memory_order(x)
         assert sorted(in_order.stride(), reverse=True) == list(in_order.stride())
@@ -347,6 +372,7 @@ class TestWatch:
             optimizer.step()
 
     def test_a_sound_run_has_no_finding_and_a_history(self):
+        """With `every=2`, five steps leave rows for steps 1, 3 and 5, each with both gradients."""
         with nc.watch(every=2) as w:
             self.train(5)
         assert w.first is None and not w.findings and [row["step"] for row in w.history] == [1, 3, 5]
@@ -354,17 +380,20 @@ class TestWatch:
 
     @pytest.mark.parametrize("at", ["op", "step"])
     def test_a_run_that_diverges_shows_growth_before_infinity(self, at):
+        """With a learning rate of 100, a trend is found some steps before the infinity, whose line is named."""
         with nc.watch(at=at) as w:
             self.train(30, 1e2)
         assert w.first is not None and "(model(x) ** 2)" in line(w.first)
         assert w.findings[0].made_by == "trend" and w.findings[0].step < w.first.step
 
     def test_stops_where_it_is_told_to(self):
+        """With `stop=True`, the first value that is not finite raises a NotFiniteError."""
         with pytest.raises(NotFiniteError, match="made by"), nc.watch(stop=True) as w:
             self.train(30, 1e2)
         assert len([f for f in w.findings if f.made_by != "trend"]) == 1
 
     def test_tells_a_callback_and_writes_lines(self, tmp_path):
+        """The callback receives every finding, and the log has a line for each finding and each step."""
         told = []
         with nc.watch(callback=told.append, log=tmp_path / "log.jsonl") as w:
             self.train(30, 1e2)
@@ -395,6 +424,7 @@ class TestWatch:
         assert said == ([("underflow", True)] if dtype is torch.float16 else []), str(w)
 
     def test_nan_that_is_given_is_told_of_its_first_reader(self, model, x):
+        """No call makes the NaN of a parameter, so the first call to read it is found and the parameter is named."""
         with nc.watch() as w:
             model(x * float("nan"))
         assert w.first.made_by == "given" or w.first.id.op == "aten.mul.Tensor"
@@ -404,6 +434,7 @@ class TestWatch:
         assert w.first.made_by == "given" and "the parameter q.weight" in w.first.sentence
 
     def test_what_an_op_writes_is_looked_at_before_it_runs(self):
+        """Batch norm's running variance overflows in fp32: a finding, even though the op overwrites what it reads."""
         norm = nn.BatchNorm1d(3)
         with nc.watch() as w:
             norm(torch.tensor([[-3e38, 3e38, -3e38], *([[3e38, -3e38, 3e38]] * 3)]))
@@ -411,6 +442,7 @@ class TestWatch:
         assert w.first.made_by == "format" and "meant" not in w.first.sentence and not w.meant
 
     def test_the_logarithm_of_zero_is_no_finding_where_it_is_masked(self):
+        """`torch.where` discards the infinity; without it, the logarithm is a finding that counts the zeros."""
         x = torch.tensor([0.0, 1.0, 2.0])
         with nc.watch() as w:
             torch.where(x > 0, x.log(), torch.zeros(()))
@@ -452,11 +484,13 @@ class TestWatch:
         assert "is not known here" in w.first.advice and "aten.matmul.default" in w.first.advice
 
     def test_a_fully_masked_row_is_a_finding(self):
+        """Each -inf is intentional, but their softmax is NaN all the same."""
         with nc.watch() as w:
             torch.zeros(2, 3).masked_fill(torch.ones(2, 3, dtype=torch.bool), float("-inf")).softmax(-1)
         assert w.first.what == "nan" and "intentional" in w.first.sentence
 
     def test_a_policy_may_allow_it(self, tmp_path):
+        """A rule with `allow_nonfinite` changes no format, hence no digest, and its calls are no findings."""
         text = 'name = "p"\n[[rule]]\nop = "aten.log"\nallow_nonfinite = true\n'
         policy = nc.Policy.parse(text)
         assert policy.digest == nc.Policy.native().digest and policy.to_toml() == text
@@ -465,6 +499,7 @@ class TestWatch:
         assert w.first is None and "allowed by a rule about aten.log" in next(iter(w.meant)), kept
 
     def test_a_finding_is_a_script_of_its_own(self, tmp_path):
+        """The saved script makes the infinity again in fp16, and none with `--format fp32`."""
         layer = nn.Linear(64, 8)
         with torch.no_grad():
             layer.weight.mul_(1e4)
@@ -500,6 +535,7 @@ class TestWatch:
         assert len(w.findings) == 2 and inside.seen > 2 and around.seen > 10
 
     def test_nothing_stays_behind(self, model, x):
+        """`Module.__call__` and `torch.autocast.__enter__` are the originals, and recording works afterwards."""
         before = torch.nn.Module.__call__, torch.autocast.__enter__
         with nc.watch(), nc.capture():
             model(x)
@@ -519,6 +555,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("reference", ["fp32", "fp64"])
     def test_every_low_call_has_an_own_error_within_its_band(self, model, x, reference):
+        """The kernels' errors stay within bf16's band, and each parameter's gradient is compared."""
         found = nc.compare(model, (x,), under="bf16", reference=reference, backward=True)
         assert found.verdict == "round-off" and not found.unmatched, found
         low = [row for row in found.rows if row.computes == "bf16"]
@@ -528,10 +565,13 @@ class TestCompare:
         assert any(row.alone == row.alone for row in found.rows)
 
     def test_without_a_low_format_nothing_differs(self, model, x):
+        """A policy without rules casts nothing, so the verdict is exact."""
         found = nc.compare(model, (x,), under=nc.Policy("nothing", extends=()))
         assert found.verdict == "exact" and not found.differing
 
     def test_compiled_code_differs_nowhere_from_eager(self, model, x):
+        """A compiled bf16 model has every call of its eager reference, and the verdict is exact."""
+
         def eager(x):
             with nc.autocast("cpu", torch.bfloat16):
                 return model(x)
@@ -540,11 +580,14 @@ class TestCompare:
         assert found.verdict == "exact" and not found.differing and not found.unmatched, found
 
     def test_random_numbers_are_the_same_in_every_run(self, x):
+        """Dropout zeros the same elements under bf16 and fp32, for otherwise far more than round-off would remain."""
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)).train()
         found = nc.compare(model, (x,), under="bf16")
         assert found.verdict == "round-off", found
 
     def test_what_differs_between_two_runs_of_the_reference_is_no_fault(self, x):
+        """A model that multiplies by its number of runs is nondeterministic, and a note says so."""
+
         class Counting(nn.Module):
             runs = [0]  # noqa: RUF012
 
@@ -558,6 +601,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("kind", ["dict", "tuple", "generator"])
     def test_outputs_of_many_kinds(self, kind):
+        """Tensors in dictionaries, nested lists and generators are compared, and a number among them is ignored."""
         layer = nn.Linear(16, 4)
 
         def run(x):
@@ -570,6 +614,8 @@ class TestCompare:
         assert found.outputs and found.verdict == "round-off", found
 
     def test_a_model_that_differentiates_in_its_forward(self):
+        """Forces from `torch.autograd.grad` have rows for the forward and for the backward."""
+
         class Forces(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -585,6 +631,7 @@ class TestCompare:
         assert {row.id.direction for row in found.rows} == {"forward", "backward"}
 
     def test_the_first_screen_is_short_and_the_rest_is_there(self, model, x):
+        """The text has at most 25 lines, and the JSON has every row under its schema."""
         found = nc.compare(model, (x,), under="bf16", by="module")
         assert len(str(found).splitlines()) <= 25
         data = json.loads(found.to_json())
@@ -622,5 +669,6 @@ def _of_two(layer, x):
     ids=["nested", "jagged", "two", "vmap", "hessian", "sparse", "inference", "empty", "meta", "fp8", "complex"],
 )  # fmt: skip
 def test_tensors_of_every_kind_pass_and_those_without_memory_of_their_own_are_not_looked_at(look, run):
+    """Nested, sparse, fp8, complex, meta and vmapped tensors raise nothing under a watch or a capture."""
     with look(), nc.autocast("cpu", torch.bfloat16):
         run(nn.Linear(8, 8), torch.randn(4, 8))

@@ -26,6 +26,7 @@ class TestNothingIsLeft:
 
     @pytest.mark.parametrize("verb", [nc.capture, nc.compare])
     def test_a_function_leaves_no_gradient_in_what_it_closes_over(self, verb, x):
+        """A backward through a lambda keeps a layer's own `.grad` and creates none beside it."""
         linear, free = nn.Linear(16, 4), torch.ones(4, requires_grad=True)
         before = linear.weight.grad = torch.ones(4, 16)
         verb(lambda x: linear(x) * free, (x,), backward=True)
@@ -33,6 +34,7 @@ class TestNothingIsLeft:
         assert linear.bias.grad is None and free.grad is None
 
     def test_a_function_that_trains_leaves_its_weights_as_they_were(self, x):
+        """An optimizer's step inside the function is undone, and asking for a further backward is refused."""
         linear = nn.Linear(16, 4)
         optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
         before = linear.weight.detach().clone()
@@ -51,6 +53,7 @@ class TestNothingIsLeft:
         assert torch.equal(linear.weight, before)
 
     def test_gradients_of_a_function_are_compared_by_their_names(self, x):
+        """The module in a lambda's closure has its gradients compared under its parameters' names."""
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
         found = nc.compare(lambda x: model(x), (x,), under="bf16", backward=True)
         assert [g.parameter for g in found.gradients] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -77,6 +80,7 @@ class TestVerdicts:
         assert found.verdict == "round-off" and not found.faults, found
 
     def test_a_script_in_a_model_is_in_fp32_in_the_reference(self, x):
+        """Its calls are cast in the bf16 run but not in the reference, so the verdict is round-off."""
         script = torch.jit.script(nn.Sequential(nn.Linear(16, 8), nn.ReLU()))
         model = nn.Sequential(script, nn.Linear(8, 4))
         found = nc.compare(model, (x,), under="bf16")
@@ -85,6 +89,7 @@ class TestVerdicts:
         assert "bf16" in {call.computes for call in nc.capture(script, (x,), under="bf16").calls}
 
     def test_a_mask_in_place_of_an_argument_is_no_fault(self):
+        """A causal mask as a tensor and `is_causal=True` compute the same, however different the arguments."""
         q = torch.randn(1, 2, 8, 16)
         mask = torch.ones(8, 8, dtype=torch.bool).tril()
         attention = nn.functional.scaled_dot_product_attention
@@ -94,6 +99,7 @@ class TestVerdicts:
         assert found.verdict in ("exact", "round-off") and not found.faults, found
 
     def test_random_numbers_from_elsewhere_are_no_round_off(self, x):
+        """A factor from the model's own iterator differs in each run, so the verdict is nondeterministic."""
         numbers = iter(range(1, 100))
         found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), under="bf16", isolate=0)
         assert found.verdict == "nondeterministic", found
@@ -106,6 +112,7 @@ class TestVerdicts:
         assert found.verdict == "round-off" and not found.faults, found
 
     def test_random_numbers_of_python_and_numpy_are_the_same_in_each_run(self, x):
+        """Both generators start each run in the same state, and are in their former state afterwards."""
         linear = nn.Linear(16, 4)
         before = random.getstate(), np.random.get_state()[1].tolist()
         found = nc.compare(lambda x: linear(x) * random.random() + float(np.random.rand()), (x,), under="bf16")
@@ -114,12 +121,14 @@ class TestVerdicts:
 
     @pytest.mark.parametrize("reference", ["fp32", "fp64"])
     def test_complex_outputs_and_gradients_are_compared(self, reference, x):
+        """A spectrum is compared in complex64 or complex128, and the filter's gradient is complex, too."""
         found = nc.compare(Spectrum(), (x,), under="bf16", reference=reference, backward=True)
         assert found.verdict == "round-off" and 1e-4 < found.outputs[0].relative_error < 1e-2, found
         assert found.outputs[0].reference.startswith("c128" if reference == "fp64" else "c64")
         assert {g.parameter: g.format for g in found.gradients}["filter"] == "c64"
 
     def test_a_gradient_that_is_zero_but_for_round_off_is_told_from_those_that_are_off(self):
+        """A bias before batch norm has no gradient but rounding, so it is reported once, as zero up to round-off."""
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
         found = nc.compare(model, (torch.randn(4, 3, 8, 8),), under="bf16", backward=True)
         assert [g.parameter for g in found.gradients if g.is_round_off_alone] == ["0.bias"], found
@@ -129,18 +138,21 @@ class TestVerdicts:
         )
 
     def test_a_small_gradient_that_underflows_is_no_round_off(self):
+        """A factor of 1e-9 flushes most of an fp16 gradient to zero, which is underflow and no noise around zero."""
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), Scaled(1e-9))
         found = nc.compare(model, (torch.randn(4, 16),), under="fp16", backward=True)
         assert not any(g.is_round_off_alone for g in found.gradients), found
         assert max(g.underflow for g in found.gradients) > 0.5, found
 
     def test_a_model_that_brings_its_casts_is_told_from_one_without_error(self, x):
+        """An exported program has its casts in the reference as well, so a zero difference would prove nothing."""
         program = nc.export(nn.Linear(16, 4), (x,), under="bf16")
         found = nc.compare(program, (x,))
         assert found.verdict == "not compared", found
         assert "VERDICT: Not compared" in str(found)
 
     def test_the_outputs_of_a_dataclass_are_compared(self, x):
+        """The tensor in its field counts as the model's one output and has an error of its own."""
         found = nc.compare(GivesADataclass(), (x,), under="bf16")
         assert len(found.outputs) == 1 and found.outputs[0].relative_error > 0
 
@@ -191,10 +203,13 @@ class TestRuns:
     """What runs by itself runs here, too; what cannot is said."""
 
     def test_batch_normalization_that_keeps_nothing_gives_empty_results(self):
+        """In eval mode the op also returns empty statistics, which the comparison passes over."""
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
         assert nc.compare(model, (torch.randn(2, 3, 8, 8),), under="bf16").verdict == "round-off"
 
     def test_a_model_that_differentiates_inside_needs_no_backward(self, x):
+        """Forces from `torch.autograd.grad` are captured and compared without asking for a backward."""
+
         class Forces(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -209,11 +224,14 @@ class TestRuns:
         assert nc.compare(Forces(), (x,), under="bf16").verdict == "round-off"
 
     def test_sparse_gradients_are_compared(self):
+        """An embedding with `sparse=True` has its gradient compared beside the dense ones of a linear layer."""
         model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 4))
         found = nc.compare(model, (torch.randint(0, 10, (3, 5)),), under="bf16", backward=True)
         assert {g.parameter for g in found.gradients} == {"0.weight", "1.weight", "1.bias"}
 
     def test_an_op_that_writes_where_it_reads_is_not_tried_alone(self, x):
+        """`+=` overwrites its own input, so running it a second time would add twice; the model is still compared."""
+
         class Adds(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -228,6 +246,7 @@ class TestRuns:
 
     @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
     def test_transforms_of_functions_run(self, transform, x):
+        """Functions from `torch.vmap` and `torch.func.grad` can be captured, compared and watched."""
         weight = torch.randn(4, 16)
         run = transform(lambda x: nn.functional.linear(x, weight))
         assert nc.capture(run, (x,)).calls
@@ -237,6 +256,7 @@ class TestRuns:
         assert w.first is None
 
     def test_nested_tensors_are_passed_over(self):
+        """An encoder with padding makes nested tensors, which have no statistics, and the capture finishes."""
         layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
         padding = torch.arange(5)[None] >= torch.tensor([[5], [3]])
@@ -244,6 +264,8 @@ class TestRuns:
             assert nc.capture(model, ((torch.randn(2, 5, 16),), {"src_key_padding_mask": padding})).calls
 
     def test_the_first_screen_has_80_columns(self):
+        """Long module names push no line beyond that, nor the text beyond 25 lines."""
+
         class ModuleWithALongName(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -256,17 +278,20 @@ class TestRuns:
         assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 25, text
 
     def test_what_does_not_run_in_fp64_is_said(self, x):
+        """An fp32 layer in a closure cannot be converted, so a reference in fp64 is refused."""
         linear = nn.Linear(16, 4)
         with pytest.raises(nc.errors.RunError, match="does not run in fp64"):
             nc.compare(lambda x: linear(x), (x,), under="bf16", reference="fp64")
 
     def test_an_output_that_overflows_is_compared_and_the_call_is_named(self, x):
+        """The verdict is "not finite", and the multiplication that exceeds fp16 is on the first screen."""
         found = nc.compare(lambda x: (x @ x) * 60000, (torch.ones(4, 4),), under="fp16", isolate=0)
         assert found.verdict == "not finite" and found.runs == 8
         assert found.not_finite.op == "aten.mul.Tensor" and found.not_finite.value == "infinity"
         assert "; first infinity in the fp16 result of aten.mul.Tensor" in " ".join(str(found).split())
 
     def test_where_a_reference_begins_to_be_nan_is_said(self, x):
+        """The logarithm makes NaN in fp32 as well, so it is reported for the reference and not for the run."""
         found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), under="bf16", isolate=0)
         assert found.not_finite is None and found.reference_not_finite.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25

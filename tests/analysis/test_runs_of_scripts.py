@@ -61,6 +61,7 @@ MAKE = {
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_script_that_remembers_begins_each_run_as_it_was(kind, x):
+    """Tensors, lists and counters that a script writes are restored, so a later call gives what the first gave."""
     script = MAKE[kind]()
     first = copy.deepcopy(script)(x)
     dtype = None if kind == "explicit" else "bf16"
@@ -71,6 +72,7 @@ def test_a_script_that_remembers_begins_each_run_as_it_was(kind, x):
 
 
 def test_without_a_region_a_script_is_cast_nowhere(x):
+    """Compared in fp32, it equals itself and the module that it was made from exactly, in either order."""
     linear = nn.Linear(16, 4)
     script = torch.jit.script(linear)
     for model, reference in ((script, "fp32"), (script, linear), (linear, script)):
@@ -79,6 +81,7 @@ def test_without_a_region_a_script_is_cast_nowhere(x):
 
 
 def test_a_converted_script_is_compared_with_its_original_in_fp32(x):
+    """The error of bf16 shows at the output, and call by call if the reference is converted without rules."""
     script = torch.jit.script(nn.Linear(16, 4))
     converted = nc.script(script, under="bf16")
     found = nc.compare(converted, (x,), reference=script)
@@ -88,6 +91,8 @@ def test_a_converted_script_is_compared_with_its_original_in_fp32(x):
 
 
 def test_a_script_function_is_in_fp32_in_the_reference(x):
+    """Only a region casts it: the comparison shows the error of bf16, and a plain capture has fp32 calls alone."""
+
     @torch.jit.script
     def product(x: torch.Tensor):
         return torch.mm(x, x.t())
@@ -99,6 +104,7 @@ def test_a_script_function_is_in_fp32_in_the_reference(x):
 
 @pytest.mark.parametrize("reference", ["fp32", "fp64"])
 def test_gradients_of_a_script_in_a_model_are_compared(reference, x):
+    """The scripted layer's parameters go by their names in the model, and afterwards it has no gradient."""
     script = torch.jit.script(nn.Linear(16, 8))
     model = nn.Sequential(script, nn.Linear(8, 4))
     found = nc.compare(model, (x,), under="bf16", reference=reference, backward=True)
@@ -107,6 +113,7 @@ def test_gradients_of_a_script_in_a_model_are_compared(reference, x):
 
 
 def test_a_script_runs_in_fp64_with_what_it_remembers_and_what_does_not_is_said(x):
+    """Its state returns to fp32 afterwards; a frozen script cannot be converted, and the error gives its line."""
     script = torch.jit.script(Remembers())
     found = nc.compare(script, (x,), under="bf16", reference="fp64")
     assert found.outputs[0].reference.startswith("fp64") and found.verdict == "round-off", found
@@ -116,5 +123,6 @@ def test_a_script_runs_in_fp64_with_what_it_remembers_and_what_does_not_is_said(
 
 
 def test_where_torchscript_casts_itself_it_is_said_how_to_see_its_calls(x):
+    """The report suggests `nc.script` and still fits 25 lines."""
     text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), under="bf16"))
     assert "nc.script(script, under=...)" in text and len(text.splitlines()) <= 25, text

@@ -138,5 +138,6 @@ def subject_of_export():
 
 @pytest.mark.parametrize("asked", [{}, {"front_end": "export", "goal": nc.Goal.fast(verify=False)}])
 def test_what_is_no_exported_program_has_no_node_data(asked):
+    """Neither eager code nor a search for a fast policy leaves a graph whose nodes could carry the data."""
     with torch.no_grad(), pytest.raises(RunError, match="no node of an exported program"):
         nc.explain(case(), under="bf16", **asked).to_model_explorer()
