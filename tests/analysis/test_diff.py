@@ -181,6 +181,7 @@ class TestTrainerAndEngine:
     """Other modules, fused projections, a cache, another attention: one function."""
 
     def test_equal_weights_are_alike_and_each_call_is_compared_or_listed(self, trainer, ids):
+        """A trainer and an engine with fused projections differ by round-off, and fused calls pair with their parts."""
         a, b = trained(trainer, ids), generated(served(trainer), ids)
         found = nc.diff(a, b)
         assert found.verdict == "round-off" and not found.formats and not found.producers, str(found)
@@ -196,6 +197,7 @@ class TestTrainerAndEngine:
         assert attention.b[0].op == "aten.bmm.default" and attention.measured_by == "sketches"
 
     def test_a_wrong_epsilon_and_a_bf16_head_are_named_and_nothing_else(self, trainer, ids):
+        """The report gives both values of `eps`, fits 25 lines, and names the same call with the runs exchanged."""
         engine = served(trainer)
         engine.layers[1].input_norm.eps = 1e-2
         engine.lm_head.bfloat16()
@@ -209,6 +211,7 @@ class TestTrainerAndEngine:
         assert [str(row.a[0]) for row in again.producers] == [str(row.b[0]) for row in found.producers]
 
     def test_an_engine_in_bf16_differs_in_format_alone(self, trainer, ids):
+        """Every compared call computes in another format, the embedding first, and log-probabilities stay close."""
         engine = served(trainer).bfloat16()
         found = nc.diff(trained(trainer, ids), generated(engine, ids))
         assert found.verdict == "formats differ" and len(found.formats) == len(found.rows), str(found)
@@ -224,6 +227,7 @@ class TestTrainerAndEngine:
         ids=["a row of k", "the gate", "the scale of attention"],
     )
     def test_a_fault_inside_what_is_fused_or_written_out_is_named(self, trainer, ids, fault, call, given):
+        """One call is blamed, along with its weight where that was changed: a row of keys, the gate, or the scale."""
         engine = served(trainer)
         fault(engine)
         found = nc.diff(trained(trainer, ids), generated(engine, ids))
@@ -231,6 +235,7 @@ class TestTrainerAndEngine:
         assert [name for name, _, _ in found.first_value.given] == [given] * bool(given)
 
     def test_a_batch_in_another_layout_is_compared_row_by_row(self, trainer, text):
+        """Four sequences at once agree with two at a time, except for the one layer whose weight was scaled."""
         ids = text[0][: 4 * LENGTH].reshape(4, LENGTH)
         engine = served(trainer)
         engine.layers[0].down_proj.weight.data *= 1.01
@@ -242,6 +247,7 @@ class TestTrainerAndEngine:
         assert found.first_value.given[0][0] == "weight"
 
     def test_the_mapping_is_written_mended_and_read_back(self, trainer, ids, tmp_path):
+        """A saved mapping gives the same pairs, an edited line excludes a module, and an error names its line."""
         a, b = trained(trainer, ids), generated(served(trainer), ids)
         found = nc.diff(a, b)
         found.mapping.save(tmp_path / "pairs.txt")
@@ -262,6 +268,7 @@ class TestTrainerAndEngine:
         assert f"{tmp_path / 'pairs.txt'}:2" in str(refused.value)
 
     def test_whole_tensors_are_compared_where_both_runs_kept_them(self, trainer, ids, tmp_path):
+        """If the files were overwritten since, sketches are compared instead, and a note says so."""
         runs = []
         for name, factor in (("a", 1.0), ("b", 1.001)):
             with torch.no_grad(), nc.capture(tensors=tmp_path / name) as run:
@@ -280,6 +287,7 @@ class TestTokens:
     """Log-probabilities that runs keep."""
 
     def test_are_those_of_the_logits(self, trainer, ids):
+        """A run's log-probabilities equal the negated cross-entropy of each next token in fp64."""
         run = trained(trainer, ids)
         with torch.no_grad():
             wanted = -functional.cross_entropy(trainer(ids)[0, :-1].double(), ids[0, 1:], reduction="none")
@@ -287,6 +295,7 @@ class TestTokens:
         torch.testing.assert_close(torch.tensor(run.log_probabilities, dtype=torch.double), wanted)
 
     def test_of_other_shapes_are_refused(self, trainer, ids):
+        """Tokens that do not match the logits, exceed the vocabulary, or come without a model raise a RunError."""
         with pytest.raises(nc.errors.RunError, match="no logits of each token"):
             nc.capture(trainer, (ids,), tokens=ids[:, 1:])
         with pytest.raises(nc.errors.RunError, match="outside of a vocabulary"):
@@ -299,6 +308,7 @@ class TestOneModel:
     """Two ways to run it."""
 
     def test_eager_and_compiled_are_equal_and_policies_differ_in_format_alone(self):
+        """Native bf16 is alike under `nc.compile`; against fp32, formats first differ in a query projection."""
         model, args, kwargs = models.minilm()
         kwargs = {name: tensor[:2, :16] for name, tensor in kwargs.items()}
         with torch.no_grad():
@@ -314,6 +324,7 @@ class TestOneModel:
         assert ("policy.name", "-", "native") in policies.environment
 
     def test_a_backward_on_one_side_is_listed(self, trainer, ids):
+        """Backward calls without a counterpart are listed with the reason; with both backwards, gradients are equal."""
         a, b = nc.capture(trainer, (ids,), backward=True), nc.capture(trainer, (ids,))
         found = nc.diff(a, b)
         assert found.verdict == "alike" and {one.why for one in found.unaligned} == {"the other run has no backward"}
@@ -323,6 +334,7 @@ class TestOneModel:
         assert max(row.difference for row in both.gradients) == 0
 
     def test_a_fault_inside_the_band_of_bf16_is_found_where_nothing_differs_before(self, trainer, ids):
+        """A factor of 1.05 is within bf16's band, so the multiplication that only one run makes is named instead."""
         other = copy.deepcopy(trainer)
         other.blocks[1].down.register_forward_hook(lambda module, args, output: output * 1.05)
         found = nc.diff(*(nc.capture(model, (ids,), under="bf16") for model in (trainer, other)))
@@ -332,6 +344,7 @@ class TestOneModel:
         )
 
     def test_a_nan_on_one_side_is_a_difference(self, trainer, ids):
+        """One NaN in a weight makes the difference infinite, first at the layer that holds it."""
         other = copy.deepcopy(trainer)
         other.blocks[0].up.weight.data[3, 3] = torch.nan
         found = nc.diff(nc.capture(trainer, (ids,)), nc.capture(other, (ids,)))

@@ -80,6 +80,7 @@ def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
 def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss):
+    """Cancellation makes the loss's relative error exceed 0.2, which bf16 alone explains."""
     layer, x, off = nn.Linear(24, 12), torch.randn(40, 24), 1e-3 * torch.randn(40, 12)
     goal = layer(x).detach() + off
     model = nn.ModuleList([layer])
@@ -204,11 +205,13 @@ def a_product_below_the_format(y):
 
 @pytest.mark.parametrize("of", [gamma_near_its_zero, small_ones_of_large, a_likelihood_of_large_scores])
 def test_what_comes_of_a_rounding_is_as_large_as_its_function_makes_it(of):
+    """Near a zero, after cancellation or at large scores, rounding is amplified, yet only formats differ."""
     found = steps_of("bf16", of)
     assert found.verdict == "formats differ", str(found)
 
 
 def test_what_lies_below_the_end_of_a_format_is_round_off_though_nothing_is_left_of_it():
+    """Products near 1e-10 underflow in fp16, a total loss that the format explains."""
     found = steps_of("fp16", a_product_below_the_format)
     assert found.verdict == "formats differ", str(found)
 
@@ -269,6 +272,7 @@ def test_what_a_later_step_chooses_comes_of_the_first_one():
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_matrices_near_singular_ones_make_errors_large(of, dtype):
+    """Solves, inverses and decompositions amplify rounding by the condition number, which is no fault."""
     torch.manual_seed(0)
     layer, x, b = nn.Linear(24, 24), torch.randn(40, 24), torch.randn(24, 3)
     model = nn.ModuleList([layer])
@@ -278,6 +282,7 @@ def test_matrices_near_singular_ones_make_errors_large(of, dtype):
 
 
 def test_gradients_are_paired_by_their_forwards_in_whichever_order_they_come():
+    """Two losses share one layer, and running their backwards in the other order is no difference."""
     torch.manual_seed(0)
     first, one, other, x = (torch.randn(24, 24) for _ in range(4))
     first.requires_grad_()
@@ -390,6 +395,7 @@ class Stepwise(nn.Module):
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_a_factor_that_stands_elsewhere_is_no_fault_where_outputs_agree(dtype):
+    """Scaling the queries equals scaling the scores, until the factor itself differs."""
     x = torch.randn(2, 9, 32)
     a, b = (nc.capture(Scored(way), (x,), under=dtype) for way in ("queries", "scores"))
     assert nc.diff(a, b).verdict != "values differ"

@@ -50,6 +50,7 @@ class TestRaises:
     """What native autocast raises."""
 
     def test_a_number_that_fp16_does_not_hold(self, x):
+        """Filling with -1e9 raises in fp16: one rule computes `masked_fill` in fp32, and the linear layer stays low."""
         mask = torch.ones(4, 16, dtype=torch.bool).triu(1)
         found = nc.repair(Layer(lambda y: y.masked_fill(mask, -1e9).softmax(-1)), (x,), under="fp16")
         assert rules_of(found) == ["aten.masked_fill.Scalar: full"] and found.verdict == "repaired"
@@ -57,10 +58,13 @@ class TestRaises:
         assert found.products_after.low == 1 and "raises" in found.rules[0].needed
 
     def test_an_op_without_a_kernel_for_the_format(self, x):
+        """`torch.complex` takes no bf16, and one rule that computes it in fp32 repairs the run."""
         found = nc.repair(Layer(lambda y: torch.complex(y, y).abs()), (x,), under="bf16")
         assert rules_of(found) == ["aten.complex.default: inside"] and found.is_clean
 
     def test_several_formats_in_one_call(self, x):
+        """Writing bf16 values into an fp32 tensor raises, so the rule aligns the formats of `index_put_`."""
+
         def put(y):
             into = torch.zeros(8, 16)
             into[torch.arange(4)] = y[0]
@@ -79,16 +83,20 @@ class TestRaises:
             assert found.verdict == "repaired" and found.products_after.low == 1 and math.isnan(found.after.error)
 
     def test_numpy_of_what_no_module_returned_is_mended_at_the_op(self, x):
+        """A product in a plain function stays in bf16, and a rule casts its result to fp32."""
         weight = torch.ones(16, 16)
         found = nc.repair(lambda x: (x @ weight).numpy(), (x,), under="bf16")
         assert rules_of(found) == ["aten.matmul.default argument result: to(fp32)"] and found.products_after.low == 1
 
     def test_a_metric_that_takes_no_bf16(self, x):
+        """A metric that calls `.numpy()` gets the model's output in fp32, and the rule's reason says so."""
         found = nc.repair(nn.Linear(16, 4), (x,), under="bf16", metric=lambda y: float(y.detach().numpy().mean()))
         assert rules_of(found) == ["module.call argument result in the root module: to(fp32)"]
         assert "the metric" in found.rules[0].rule.reason
 
     def test_what_no_op_shows_keeps_its_module_in_fp32(self, x):
+        """A check of `dtype` in Python is no op, so everything in the module that makes it runs in fp32."""
+
         class Strict(nn.Module):
             def forward(self, y):
                 if y.dtype is not torch.float32:
@@ -99,11 +107,14 @@ class TestRaises:
         assert rules_of(found) == ["module.call in then: full"] and found.is_clean
 
     def test_the_same_in_fp32_is_no_fault_of_the_policy(self, x):
+        """Shapes that do not match raise without a policy as well, so no rule is added."""
         found = nc.repair(Layer(lambda y: y @ y), (x,), under="bf16")
         assert found.verdict == "not the policy's fault" and "fp32 itself raises" in str(found)
         assert not found.rules and not found.is_clean and found.policy == nc.Policy.native()
 
     def test_what_no_rule_reaches_is_said(self, x):
+        """A check outside of modules and ops is beyond any rule, so its error is reported instead."""
+
         def strict(y):
             if y.dtype is not torch.float32:
                 raise TypeError("fp32 only")
@@ -113,6 +124,7 @@ class TestRaises:
         assert found.verdict == "out of ideas" and "fp32 only" in str(found) and rules_of(found) == []
 
     def test_what_the_policy_refuses_stays_refused(self, x):
+        """A rule that refuses GELU is the user's decision, which the repair does not override."""
         policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="not here"))
         found = nc.repair(Layer(nn.GELU()), (x,), under=policy)
         assert found.verdict == "out of ideas" and rules_of(found) == [] and found.policy == policy
@@ -122,6 +134,8 @@ class TestNotFinite:
     """What overflows, or makes NaN of what underflowed."""
 
     def test_one_of_two_products_of_a_module_is_named_by_its_number(self, x):
+        """Only the second product overflows, so the first stays in fp16, and the outputs become finite."""
+
         def attention(y):
             scores = torch.matmul(y, y.transpose(-1, -2)) * 1e-4
             return torch.matmul(scores.softmax(-1) + 3e4, y.abs() + 1)
@@ -143,22 +157,26 @@ class TestNotFinite:
         assert "the maximum of fp16 is 65504" in " ".join(rule.rule.reason for rule in found.rules)
 
     def test_nan_of_what_underflowed_is_mended_where_it_was_made(self, x):
+        """The division makes NaN of 0 / 0, but the linear layer's result underflowed, so the rule raises that layer."""
         model = Layer(lambda y: y / y.abs().sum(-1, keepdim=True))
         with torch.no_grad():
             model.first.weight.mul_(1e-9), model.first.bias.mul_(1e-9)
         assert rules_of(nc.repair(model, (x,), under="fp16")) == [f"{LINEAR} in first: full"]
 
     def test_a_gradient(self, x):
+        """A loss scaled by 1e6 overflows in the fp16 backward; the layer is raised to fp32, and no `.grad` remains."""
         model = nn.Linear(16, 16)
         found = nc.repair(model, (x,), under="fp16", backward=lambda y: (y.float() * 1e6).sum())
         assert "backward" in found.before.found
         assert rules_of(found) == [f"{LINEAR}: full"] and model.weight.grad is None
 
     def test_fp32_that_is_not_finite_itself_is_said(self, x):
+        """The logarithm of a negative number is NaN in every format, so there is nothing to repair."""
         found = nc.repair(Layer(lambda y: (y - 1e9).log()), (x,), under="bf16")
         assert found.verdict == "not the policy's fault" and "fp32 itself is not finite: nan made by" in str(found)
 
     def test_fp32_s_own_are_left_and_the_policy_s_are_mended(self, x):
+        """The layer that overflows in fp16 is raised, while a NaN that fp32 makes as well is only noted."""
         model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
         with torch.no_grad():
             model[0].weight.mul_(1e6)
@@ -172,6 +190,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("budget", [1e-3, "60 dB"])
     def test_the_layers_that_matter_most_are_kept_high(self, x, budget):
+        """Layers are raised by their share of the squared error until the budget is met, so some stay in bf16."""
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
         found = nc.repair(model, (x,), under="bf16", budget=budget)
         assert found.before.error > 1e-3 >= found.after.error
@@ -196,11 +215,13 @@ class TestErrors:
         assert rules_of(found) == [f"{LINEAR} in 1: full"] and found.rules[0].share == 1.0
 
     def test_what_is_all_needed_is_one_rule(self, x):
+        """A budget of zero needs all four layers in fp32, which a single rule without a module expresses."""
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         found = nc.repair(model, (x,), under="bf16", budget=0)
         assert rules_of(found) == [f"{LINEAR}: full"] and found.after.error == 0 and found.rules[0].calls == 4
 
     def test_frozen_weights_and_no_grad_are_attributed_too(self, x):
+        """Gradients are computed for the repair even under `no_grad`, and frozen parameters remain frozen."""
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).requires_grad_(False)
         with torch.no_grad():
             found = nc.repair(model, (x,), under="bf16", budget=1e-3)
@@ -208,6 +229,7 @@ class TestErrors:
         assert not any("gradients" in note for note in found.notes)
 
     def test_without_gradients_own_errors_rank(self, x):
+        """With a forward under `no_grad` each call's own error decides instead, and a note says so."""
         layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
         class Detached(nn.Module):
@@ -238,6 +260,7 @@ class TestErrors:
         assert "aten._transformer_encoder_layer_fwd.default in then: full" in rules_of(found) and found.is_clean
 
     def test_a_metric_of_the_output(self, x):
+        """Calls are raised to fp32 until the caller's metric is within the tolerance of its fp32 value."""
         model, best = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), None
         with torch.no_grad():
             best = model(x)
@@ -247,6 +270,7 @@ class TestErrors:
         assert rules_of(found) and "metric at most 0.001 above fp32's" in str(found)
 
     def test_a_subject_s_own_metric_runs_the_model_and_is_counted(self, x):
+        """A `Case` with its own evaluation is evaluated three times, and those runs count towards the total."""
         model, calls = nn.Linear(16, 1), []
         with torch.no_grad():
             best = model(x)
@@ -261,6 +285,7 @@ class TestErrors:
         assert found.runs == 4  # one more to see who is to blame
 
     def test_nothing_is_added_to_what_is_right(self, x):
+        """A sound model costs one run and keeps the native policy."""
         found = nc.repair(nn.Linear(16, 16), (x,), under="bf16")
         assert (found.verdict, found.runs, rules_of(found)) == ("nothing to repair", 1, [])
         assert found.policy == nc.Policy.native() and "VERDICT: Nothing to repair: " in str(found)
@@ -270,6 +295,7 @@ class TestLeftBehind:
     """Nothing."""
 
     def test_model_gradients_and_random_numbers_are_as_they_were(self, x):
+        """Batch statistics, weights, `.grad` and the generator's state survive a repair that ran the model."""
         model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(16, 16))
         with torch.no_grad():
             model[0].weight.mul_(1e5)
@@ -281,6 +307,7 @@ class TestLeftBehind:
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
     def test_the_user_s_policy_is_extended_and_never_changed(self, x, tmp_path):
+        """New rules form a second layer on top of the user's, whose comments are kept and whose file is not written."""
         file = tmp_path / "mine.toml"
         file.write_text('name = "mine"\n# kept\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
         found = nc.repair(
@@ -292,6 +319,7 @@ class TestLeftBehind:
         assert found.policy.layers[0] == nc.Policy.load(file).layers[0] and len(found.policy.layers) == 2
 
     def test_a_saved_one_is_shown_again(self, x, tmp_path):
+        """The loaded repair prints the same text and has the same policy; a record without a field is refused."""
         found = nc.repair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), (x,), under="bf16", budget=1e-3)
         found.save(tmp_path / "repair.json")
         again = load(tmp_path / "repair.json")
@@ -307,12 +335,14 @@ class TestTimes:
     """What rules cost, where a profile says so; nothing is measured."""
 
     def test_without_a_profile_that_is_said(self, x, tmp_path, monkeypatch):
+        """The cost is NaN, a note gives the reason, and nothing is written to the cache."""
         monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
         found = nc.repair(nn.Linear(16, 16), (x,), under="bf16", budget=0)
         assert math.isnan(found.rules[0].cost_ns) and any("No profile" in note for note in found.notes)
         assert not list(tmp_path.iterdir())
 
     def test_a_profile_prices_them(self, x, tmp_path, monkeypatch):
+        """A layer that takes 5 us in fp32 and 2 us in bf16 makes its rule cost 3 us per run."""
         from narrowcast.reports.results.profile import Profile, Sample
         from narrowcast.runtime.devices.device import device_now
 
@@ -345,15 +375,18 @@ class TestRefused:
         ],
     )
     def test_with_what_to_do(self, x, options, says):
+        """Invalid or contradictory options raise a RunError that carries advice."""
         with pytest.raises(RunError, match=says) as raised:
             nc.repair(nn.Linear(16, 4), (x,), **{"under": "bf16", **options})
         assert raised.value.advice
 
     def test_a_budget_of_what_gives_no_tensor(self, x):
+        """An error budget has no meaning for a model that returns an integer."""
         with pytest.raises(RunError, match="no floating-point tensor"):
             nc.repair(Layer(lambda y: 1), (x,), under="bf16", budget=0.1)
 
     def test_compiled_code_and_scripts(self, x):
+        """Their casts were fixed when they were made, so a rule could not change them."""
         compiled = nc.compile(nn.Linear(16, 4), under="bf16", backend="eager")
         for model in (compiled, torch.jit.trace(nn.Linear(16, 4), x)):
             with pytest.raises(RunError, match="its casts are in it"):
