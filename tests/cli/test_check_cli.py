@@ -38,6 +38,7 @@ def target(tmp_path):
 
 
 def test_a_snapshot_is_written_and_holds(cli, target, tmp_path):
+    """A missing file exits with 2 and suggests `--update`; the file that this writes then passes."""
     file = tmp_path / "formats.txt"
     code, out, err = cli("check", target, "--snapshot", file)
     assert code == 2 and not out and "narrowcast check --update" in err and not file.exists()
@@ -47,6 +48,7 @@ def test_a_snapshot_is_written_and_holds(cli, target, tmp_path):
 
 
 def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
+    """A rule's own change and the one that follows from it are listed, and the snapshot is not rewritten."""
     file, policy, result = tmp_path / "formats.txt", tmp_path / "mine.toml", tmp_path / "check.json"
     cli("check", target, "--snapshot", file, "--update")
     before = file.read_text()
@@ -64,6 +66,7 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
 
 
 def test_new_casts_alone(cli, target, tmp_path):
+    """`--new-casts` passes fp16 in place of bf16, and fails for a rule that casts one op more."""
     file, policy = tmp_path / "formats.txt", tmp_path / "mine.toml"
     cli("check", target, "--snapshot", file, "--update")
     assert cli("check", target, "--snapshot", file, "--new-casts", "--under", "fp16")[0] == 0
@@ -93,6 +96,7 @@ def test_other_devices_and_gradients(cli, target, tmp_path):
     ],
 )
 def test_a_broken_snapshot_is_bad_input(cli, target, tmp_path, spoil, says):
+    """A truncated file, an unknown version or other text exits with 2 and its place, even under `--update`."""
     file = tmp_path / "formats.txt"
     cli("check", target, "--snapshot", file, "--update")
     file.write_text(spoil(file.read_text()))

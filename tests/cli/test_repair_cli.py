@@ -51,6 +51,7 @@ def mine(tmp_path):
 
 
 def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
+    """`--policy-out` receives the rules, the original is untouched, and the result needs no further repair."""
     before = mine.read_text()
     code, out, err = cli("repair", target, "--under", mine, "--policy-out", tmp_path / "fixed.toml",
                          "-o", tmp_path / "repair.json", "--html", tmp_path / "page.html")  # fmt: skip
@@ -68,6 +69,7 @@ def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
 
 
 def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_path):
+    """Its path is recognized however it is spelled, and only `--force` lets the repair replace it."""
     before = mine.read_text()
     command = ("repair", target, "--under", mine, "--policy-out", tmp_path / "." / "mine.toml")
     code, out, err = cli(*command)
@@ -77,6 +79,7 @@ def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_
 
 
 def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
+    """`--budget` limits the error of the output, and `--tolerance` the loss of the case's own metric."""
     code, out, _ = cli("repair", target, "--under", "bf16", "--budget", "60 dB", "--json")
     found = json.loads(out)
     assert code == 0 and found["schema"] == "narrowcast.repair/1"
@@ -86,12 +89,14 @@ def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
 
 
 def test_what_is_not_repaired_is_not_written_and_exits_with_1(cli, target, tmp_path):
+    """A model that raises in fp32 leaves no policy file."""
     code, out, _ = cli("repair", f"{target}:broken", "--policy-out", tmp_path / "fixed.toml")
     assert code == 1 and "fp32 itself raises" in out and "is not written" in out
     assert not (tmp_path / "fixed.toml").exists()
 
 
 def test_bad_input_is_said_before_anything_runs(cli, target, tmp_path):
+    """A missing folder, an unknown policy and a budget that is no error each exit with 2."""
     code, _, err = cli("repair", target, "--policy-out", tmp_path / "nowhere" / "fixed.toml")
     assert code == 2 and "its folder does not exist" in err
     assert cli("repair", target, "--under", "nowhere.toml")[0] == 2

@@ -51,6 +51,7 @@ def script(tmp_path):
 
 
 def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
+    """`show` prints the saved run as `capture` did, and accepts `--all`."""
     code, out, err = cli("capture", target, "-o", tmp_path / "run", "--under", "bf16", "--backward")
     assert (code, err) == (0, "") and "VERDICT: Every value is finite" in out and "0 aten.linear #1" in out
     code, again, _ = cli("show", tmp_path / "run.json.gz")
@@ -59,6 +60,7 @@ def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
 
 
 def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
+    """The first screen fits 25 lines, `show` repeats it from the file, and the last line says where that is."""
     code, out, err = cli("compare", target, "--under", "bf16", "-o", tmp_path / "c.json", "--isolate", "1")
     assert (code, err) == (0, "") and out.startswith("model: tiny; ") and "VERDICT: Round-off: " in out
     assert len(out.splitlines()) <= 25
@@ -68,11 +70,13 @@ def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
 
 
 def test_a_model_that_overflows_is_a_finding_with_exit_code_one(cli, target):
+    """Weights scaled by 1e6 do not fit fp16, and `--by module` groups the calls by module."""
     code, out, _ = cli("compare", f"{target}:wide", "--under", "fp16", "--by", "module")
     assert code == 1 and "VERDICT: Not finite: " in out and "Each module: its own calls" in out
 
 
 def test_a_script_is_watched_unchanged(cli, script, tmp_path):
+    """The script's own arguments reach it; where it diverges, the exit code is 1 and a reproducer is saved."""
     code, out, _ = cli("watch", script, "--lr", "1e-3")
     assert code == 0 and "VERDICT: No NaN or infinity was made" in out
     code, out, _ = cli("watch", "-o", tmp_path / "w.json", "--save", tmp_path / "repro", script, "--lr", "100")
@@ -84,6 +88,7 @@ def test_a_script_is_watched_unchanged(cli, script, tmp_path):
 
 
 def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
+    """`headroom` writes a valid policy for layers that overflow fp16, and reads saved runs as well as models."""
     code, out, _ = cli("headroom", f"{target}:wide", "--policy-out", tmp_path / "fits.toml", "-o", tmp_path / "f.json")
     assert code == 0 and "VERDICT: 2 of 2 calls do not fit fp16" in out
     assert cli("policy", "check", tmp_path / "fits.toml")[0] == 0
@@ -92,6 +97,7 @@ def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
 
 
 def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli, target, tmp_path):
+    """The mapping can be edited and read again, and a wrong module or a truncated run exits with 2."""
     for name, arguments in (("a", ()), ("b", ("--under", "bf16")), ("c", ())):
         which = f"{target}:wide" if name == "c" else target
         cli("capture", which, "-o", tmp_path / name, *arguments)
@@ -130,6 +136,7 @@ def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli
     ],
 )
 def test_bad_input_is_said_without_a_traceback(cli, target, arguments, said):
+    """Missing files, unknown options and wrong numbers of runs exit with 2 and a message."""
     code, _, err = cli(*(target if a == "TARGET" else a for a in arguments))
     assert code == 2 and said in err and "Traceback" not in err
 
