@@ -194,6 +194,7 @@ class Repeats(torch.nn.Module):
 
 @pytest.mark.parametrize("model", [Loop, Branch])
 def test_a_script_that_cannot_know_the_number_refuses_the_rule(model):
+    """A branch or a loop of unknown length makes it depend on data; a rule about another module is accepted."""
     with pytest.raises(RefusedError, match="not known before it runs"):
         nc.script(model(), under=nc.autocast("cpu", policy=policy(2)))
     nc.script(model(), under=nc.autocast("cpu", policy=policy(2, "elsewhere")))  # it is about nothing here
@@ -202,6 +203,7 @@ def test_a_script_that_cannot_know_the_number_refuses_the_rule(model):
 @pytest.mark.parametrize("model", [Alike, Repeats])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_script_counts_where_every_way_counts_alike(model, n):
+    """Branches with equally many calls and loops over a module keep the number certain, so results equal eager's."""
     made = nc.script(model(), under=nc.autocast("cpu", policy=policy(2)))
     with torch.no_grad():
         assert torch.equal(made(X, n), in_fp32(model(), policy(2), X, n)[1])
@@ -237,6 +239,7 @@ def test_behind_a_graph_break_nobody_knows_the_number(fresh_dynamo):
 
 
 def test_a_number_that_no_call_has_is_told_once():
+    """Four runs with a rule about call 9 warn once, and the warning gives the highest number that occurs."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         rules = policy(9)
@@ -248,6 +251,7 @@ def test_a_number_that_no_call_has_is_told_once():
 
 
 def test_threads_count_for_themselves():
+    """Eight runs of one model in four threads give the same result as one run by itself."""
     from concurrent.futures import ThreadPoolExecutor
 
     model, rules = Net().eval(), policy(2)
@@ -262,6 +266,8 @@ def test_threads_count_for_themselves():
 
 
 def test_a_call_that_raises_leaves_the_count_as_it_was():
+    """The caller's next product is #2 even though a part raised after a product of its own."""
+
     class Fails(torch.nn.Module):
         def forward(self, x):
             torch.matmul(x, x)
@@ -282,6 +288,8 @@ def test_a_call_that_raises_leaves_the_count_as_it_was():
 
 
 def test_calls_outside_of_modules_are_counted_from_the_region_on():
+    """Each op has its own count, and every region starts again at 1."""
+
     def run():
         with nc.autocast("cpu", torch.bfloat16, policy=policy(2)):
             return [torch.mm(X[0], X[0]).dtype, *(torch.matmul(X, X).dtype for _ in range(3))]
@@ -302,12 +310,14 @@ def test_calls_outside_of_modules_are_counted_from_the_region_on():
     ],
 )
 def test_a_number_that_nobody_counts_is_refused_with_its_line(row, found):
+    """Wildcards, module calls, the backward and numbers that are not positive integers do not parse."""
     with pytest.raises(PolicyError, match=found) as error:
         nc.Policy.parse(f'[[rule]]\n{row}\naction = "full"', "my.toml")
     assert "my.toml:" in str(error.value)
 
 
 def test_a_policy_with_numbers_is_written_and_read_back():
+    """TOML keeps the numbers, and policies that differ in a number alone have different digests."""
     made = policy(3, "a").with_rules(nc.Rule("aten.mm", "full", call=1))
     again = nc.Policy.parse(made.to_toml())
     assert again == made
@@ -317,6 +327,7 @@ def test_a_policy_with_numbers_is_written_and_read_back():
 
 
 def test_a_rule_about_one_call_wins_over_the_op_alone_and_loses_to_a_module():
+    """The most specific rule decides, regardless of the order in which the rules were added."""
     one = nc.Rule("aten.matmul", "full", call=2)
     rules = [one, nc.Rule("aten.matmul", "to(fp16)"), nc.Rule("aten.matmul", "to(bf16)", module="a")]
     for order in itertools.permutations(rules):
@@ -325,6 +336,8 @@ def test_a_rule_about_one_call_wins_over_the_op_alone_and_loses_to_a_module():
 
 
 def test_what_is_allowed_of_one_call_is_not_allowed_of_another():
+    """Two logarithms of zero are taken; the rule allows the first, so the second is the only finding."""
+
     class Logs(torch.nn.Module):
         def forward(self, x):
             return torch.log(x), torch.log(x)

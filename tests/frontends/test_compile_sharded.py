@@ -35,6 +35,7 @@ def sharded(blocks: list[nn.Module]) -> nn.Module:
 
 
 def test_a_block_of_torchs_own_class_is_refused_and_one_around_it_is_compiled() -> None:
+    """A `Sequential` sharded after `nc.compile` is refused at its first step; a user's own blocks run compiled."""
     model = sharded([Block(), Block().inner])
     with pytest.raises(RegionError, match="1, a Sequential, is sharded") as caught:
         nc.compile(model, under="bf16")

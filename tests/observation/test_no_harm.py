@@ -290,6 +290,7 @@ def test_an_error_of_ours_is_a_note_and_the_program_goes_on(place, monkeypatch):
 
 @pytest.mark.parametrize(("owner", "name"), [(reference, "kept_of"), (bands.Moved, "gives"), (reference.Keep, "after")])
 def test_an_error_of_what_looks_for_a_comparison_is_a_note(owner, name, monkeypatch):
+    """The comparison finishes, and one note counts the errors and shows the first."""
     monkeypatch.setattr(owner, name, planted)
     found = nc.compare(nn.Linear(4, 4), (torch.randn(2, 4),), under="bf16", isolate=0)
     [note] = [note for note in found.notes if note.startswith("not inspected: ")]
@@ -297,6 +298,7 @@ def test_an_error_of_what_looks_for_a_comparison_is_a_note(owner, name, monkeypa
 
 
 def test_an_explanation_says_what_was_not_inspected(monkeypatch):
+    """An error while calls are recorded appears in the note, and the explanation is still returned."""
     monkeypatch.setattr(Recorder, "_count", planted)
     assert "not inspected" in nc.explain(nn.Linear(4, 4), (torch.randn(2, 4),), under="bf16").note
 

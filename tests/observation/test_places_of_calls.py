@@ -94,6 +94,7 @@ class Raising(Shared):
     ],
 )  # fmt: skip
 def test_places_are_those_on_the_stack(make: Callable[[], nn.Module]) -> None:
+    """Shared modules, checkpoints, DataParallel and parts that raise leave each call's module path and line correct."""
     model, observer = make(), BothWays()
     with observer.observing():
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -104,6 +105,7 @@ def test_places_are_those_on_the_stack(make: Callable[[], nn.Module]) -> None:
 
 
 def test_a_block_that_opens_inside_a_call_knows_the_modules_around_it() -> None:
+    """The outer modules were called before observation began, and their names are in the path all the same."""
     observer = BothWays()
     outer = nn.Sequential(Opening(observer.observing))
     outer(torch.ones(2, 4))
