@@ -60,17 +60,20 @@ class TestSketches:
     """Sums of some rows."""
 
     def test_the_first_and_the_last_row_are_looked_at(self):
+        """A sketch keeps all rows of a small tensor, and sixteen of a large one that span it from end to end."""
         assert sketched_rows(3) == (0, 1, 2)
         many = sketched_rows(1000)
         assert (many[0], many[-1], len(set(many))) == (0, 999, 16)
 
     @pytest.mark.parametrize("text", ["AAAA", "not base 64", "\u00e4"])
     def test_other_text_is_refused(self, text):
+        """What is not base64, or has other values than the shape asks for, raises ValueError."""
         with pytest.raises(ValueError, match=r".+"):
             sketch_rows(text, (4, 32))
 
     @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.1])
     def test_the_distance_is_estimated(self, size):
+        """Sketches of a few rows give the size of relative noise from 1e-6 to 0.1, to within half of it."""
         values, noise = numbers(64, 96), numbers(64, 96, 1)
         other = [[x + size * e for x, e in zip(*rows, strict=True)] for rows in zip(values, noise, strict=True)]
         found = distance(piece_of(facts(values, (4, 16, 96))), piece_of(facts(other, (4, 16, 96), looked_at=9)))
@@ -81,6 +84,7 @@ class TestPieces:
     """Tensors that are shaped otherwise in the other run."""
 
     def test_parts_side_by_side_are_the_fused_tensor(self):
+        """Separate q and k are compared with a fused projection, although only that has its batch flattened."""
         q, k = numbers(20, 32), numbers(20, 16, 1)
         fused = [[*a, *b] for a, b in zip(q, k, strict=True)]
         parts = beside([piece_of(facts(q, (2, 10, 32))), piece_of(facts(k, (2, 10, 16)))])
@@ -90,6 +94,7 @@ class TestPieces:
         assert other.relative == pytest.approx(0.01, rel=0.1)
 
     def test_turns_of_a_cache_are_one_sequence(self):
+        """A prefill and then single tokens are compared with the whole sequence, and one wrong token shows."""
         values = numbers(24, 32)
         whole = piece_of(facts(values, (1, 24, 32)))
         turns = [piece_of(facts(values[:16], (1, 16, 32)))] + [piece_of(facts([v], (1, 1, 32))) for v in values[16:]]
@@ -112,6 +117,7 @@ class TestPieces:
         assert 0.02 < in_best_order([flat(range(8))], wrong).relative < 0.3
 
     def test_calls_of_one_step_are_told_apart_and_what_has_no_order_is_not_compared(self):
+        """A module called twice per step gives two sequences; reversed steps or surplus rows are not compared."""
         values, others = numbers(8, 32), numbers(8, 32, 1)
         wholes = [piece_of(facts(each, (8, 32))) for each in (values, others)]
         steps = [piece_of(facts(each[n : n + 2], (2, 32))) for n in range(0, 8, 2) for each in (values, others)]
@@ -120,6 +126,7 @@ class TestPieces:
         assert not in_best_order([piece_of(facts(values, (2, 4, 32)))], [wholes[0], steps[0]]).is_known
 
     def test_ranks_are_parts_of_a_batch(self):
+        """Two ranks stacked in order equal the whole batch, swapped they are far off, and one alone is a part."""
         values = numbers(40, 32)
         whole = piece_of(facts(values, (4, 10, 32)))
         ranks = [piece_of(facts(values[:20], (2, 10, 32))), piece_of(facts(values[20:], (2, 10, 32)))]
@@ -129,12 +136,14 @@ class TestPieces:
         assert half.is_part and half.relative < 1e-6
 
     def test_heads_in_another_order_are_compared_by_statistics(self):
+        """A transpose of heads and tokens permutes the rows, but leaves mean and rms of all elements the same."""
         values = numbers(24, 16)
         turned = [values[token * 3 + head] for head in range(3) for token in range(8)]
         found = distance(piece_of(facts(values, (1, 8, 3, 16))), piece_of(facts(turned, (1, 3, 8, 16))))
         assert found.by == STATISTICS and found.relative < 1e-6
 
     def test_what_cannot_be_compared_is_said(self):
+        """Other widths, integers and rows of padding alone have no distance; an infinity is infinitely far off."""
         a, whole = piece_of(facts(numbers(4, 16), (4, 16))), piece_of(facts(numbers(4, 32), (4, 32)))
         assert distance(a, whole).by == NOTHING and math.isnan(distance(a, None).relative)
         ids = piece_of(TensorFacts("int64", (4, 16), "cpu", 64))
@@ -152,12 +161,14 @@ class TestSequences:
     """Pairs in order."""
 
     def test_the_best_pairs_are_found_with_gaps_on_both_sides(self):
+        """Items without a partner are skipped in either sequence, and an empty sequence has no pairs."""
         a, b = "xaybzc", "aqbc"
         found = aligned_sequences(len(a), len(b), lambda i, j: float(a[i] == b[j]))
         assert found == [(1, 0), (3, 2), (5, 3)]
         assert aligned_sequences(3, 0, lambda i, j: 1.0) == []
 
     def test_long_ones_are_looked_at_near_the_diagonal(self):
+        """Beyond a million cells only a band is searched, which still holds all 1490 pairs around a replacement."""
         a = [n % 97 for n in range(1500)]
         b = [*a[:300], 1000, 1001, *a[310:]]
         found = aligned_sequences(len(a), len(b), lambda i, j: float(a[i] == b[j]))
@@ -165,6 +176,7 @@ class TestSequences:
         assert in_order_on_both(found) == found
 
     def test_pairs_that_cross_are_left_out(self):
+        """The longest chain that rises on both sides is kept."""
         assert in_order_on_both([(0, 5), (1, 1), (2, 2), (3, 0), (4, 4)]) == [(1, 1), (2, 2), (4, 4)]
 
 
@@ -172,6 +184,7 @@ class TestMapping:
     """The text file."""
 
     def test_is_read_back_from_its_text(self):
+        """Groups, the root module, names without a partner, calls and turns keep their meaning in the text."""
         entries = (
             MappingLine(("a.0.q", "a.0.k"), ("b.0.qk",)),
             MappingLine(("",), ("root",)),
@@ -183,6 +196,7 @@ class TestMapping:
         assert [(e.a, e.b) for e in again.entries] == [(e.a, e.b) for e in entries] and again.entries[0].line == 3
 
     def test_layers_become_one_line(self):
+        """Equal numbers become a wildcard, shifted ones do not; it expands to the names that both runs have."""
         entries = [MappingLine((f"a.{n}.q",), (f"b.{n}.q",)) for n in range(3)] + [MappingLine(("a.0.x",), ("b.1.x",))]
         assert [str(e) for e in generalised(entries)] == ["a.*.q = b.*.q", "a.0.x = b.1.x"]
         shifted = [MappingLine((f"a.{n}",), (f"b.{n + 1}",)) for n in range(3)]
@@ -204,6 +218,7 @@ class TestMapping:
         ],
     )
     def test_errors_name_file_and_line(self, tmp_path, line, found):
+        """A line that is not one clear pair is refused, with its number counted past comments and blank lines."""
         path = tmp_path / "pairs.txt"
         path.write_text(f"# a comment\n\nx = y\n{line}\n")
         with pytest.raises(RunError, match=found) as refused:
@@ -211,6 +226,7 @@ class TestMapping:
         assert f"{path}:4" in str(refused.value)
 
     def test_what_is_no_text_is_refused(self, tmp_path):
+        """Binary content and a missing file raise a RunError that says what was to be read."""
         (tmp_path / "pairs.txt").write_bytes(b"\xff\xfe\x00")
         for path in (tmp_path / "pairs.txt", tmp_path / "missing.txt"):
             with pytest.raises(RunError, match="a mapping of runs"):
@@ -235,6 +251,7 @@ class TestCompareRuns:
     """What is found."""
 
     def test_the_producer_is_told_from_what_inherits(self):
+        """Of four calls with other values only the first makes a difference itself, and it alone is to be inspected."""
         found = diff(a_chain(), a_chain(change=2))
         assert [row.verdict for row in found.rows] == ["equal", "equal", DIFFERS, INHERITED, INHERITED, INHERITED]
         assert found.verdict == "values differ" and str(found.first_value.a[0]) == "layers.2 aten.linear.default #1"
@@ -256,6 +273,7 @@ class TestCompareRuns:
         assert found.verdict == "alike" and not found.rows[0].given
 
     def test_formats_alone_are_said_as_such(self):
+        """Equal values in another format have a verdict of their own, and no call produces a difference."""
         found = diff(a_chain(), a_chain(format="bf16"))
         assert found.verdict == "formats differ" and len(found.formats) == 6 and not found.producers
 
@@ -266,12 +284,14 @@ class TestCompareRuns:
         assert [(one.run, one.why) for one in found.unaligned] == [("a", "left out by <string>:1"), ("b", "")]
 
     def test_runs_of_other_lengths_are_compared_as_far_as_they_go(self):
+        """Shared calls are paired, and those that only one run has decide the verdict, without a producer."""
         found = diff(a_chain(), a_chain(length=4))
         assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]
         assert found.unaligned[0].after.startswith("layers.3")
         assert found.verdict == "values differ" and not found.producers and found.alone == found.unaligned
 
     def test_runs_that_have_nothing_in_common_are_not_alike(self):
+        """Without a single pair the verdict is that nothing was compared, and pairing by hand is advised."""
         other = Run(tensors=[facts(numbers(3, 5), (3, 5))])
         other.calls = [
             CallRecord(CallId("x", "aten.conv2d.default"), "m.py", 1, "fp32", "fp32", outputs=(("result", 0),))
@@ -281,6 +301,7 @@ class TestCompareRuns:
         assert "Pair their modules by hand" in str(found)
 
     def test_environments_come_first_versions_before_all(self):
+        """Package versions explain the most, so they lead the first line, before the device and other settings."""
         other = a_chain()
         other.environment = {"device": "a gpu", "packages": {"torch": "2.15.0"}, "seed": 3}
         found = diff(a_chain(), other)
@@ -297,6 +318,7 @@ class TestCompareRuns:
         assert [name for name, _, _ in diff(*runs).environment] == ["packages.torch", "device"]
 
     def test_log_probabilities_are_compared_as_long_as_tokens_are_the_same(self):
+        """The three tokens of the common prefix count; after it, log probabilities belong to different texts."""
         a, b = a_chain(), a_chain()
         a.keep_tokens([[1, 2], [3, 4]], [[-1.0, -2.0], [-3.0, -4.0]])
         b.keep_tokens([1, 2, 3, 9, 5], [-1.0, -2.5, -3.0, -4.0, -5.0])
@@ -307,12 +329,14 @@ class TestCompareRuns:
             a.keep_tokens([1, 2], [-1.0])
 
     def test_a_run_without_calls_is_refused(self):
+        """An empty run, or an empty list of runs, has nothing to compare on either side."""
         with pytest.raises(RunError, match="without calls"):
             diff(a_chain(), Run())
         with pytest.raises(RunError, match="without calls"):
             diff([], a_chain())
 
     def test_are_saved_and_read_back(self, tmp_path):
+        """A file gives the same text and tables, and one in which a row lacks an entry is refused."""
         a, b = a_chain(), a_chain(length=4)
         for run, value in ((a, -1.0), (b, -1.5)):
             run.keep_tokens([3], [value])
@@ -341,6 +365,7 @@ class TestFilesOfRuns:
     """Those without sketches, and those that are none."""
 
     def test_a_run_without_sketches_is_read_and_compared_by_what_it_has(self):
+        """In older files statistics find the first difference instead, and a note says what is lacking."""
         data = json.loads(a_chain(change=3).to_json())
         at = data["tensor_columns"].index("sketch")
         for row in [data["tensor_columns"], *data["tensors"]]:
@@ -364,12 +389,14 @@ class TestFilesOfRuns:
         ids=["a short sketch", "a number", "below zero", "no such tensor", "tokens alone", "a mapping"],
     )
     def test_broken_ones_are_refused(self, change):
+        """Bad sketches, indices that no tensor has and malformed tokens raise a RunError while the file is read."""
         data = json.loads(a_chain().to_json())
         change(data)
         with pytest.raises(RunError):
             parse(json.dumps(data))
 
     def test_a_file_that_nests_for_ever_is_refused(self, tmp_path):
+        """Nesting too deep for the JSON decoder raises a RunError that names the file, at each attempt."""
         (tmp_path / "deep.json").write_text("[" * 100_000)
         for read in (load, load):
             with pytest.raises(RunError, match=r"deep\.json"):

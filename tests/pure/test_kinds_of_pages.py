@@ -52,6 +52,7 @@ class TestRepair:
     """Rules of the repaired policy, and the runs that led there."""
 
     def test_each_rule_can_be_copied_with_what_it_is_worth(self):
+        """The todo of a rule says what fails without it, and a price that was not measured is left empty."""
         made = page(a_repair())
         assert made.tone == "good" and made.verdict.startswith("Repaired: raises")
         use, first, second = made.todos
@@ -62,6 +63,7 @@ class TestRepair:
         assert rules.rules[0]["module"] == "layer.1" and rules.rules[1]["op"] == ADD
 
     def test_the_search_is_a_table_and_two_plots(self):
+        """Each run is a row with its error and its low products; what a run did not measure is a gap in a plot."""
         made = page(a_repair())
         assert [row[:6] for row in table(made, "steps").rows] == [
             [1, "under native", a_repair().before.found, 0.5, 8, 8],
@@ -75,11 +77,13 @@ class TestRepair:
         assert len(table(made, "other rules").rows) == 2
 
     def test_what_was_not_repaired_is_no_good_news(self):
+        """A search that is out of ideas has a bad tone, and points to its notes in place of rules."""
         made = page(not_repaired())
         assert made.tone == "bad" and made.verdict == "Out of ideas: raises; with no rule raises"
         assert [todo.what for todo in made.todos] == ["See the notes and each run"]
 
     def test_files_from_before_products_were_kept_have_no_such_plot(self):
+        """Without counts of matrix multiplications only the error is plotted."""
         data = a_repair().data()
         for step in data["steps"]:
             del step["products"]
@@ -90,6 +94,7 @@ class TestProfile:
     """Where lines cross, and where they only seem to."""
 
     def test_the_point_where_lines_cross_is_marked_and_tabled(self):
+        """bf16 overtakes fp32 between two measured sizes: one mark, and one row with the same size."""
         made = page(a_profile())
         (series,) = made.series
         assert series.title == "gemm: time over size" and series.xs == pytest.approx([64**3, 256**3, 1024**3])
@@ -105,6 +110,7 @@ class TestProfile:
         assert size == pytest.approx(256.0**3 * 64 ** (1 / 3)) and ns == pytest.approx(1e5 * 100 ** (1 / 3))
 
     def test_a_matrix_and_a_vector_are_a_family_of_their_own(self):
+        """Products of one row are bound by memory, and say nothing about which format is faster for square ones."""
         rows = table(page(a_profile()), "faster").rows
         assert [(row[0], row[2], row[3]) for row in rows] == [
             ("gemm", "bf16", 3), ("gemm", "fp16", 3), ("gemm, one row", "bf16", 1), ("conv", "fp16", 1),
@@ -114,12 +120,14 @@ class TestProfile:
         )
 
     def test_what_the_device_refuses_or_emulates_comes_first(self):
+        """Formats that raise are counted in a figure, and a todo names the convolution that is only emulated."""
         made = page(a_profile())
         assert [row[3] for row in table(made, "capabilities").rows] == ["raises", "runs"]
         assert figures(made)["refused"] == "1" and figures(made)["fp16 conv"] == "emulated"
         assert "goal" in made.todos[0].what and "conv in fp16" in made.todos[0].why
 
     def test_an_empty_one_has_a_page_too(self):
+        """A profile without samples has a verdict, and neither plots nor advice."""
         made = page(replace(a_profile(), samples={}, abilities={}))
         assert made.verdict == "No call was measured in two formats" and made.series == [] and made.todos == []
 
@@ -128,6 +136,7 @@ class TestPlacement:
     """What did the placement choose?"""
 
     def test_the_first_screen_says_it(self):
+        """The verdict gives the goal, the calls moved and the times; tables show what was asked, chosen and tried."""
         made = page(a_placed())
         assert made.verdict == (
             "Goal fast: 1 of 2 calls run higher than the policy asks; predicted 4 ms, against 6 ms as the policy says; "
@@ -139,6 +148,7 @@ class TestPlacement:
         assert [row[1:3] for row in table(made, "candidates").rows] == [["placed", True], ["policy", False]]
 
     def test_where_a_graph_ends_is_worth_a_look(self):
+        """A graph break is advice of its own, since the calls beyond it are not on this page."""
         (todo,) = [todo for todo in page(a_placed()).todos if "graphs end" in todo.what]
         assert "1 break" in todo.what and "not on this page" in todo.why
 
@@ -152,6 +162,7 @@ class TestSavedExplanation:
          explained(comparison=replace(a_comparison(), differences=not_finite()))],
     )  # fmt: skip
     def test_its_text_its_page_and_its_json_are_those_of_the_object(self, found, tmp_path):
+        """A loaded explanation prints, renders and serializes exactly as the one that was saved."""
         found.save(tmp_path / "e.json")
         again = load(tmp_path / "e.json")
         assert str(again) == str(found)
@@ -164,6 +175,7 @@ class TestSavedExplanation:
          ({"ledger": {}}, "a record lacks")],
     )  # fmt: skip
     def test_other_schemas_and_broken_records_are_refused(self, changed, said, tmp_path):
+        """An unknown schema or a record with missing entries raises a RunError that names the file."""
         (tmp_path / "e.json").write_text(json.dumps({**explained().data(), **changed}))
         with pytest.raises(Exception, match=said) as refused:
             load(tmp_path / "e.json")
@@ -190,20 +202,24 @@ class TestCastsAlongTheRun:
     """By the order of calls, or by their times."""
 
     def test_they_stand_at_their_calls(self):
+        """Bytes are summed for each call and pair of formats; edges that change no format are left out."""
         (series,) = cast_series(a_chain())
         assert (series.x, series.xs, series.nodes) == ("call, in order", [2.0, 3.0], [1, 2])
         assert series.lines == [("fp32 to bf16", [150, None]), ("bf16 to fp32", [None, 70])]
         assert series.kind == "stems" and series.log
 
     def test_where_times_are_known_they_stand_at_the_time_at_which_their_calls_begin(self):
+        """A call begins when those before it have ended, even if its own time is unknown."""
         (series,) = cast_series(a_chain((10.0, 20.0, None)))
         assert (series.x, series.xs) == ("time", [10.0, 30.0]) and series.note
 
     def test_one_call_with_casts_is_no_line(self):
+        """A series needs two points, so a run whose casts are all at one call gets no plot."""
         graph = a_chain()
         assert cast_series(Graph(graph.nodes, graph.edges[:2])) == []
 
     def test_a_run_has_them(self):
+        """The page of a recorded run plots its casts, and nothing else."""
         assert [series.title for series in page(a_run()).series] == ["Casts along the run"]
 
 

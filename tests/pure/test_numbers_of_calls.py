@@ -48,11 +48,13 @@ def test_only_the_call_of_that_number_is_decided():
 
 
 def test_an_argument_of_one_call():
+    """With both an argument and a number, only that argument of that call is kept out of the low format."""
     one = Rule("aten.mm", "full", argument="mat2", call=2)
     assert formats(2, IN_A, one) == (bf16, None) and formats(1, IN_A, one) == (bf16, bf16)
 
 
 def test_a_call_that_says_nothing_has_no_number():
+    """The default is zero, which no rule can name because calls are counted from 1."""
     assert Call(MM, ()).number == 0
 
 
@@ -69,6 +71,7 @@ def test_a_call_that_says_nothing_has_no_number():
     ],
 )
 def test_a_number_that_nobody_counts_is_refused(wrong, found):
+    """Only integers from 1 on pass, and only for ops whose calls are counted; the error names the rule's line."""
     facts = {"op": "aten.mm", "action": "full", **wrong}
     with pytest.raises(PolicyError, match=found) as error:
         Rule(**facts, origin=Origin("my.toml", 4))
@@ -79,10 +82,12 @@ def test_a_number_that_nobody_counts_is_refused(wrong, found):
 
 
 def test_the_first_call_has_a_number():
+    """The smallest number that a rule accepts is 1."""
     assert Rule("aten.mm", "full", call=1).call == 1
 
 
 def test_a_number_is_a_condition_between_a_function_and_the_op():
+    """A numbered rule is more specific than any op and less than a function, whatever its number is."""
     one, plain = Rule("aten.mm", "full", call=2), Rule("aten.mm", "full")
     assert plain.is_unconditional and not one.is_unconditional
     assert str(one) == "aten.mm call 2: full" and str(plain) == "aten.mm: full"
@@ -93,6 +98,7 @@ def test_a_number_is_a_condition_between_a_function_and_the_op():
 
 
 def test_numbers_are_part_of_the_digest_and_of_the_text():
+    """Rules that differ in their number alone make different policies, and TOML keeps the number."""
     made = [Policy("p").with_rules(Rule("aten.mm", "full", call=n)) for n in (None, 1, 2)]
     assert len({each.digest for each in made}) == 3
     assert [each.counts_calls for each in made] == [False, True, True]
@@ -109,12 +115,14 @@ def test_two_numbers_do_not_overlap():
 
 
 def test_what_is_allowed_of_one_call():
+    """An allowance with a number holds for that call alone, and for none whose number is unknown."""
     rules = (Rule("aten.log", "follow", call=2),)
     found = [find_allowance(rules, "aten.log.default", IN_A, number=n) for n in (0, 1, 2)]
     assert found == [None, None, rules[0]] and find_allowance(rules, "aten.log.default", IN_A) is None
 
 
 def test_a_table_knows_whether_rules_hold_in_some_versions_alone():
+    """A range of torch versions on a rule sets the flag, and rules without one leave it unset."""
     assert RuleTable(((Rule("aten.mm", "full", torch=">=2.12"),),)).has_versions
     assert not RuleTable(((Rule("aten.mm", "full"),),)).has_versions
 
@@ -130,12 +138,14 @@ block main(%0: fp32[4, 4] cpu) {
 
 @pytest.mark.parametrize(("note", "number"), [("", 1), (" #2", 2), (" #0", 0)])
 def test_a_program_says_which_call_a_step_is(note, number):
+    """The text leaves out a 1; other numbers, and 0 for an unknown one, are written and read back."""
     text = TEXT.replace("NOTE", note)
     program = parse_program(text)
     assert program.steps[1].number == number and print_program(program) == text
 
 
 def test_a_step_is_decided_by_its_number():
+    """A rule about the second call leaves its input in fp32, while the first and the third are cast as usual."""
     rules = policy(Rule("aten.mm", "full", call=2))
     for note, casts in (("", 1), (" #2", 0), (" #3", 1)):
         made = run_passes(parse_program(TEXT.replace("NOTE", note)), BEFORE_AUTOGRAD[:1], {"native": rules})
@@ -170,6 +180,7 @@ KIND = CallKind(MM, "a", "model.py", 3, "fp32", "bf16", "bf16", "lower", "fast",
 
 
 def test_a_ledger_keeps_the_numbers_of_calls_that_are_alike():
+    """Calls of one kind share a record, whose known numbers survive both JSON and a merge."""
     ledger = Ledger()
     for number in (2, 0, 5, 2):
         ledger.count_call(KIND, 10, number)
@@ -182,6 +193,7 @@ def test_a_ledger_keeps_the_numbers_of_calls_that_are_alike():
 
 
 def test_a_ledger_that_was_saved_without_numbers_is_read():
+    """In older files the numbers are unknown; any other missing entry is still an error."""
     facts = {"src": "fp32", "dst": "bf16", "elements": 1, "moved_bytes": 6, "how": "copied", "direction": "forward"}
     cast = Cast.of(MM, "self", IN_A, Rule(MM, "lower"), **facts, kind="input", policy="native", number=3)
     ledger = Ledger([cast])
@@ -197,6 +209,7 @@ def test_a_ledger_that_was_saved_without_numbers_is_read():
 
 
 def test_a_rule_in_any_place_among_others_keeps_its_number():
+    """All six orders of two numbered rules and one without a number decide the three calls alike."""
     rules = [Rule("aten.mm", "full", call=1), Rule("aten.mm", "lower", call=2), Rule("aten.mm", "follow")]
     for order in itertools.permutations(rules):
         assert formats(1, IN_A, *order) == (None, None) and formats(2, IN_A, *order) == (bf16, bf16)

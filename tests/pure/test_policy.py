@@ -288,12 +288,14 @@ class TestAllowances:
     )
 
     def test_are_read_beside_rules_and_are_none(self):
+        """An entry without an action is no rule, and the digest is that of the policy without allowances."""
         policy = Policy.parse(self.TEXT)
         assert [r.op for r in policy.allowances] == ["aten.log", "aten.sqrt", "aten.exp"]
         assert [(r.op, str(r.action)) for r in policy.rules] == [("aten.exp", "full")]
         assert policy.digest == Policy.parse('name = "q"\n[[rule]]\nop = "aten.exp"\naction = "full"\n').digest
 
     def test_hold_for_their_op_module_and_argument(self):
+        """One that names an argument says nothing about results; one that does not holds for both."""
         policy = Policy.parse(self.TEXT)
         inside, outside = Site(module_path="loss.part"), Site(module_path="encoder")
         assert find_allowance(policy.allowances, "aten.log.default", inside, "self") is policy.allowances[0]
@@ -305,6 +307,7 @@ class TestAllowances:
         assert find_allowance(policy.allowances, "aten.expm1.default", outside) is None
 
     def test_are_written_and_read_again(self):
+        """TOML reproduces the text that they were parsed from, and gives no action to those without one."""
         policy = Policy.parse(self.TEXT)
         assert policy.to_toml() == self.TEXT
         made = Policy("made", policy.layers, allowances=policy.allowances)
@@ -315,6 +318,7 @@ class TestAllowances:
         assert "action" not in alone.to_toml()
 
     def test_stay_with_new_policies_from_old_and_on_a_device(self):
+        """Merging, resolving and adding rules keep every allowance, and the policy's wording includes them."""
         policy = Policy.parse(self.TEXT)
         other = Policy("other", ((Rule("aten.mm", "full"),),), allowances=(Rule("aten.div", "follow"),))
         assert [r.op for r in policy.merge(other).allowances] == ["aten.log", "aten.sqrt", "aten.exp", "aten.div"]
@@ -323,6 +327,7 @@ class TestAllowances:
         assert policy.wording != Policy.parse('name = "p"\n[[rule]]\nop = "aten.exp"\naction = "full"\n').wording
 
     def test_that_are_false_allow_nothing_and_need_an_action(self):
+        """`allow_nonfinite = false` does not excuse a missing action, and only a boolean is accepted."""
         with pytest.raises(PolicyError, match="no action"):
             Policy.parse('[[rule]]\nop = "aten.log"\nallow_nonfinite = false\n')
         with pytest.raises(PolicyError, match="type str"):

@@ -18,6 +18,7 @@ class TestRules:
     """What a repair may add."""
 
     def test_name_an_op_in_a_module_and_at_the_root_the_op_alone(self):
+        """At the root, a rule about an op names no module; one about the root module's own call does."""
         assert str(rule_about(LINEAR, "layer.3")) == "aten.linear.default in layer.3: full"
         assert rule_about(LINEAR, "").module is None
         assert str(rule_about("aten.add.Tensor", "a", Kind.ALIGN)) == "aten.add.Tensor in a: align"
@@ -25,6 +26,7 @@ class TestRules:
         assert rule_about_result(LINEAR, "").module is None and rule_about_module("a").is_module_call
 
     def test_are_a_layer_of_their_own_over_a_user_s_policy(self):
+        """The user's layers stay below as they are, comments included, and TOML restores the whole policy."""
         mine = Policy.parse('name = "mine"\n[[rule]]\nop = "aten.gelu"\naction = "full"  # because\n')
         fixed = with_repairs(mine, (rule_about(LINEAR, "a"),))
         assert fixed.layers == (*mine.layers, (rule_about(LINEAR, "a"),)) and "# because" in fixed.to_toml()
@@ -32,14 +34,17 @@ class TestRules:
 
     @pytest.mark.parametrize("name", ["native", "safe", "ipex"])
     def test_extend_a_built_in_policy_by_name(self, name):
+        """The policy names the built-in that it extends in place of a copy of its rules."""
         fixed = with_repairs(Policy.load(name), (rule_about(LINEAR, "a"),))
         assert fixed.extends == (name,) and fixed.rules == (rule_about(LINEAR, "a"),)
         assert Policy.parse(fixed.to_toml()) == fixed
 
     def test_none_leaves_the_policy(self):
+        """Without repairs the very same policy object is returned."""
         assert with_repairs(Policy.native(), ()) is Policy.native()
 
     def test_are_folded_where_all_inside_a_module_are_chosen(self):
+        """Two of two calls in `a` fold, one of two in `b` does not, and all four fold into a rule for the op."""
         known = [rule_about(LINEAR, path) for path in ("a.0", "a.1", "b.0", "b.1")]
         found = folded([known[1], known[2], known[0]], known)
         assert {str(r): len(c) for r, c in found.items()} == {
@@ -47,6 +52,7 @@ class TestRules:
         assert list(folded(known, known)) == [rule_about(LINEAR, "")]
 
     def test_are_not_folded_over_another_op_or_a_name_that_begins_alike(self):
+        """Neither another op in module `a` nor a module called `ab` turns a single rule into a group."""
         known = [rule_about(LINEAR, "a.0"), rule_about("aten.mm.default", "a.1"), rule_about(LINEAR, "ab.0")]
         assert list(folded(known[:1], known)) == [rule_about(LINEAR, "a.0")]
 
@@ -55,12 +61,14 @@ class TestChoose:
     """The fewest, the most worthy first."""
 
     def test_takes_no_more_than_the_error_asks_for(self):
+        """Worth is a part of the squared error: rules are taken until what is left is small enough."""
         worth = {"a": 64.0, "b": 16.0, "c": 16.0, "d": 4.0}
         assert choose(worth, 0.7) == ["a"]
         assert choose(worth, 0.5) == ["a", "b"]
         assert choose(worth, 0.0) == ["a", "b", "c", "d"]
 
     def test_takes_first_what_has_no_value_and_never_what_is_worth_nothing(self):
+        """NaN and infinity come before any number, and zero is left out even where no error is allowed."""
         assert choose({"a": 1.0, "b": math.inf, "c": math.nan}, 0.99) == ["b", "c", "a"]
         assert choose({"a": 0.0}, 0.0) == [] and choose({}, 0.5) == []
 
@@ -81,22 +89,26 @@ class TestDrop:
     """What turns out not to be needed."""
 
     def test_leaves_out_what_is_not_needed_the_lightest_first_in_growing_groups(self):
+        """Groups double in size while the run stays clean, so that six rules are dropped in five runs."""
         found, tried = dropping({"g"})
         worth = {rule: float(n) for n, rule in enumerate("abcdefg")}
         assert found.run(tuple("abcdefg"), worth) == ("g",)
         assert found.dropped == list("abcdef") and len(tried) == 5 and found.needed == {"g": "without ['g']"}
 
     def test_halves_a_group_of_which_one_is_needed(self):
+        """A group that cannot be dropped is split until the one rule that matters is alone."""
         found, _ = dropping({"c"}, runs=0)
         assert found.run(tuple("abcd"), dict.fromkeys("abcd", 1.0)) == ("c",)
         assert sorted(found.dropped) == ["a", "b", "d"]
 
     def test_asks_nothing_that_is_known(self):
+        """A set that has failed already is not run again, and what was wrong then is kept as the reason."""
         found, tried = dropping({"a", "b"}, wrong=[(frozenset("a"), "before b was there"), (frozenset(), "")])
         assert found.run(("a", "b"), {"a": 2.0, "b": 1.0}) == ("a", "b")
         assert found.needed["b"] == "before b was there" and tried == [("b",)]
 
     def test_of_ranked_rules_the_heavier_ones_are_needed_if_a_lighter_one_is(self):
+        """One failed run without the lightest of three settles the other two as well."""
         found, tried = dropping(set("abc"), ranked=frozenset("abc"))
         assert found.run(tuple("abc"), {"a": 3.0, "b": 2.0, "c": 1.0}) == ("a", "b", "c")
         assert tried == [("a", "b")] and set(found.needed) == set("abc")
@@ -112,6 +124,7 @@ class TestDrop:
         assert set(found.untried) <= set(left)
 
     def test_the_bound_is_two_for_each_rule_and_five_beside(self):
+        """With no rule left the fifth run is the last, and with one rule the seventh."""
         assert may_run(4, 0) and not may_run(5, 0) and may_run(6, 1) and not may_run(7, 1)
 
 
@@ -131,6 +144,7 @@ class TestResult:
     @pytest.mark.parametrize("verdict", [CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND])
     @pytest.mark.parametrize("rules", [0, 1, 3, 40])
     def test_the_first_screen_has_25_lines_at_most(self, verdict, rules):
+        """Long errors, notes and forty rules are cut to 80 columns, lines to copy are not, and the verdict is kept."""
         found = repaired(
             rules, verdict, before=RepairStep("", "raises " + "long " * 30), dropped=["a"], untried=["b", "c"],
             notes=["a note of some length " * 5] * 5)  # fmt: skip
@@ -140,6 +154,7 @@ class TestResult:
         assert f"VERDICT: {verdict.capitalize()}" in text and len(found.to_text(every=True)) >= len(text)
 
     def test_the_figures_are_those_of_the_runs(self):
+        """Errors, metrics and counts of products are given before and after the repair, with fp32's metric beside."""
         found = repaired(
             1, before=RepairStep("", "off", error=0.1, metric={"auc": 0.5}), after=RepairStep("", "", error=0.001),
             reference={"auc": 0.75}, products_before=Products(4, 4), products_after=Products(3, 4), runs=4)  # fmt: skip
@@ -149,6 +164,7 @@ class TestResult:
         assert "share 50%" in text
 
     def test_a_saved_one_says_the_same(self, tmp_path):
+        """JSON restores the policy, the steps and the reasons of rules, infinite errors included."""
         found = repaired(
             2, steps=[RepairStep("in fp32", "clean", ("a",), ("b",), math.inf, {"auc": 0.5})], runs=6, dropped=["x"],
             notes=["n"], environment={"torch": "2"})  # fmt: skip
@@ -158,6 +174,7 @@ class TestResult:
         assert again.to_json() == found.to_json()
 
     def test_a_rule_without_a_price_says_so_in_json_as_text(self):
+        """JSON has no number for NaN, so the price is written as text and read back as NaN."""
         found = Repair("m", "cpu", "bf16", "native", Policy.native(),
                        rules=[RepairRule(Rule(MODULE_CALL, "full", module=""), RAISED, 1.0)])  # fmt: skip
         assert json.loads(found.to_json())["rules"][0]["cost_ns"] == "nan"

@@ -42,11 +42,13 @@ def a_run():
      CallId("a b.c", "aten.add.Tensor", 2, 5, "backward"), CallId("l", "gradient.weight", direction="recomputation")],
 )  # fmt: skip
 def test_an_identity_is_read_back_from_its_text(identity):
+    """Module, op, number, turn and direction survive, also with an empty path or one that contains a space."""
     assert CallId.parse(str(identity)) == identity
 
 
 @pytest.mark.parametrize("text", ["", "aten.mm.default", "x aten.mm #", "x aten.mm.default #1 sideways"])
 def test_other_text_is_no_identity(text):
+    """A missing number or an unknown direction is an error rather than a guess."""
     with pytest.raises(RunError, match="no identity"):
         CallId.parse(text)
 
@@ -55,6 +57,7 @@ class TestRun:
     """A run and its file."""
 
     def test_is_read_back_from_its_text(self):
+        """Calls, tensors, gradients, environment and notes survive, histograms and shares of NaN included."""
         run = a_run()
         again = parse(run.to_json())
         assert (again.calls, again.tensors, again.parameters) == (run.calls, run.tensors, run.parameters)
@@ -72,6 +75,7 @@ class TestRun:
         ],
     )
     def test_an_infinity_that_is_meant_is_told_from_one_that_is_made(self, low, came_infinite, nan, value, said):
+        """An infinite fill value, infinite inputs or the lowest fp32 number excuse an infinity, never a NaN."""
         tensors = [facts(low, infinite=0.5 if came_infinite else 0.0), facts(infinite=0.5 - nan, nan=nan)]
         call = CallRecord(CallId("", "aten.masked_fill.Scalar"), "model.py", 3, "fp32", "fp32",
                           inputs=(("self", 0),), outputs=(("result", 1),), given=(("value", value),))  # fmt: skip
@@ -79,11 +83,13 @@ class TestRun:
 
     @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
     def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
+        """A name without a suffix becomes `.json.gz`, and both kinds of file load alike."""
         path = a_run().save(tmp_path / name)
         assert path.name == written and load(path).calls == a_run().calls
         assert load(path).calls == a_run().calls
 
     def test_a_call_is_found_by_its_identity(self):
+        """Its CallId and the text of that both find a call, and one without its turn and direction finds none."""
         run = a_run()
         assert run.call(LINEAR) is run.calls[0] and run.call(str(run.calls[1].id)) is run.calls[1]
         assert set(run.facts(run.calls[0].inputs)) == {"input"}
@@ -91,6 +97,7 @@ class TestRun:
             run.call(CallId("", "aten.mm.default"))
 
     def test_says_which_calls_are_not_finite(self):
+        """The second call only reads the NaN that the first one made, so the first alone is listed."""
         run = a_run()
         assert run.not_finite() == [run.calls[0]]
         assert "the first from finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in " ".join(
@@ -110,6 +117,7 @@ class TestRun:
         ids=["empty", "a list", "another schema", "no records", "cut off", "no text"],
     )
     def test_a_broken_or_foreign_file_is_refused_with_what_is_wrong(self, tmp_path, content, found):
+        """Truncated gzip, binary content, lists and unknown schemas raise a RunError with the path."""
         path = tmp_path / "run.json.gz"
         path.write_bytes(content)
         with pytest.raises(RunError, match=found) as refused:
@@ -117,12 +125,14 @@ class TestRun:
         assert str(path) in str(refused.value)
 
     def test_a_number_that_no_tensor_has_is_refused(self):
+        """An index past the end of the table of tensors is found while the file is read."""
         data = json.loads(a_run().to_json())
         data["tensors"] = data["tensors"][:1]
         with pytest.raises(RunError, match="broken"):
             parse(json.dumps(data))
 
     def test_a_folder_that_is_missing_is_said_and_nothing_is_left(self, tmp_path):
+        """Saving raises a RunError, and neither a folder nor a partial file is created on the way."""
         with pytest.raises(RunError, match="saving a run"):
             a_run().save(tmp_path / "nowhere" / "run.json")
         assert not list(tmp_path.iterdir())
@@ -132,6 +142,7 @@ class TestFit:
     """What formats would lose."""
 
     def test_overflow_is_told_by_the_range_and_the_exponents(self):
+        """One of six values exceeds fp16: its share, the headroom in bits and the call are given, and bf16 fits."""
         found = a_run().headroom()
         worst = found.unfit("fp16")[0]
         assert (worst.argument, worst.overflow) == ("result", pytest.approx(1 / 6))
@@ -139,6 +150,7 @@ class TestFit:
         assert not found.unfit("bf16") and found.calls("fp16") == [CallId("", "aten.mm.default", 2, 3, "backward")]
 
     def test_a_scale_per_tensor_leaves_underflow_and_one_per_row_less(self):
+        """Values 45 powers of two apart need more range than fp16 has under one scale; each row by itself fits."""
         wide = facts(-1.0, 1.0, Histogram(-45, (3, *[0] * 44, 3)), below=Histogram(0, (3, 3)))
         run = Run(calls=[CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))], tensors=[wide])
         found = run.headroom()
@@ -148,6 +160,7 @@ class TestFit:
         assert "underflow" in str(found)
 
     def test_the_policy_keeps_in_fp32_what_does_not_fit(self):
+        """Its rule names the op, the module and the reason, and only 16-bit formats have such a policy."""
         run = a_run()
         run.calls[1] = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 2),))
         policy = run.headroom().policy("fp16")
@@ -158,6 +171,7 @@ class TestFit:
             run.headroom().policy("e4m3fn")
 
     def test_a_normalization_is_judged_by_what_it_reads_and_gives_not_by_what_it_keeps(self):
+        """Running statistics beyond fp16's range do not count, and an input beyond it does."""
         tensors = [facts(), facts(0.0, 1e9, Histogram(20, (1,)))]
         norm = CallId("norm", "aten.native_batch_norm.default")
         kept = (("input", 0), ("running_var", 1))
@@ -175,6 +189,7 @@ class TestFit:
         assert Run({}, [halved], [junk, facts()]).headroom().calls("fp16") == [halved.id]
 
     def test_a_mask_of_the_lowest_number_is_no_value_and_another_large_one_is(self):
+        """fp32's lowest number is a fill value that leaves nothing to judge; -1e9 is a value that overflows fp16."""
         lowest = -fp32.max
         call = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))
         mask, large = (facts(low, 0.0, Histogram(20, (1,))) for low in (lowest, -1e9))
@@ -183,6 +198,7 @@ class TestFit:
             Run({}, [call], [mask]).headroom()
 
     def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
+        """Nine calls with long paths take at most 25 lines, and the row of fp16 counts all nine."""
         tensors = [facts(-1e38, 1e38, Histogram(120, (1,)))] * 9
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
@@ -190,6 +206,7 @@ class TestFit:
         assert len(lines) <= 25 and any(line.startswith("fp16           9  calls would lose") for line in lines)
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
+        """A share above 1, an unknown scale, fp32 as the target and an empty run each raise a RunError."""
         with pytest.raises(RunError, match="share"):
             a_run().headroom(2.0)
         with pytest.raises(RunError, match="no such scale"):
@@ -204,6 +221,7 @@ class TestSaved:
     """Comparisons, watches and fits read back."""
 
     def test_a_comparison_is_read_back(self, tmp_path):
+        """Rows, NaN gradients, an infinite SQNR and the call that is not finite survive, and so does the text."""
         mm, why = CallId("x", "aten.mm.default"), "its kernel"
         rows = [
             CallError(LINEAR, "m.py", 1, "bf16", "fp32", "round-off", own=0.1),
@@ -218,6 +236,8 @@ class TestSaved:
         assert again.not_finite == found.not_finite and math.isinf(again.rows[0].sqnr_db) and str(again) == str(found)
 
     def test_faults_come_first_then_what_moves_the_output_then_own_error(self):
+        """Neither a larger error of its own nor its place in the run moves a call before one at fault."""
+
         def row(op, own, verdict="round-off", alone=math.nan):
             return CallError(CallId("", op), "m.py", 1, "bf16", "fp32", verdict, own=own, alone=alone)
 
@@ -228,6 +248,7 @@ class TestSaved:
         assert found.modules()[0].faults == 1
 
     def test_the_first_screen_has_25_lines_however_much_there_is_to_say(self):
+        """Eight faults, nine gradients and long notes fit in 80 columns, with the reason and a rule to copy."""
         why = (
             "its kernel is off by 1.6e-02 from the same op in fp64 on the same rounded inputs, 2.8 times what one unit"
         )
@@ -244,6 +265,7 @@ class TestSaved:
 
     @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
     def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):
+        """An error is spread if the worst op alone makes a tenth of it, not if it makes most or was not measured."""
         row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "round-off", own=1e-3, alone=alone)
         other = CallError(CallId("", "aten.mm.default"), "model.py", 4, "bf16", "fp32", "round-off", own=1e-4)
         output = OutputError("output", "fp32 [2]", "bf16", 40.0, 1e-2, 0.1)
@@ -251,6 +273,7 @@ class TestSaved:
         assert ("the error is spread over 2 ops" in text) is is_spread and 'module = "encoder.layer.0"' in text
 
     def test_a_watch_is_read_back_and_says_findings_before_trends(self, tmp_path):
+        """What an op made precedes a trend; the inputs that would reproduce it are not in the file."""
         gradient = CallId("", "gradient.w", direction="backward")
         trend = Finding(gradient, "", 0, "growth", "trend", "", "it grows", "slow down")
         nan = Finding(LINEAR, "m.py", 7, "nan", "op", "fp16", "0 by 0", inputs=(("x", facts()),), step=3)
@@ -263,12 +286,14 @@ class TestSaved:
             again.first.save(tmp_path / "repro")
 
     def test_a_fit_is_read_back(self, tmp_path):
+        """The file keeps all rows exactly, so that a fit can be judged again without its run."""
         found = a_run().headroom()
         found.save(tmp_path / "f.json")
         assert load(tmp_path / "f.json").rows == found.rows
 
     @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/1"}', "[]"])
     def test_anything_else_is_refused(self, tmp_path, text):
+        """Plain text, incomplete records, lists and missing files all raise one message about saved results."""
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(RunError, match="saved result"):
             load(tmp_path / "x.json")

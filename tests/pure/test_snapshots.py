@@ -50,6 +50,7 @@ def text_of(*sections):
 
 
 def test_a_file_has_a_section_for_each_device_and_a_line_for_each_call():
+    """The whole text: the schema, what a section holds for, and its calls in order with their casts."""
     text = text_of(snapshot())
     assert text == (
         "narrowcast.formats/1\n"
@@ -88,6 +89,7 @@ def test_what_is_written_is_read_as_it_was():
 
 
 def test_a_file_is_written_at_once_and_read_back(tmp_path):
+    """Missing folders are created, no temporary file stays, and a write that fails changes nothing."""
     path = tmp_path / "formats" / "net.txt"
     save_snapshots(Snapshots((snapshot(),)), path)
     assert load_snapshots(path).sections[0].calls == CALLS
@@ -120,6 +122,7 @@ def test_a_file_is_written_at_once_and_read_back(tmp_path):
     ],
 )  # fmt: skip
 def test_a_broken_file_is_refused_with_the_line_and_what_is_wrong(old, new, line, says):
+    """Wrong headers, truncation, repeated calls and merge conflicts are reported at their line with advice."""
     text = text_of(snapshot())
     broken = text.replace(old, new, 1) if new or old != "narrowcast.formats/1" else ""
     assert broken != text
@@ -129,6 +132,7 @@ def test_a_broken_file_is_refused_with_the_line_and_what_is_wrong(old, new, line
 
 
 def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path):
+    """A missing file is reported with the command that writes it, and a binary one as no text."""
     with pytest.raises(SnapshotError, match="Write it once with pytest --narrowcast-update"):
         load_snapshots(tmp_path / "none.txt")
     (tmp_path / "model.bin").write_bytes(b"\x80\x04\x95")
@@ -147,10 +151,12 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_versions_of_torch(versions, torch, holds):
+    """A single version holds for its patch releases and builds, and the upper end of a range is excluded."""
     assert holds_for(versions, torch) is holds
 
 
 def test_a_section_is_found_by_its_device_and_torch():
+    """If none matches, the error lists those that there are; if two match, that is an error as well."""
     cuda, newer = snapshot(device_type="cuda", torch="2.13 or 2.14"), snapshot(torch=">=2.14")
     kept = Snapshots((snapshot(), cuda, newer), "formats.txt")
     assert kept.of("cpu", TORCH) is kept.sections[0] and kept.needed("cpu", "2.15.0") is newer
@@ -174,6 +180,7 @@ def test_a_run_under_another_torch_is_put_with_what_is_equal():
 
 
 def test_a_range_that_is_given_replaces_what_is_in_it():
+    """It outlives later updates from inside the range, and has to include the torch that runs."""
     kept = Snapshots((snapshot(), snapshot(*CALLS[:1], torch="2.15"), snapshot(*CALLS[:1], torch="2.17")))
     wide = kept.with_section(snapshot(torch="?"), TORCH, ">=2.11,<2.16")
     assert [s.torch for s in wide.sections] == ["2.17", ">=2.11,<2.16"]
@@ -199,6 +206,7 @@ def cast(op, argument, path, line, src, dst):
 
 
 def test_a_ledger_gives_a_line_for_each_call_with_its_casts_its_rule_and_its_line():
+    """Calls are numbered by source line and repeats counted; calls without floating tensors have no line."""
     ledger, policy = Ledger(), Policy.native("cpu").resolve("cpu")
     rule = next(r for r in policy.rules if r.op == "aten.mm.default")
     ledger.count_call(kind("aten.mm.default", "a", 7, LOW, rule.reason), 8)
@@ -231,6 +239,7 @@ def changes(was, now):
 
 
 def test_nothing_changed():
+    """Another digest of the policy is no change as long as every call computes as before."""
     found = compare_snapshots(snapshot(), snapshot(digest="else"))
     assert found.is_same and check_text(found) == "5 calls of a net (2 M) on cpu compute as formats.txt says"
 
@@ -240,6 +249,7 @@ def numbered(*formats):
 
 
 def test_a_call_more_is_one_change_though_all_after_it_have_other_numbers():
+    """Calls of one op are aligned by their formats, and removals are found in the same way."""
     before = numbered(LOW, HIGH, LOW)
     assert changes(before, numbered(LOW, AS_IS, HIGH, LOW)) == [("new", "a aten.mm.default #2")]
     assert changes(before, numbered(HIGH, LOW)) == [("gone", "a aten.mm.default #1")]
@@ -251,6 +261,7 @@ def test_a_call_more_is_one_change_though_all_after_it_have_other_numbers():
 
 
 def test_other_casts_another_rule_and_more_calls_are_changes():
+    """Equal formats are not enough: the arguments that are cast, the rule and the count have to agree too."""
     base = call("a aten.mm.default #1")
     for other in (
         call("a aten.mm.default #1", casts=("input",)), call("a aten.mm.default #1", times=2),
@@ -260,6 +271,7 @@ def test_other_casts_another_rule_and_more_calls_are_changes():
 
 
 def test_a_renamed_module_is_told_in_a_line():
+    """Four calls that changed only their path are reported together, and the snapshot still does not hold."""
     now = [call(str(c.id).replace("encoder", "model.body"), (c.came, c.computes, c.result, c.rule), c.casts, c.times)
            if "encoder" in str(c.id) else c for c in CALLS]  # fmt: skip
     now[:4] = [CallFormats(CallId.parse(str(n.id)), *c.facts) for n, c in zip(now, CALLS[:4], strict=False)]
@@ -271,6 +283,7 @@ def test_a_renamed_module_is_told_in_a_line():
 
 
 def test_only_new_casts_are_looked_for():
+    """A call counts if it casts more arguments, casts them more often or is new; fewer casts never count."""
     base = call("a aten.mm.default #1")
 
     def new(*now):
@@ -334,12 +347,14 @@ def test_a_failure_says_what_changed_why_and_where_causes_first():
 
 
 def test_a_failure_under_the_same_policy_says_that_it_is_another_s_doing():
+    """With an unchanged digest, the last line points to the model, its inputs or a library."""
     found = compare_snapshots(snapshot(*numbered(LOW)), snapshot(*numbered(HIGH)))
     assert check_text(found).endswith("the model, its inputs or a library changed.")
     assert check_text(found).startswith("a net (2 M) on cpu does not compute as formats.txt says: 1 changed (1 calls)")
 
 
 def test_a_failure_lists_so_many_kinds_and_counts_the_rest():
+    """Beyond a fixed number of kinds, the report says how many calls and kinds it does not list."""
     ops = [f"a aten.op{n}.default #1" for n in range(SHOWN + 3)]
     found = compare_snapshots(snapshot(*map(call, ops)), snapshot(*(call(op, HIGH) for op in ops)))
     assert check_text(found).count("changed  a aten") == SHOWN and "... and 3 more, of 3 other kinds" in check_text(
@@ -348,6 +363,7 @@ def test_a_failure_lists_so_many_kinds_and_counts_the_rest():
 
 
 def test_the_json_has_every_change():
+    """What the text folds is complete here: both sides, the rule, its reason and lines in source and snapshot."""
     data = json.loads(changed_run().to_json())
     assert (data["schema"], data["verdict"], data["was"]["calls"]) == ("narrowcast.check/1", "changed", 5)
     assert [c["kind"] for c in data["changes"]] == ["changed"] * 4 + ["new", "gone"]
@@ -373,10 +389,12 @@ def test_the_json_has_every_change():
     ],
 )  # fmt: skip
 def test_a_table_of_formats(expected, holds):
+    """Keys are ops, patterns or identities, with or without a module, and one that matches no call fails."""
     assert (unmet(snapshot(), expected) == []) is holds
 
 
 def test_an_entry_that_does_not_hold_lists_its_calls_and_one_that_names_none_says_so():
+    """Three of five calls are listed with their rules and source lines, and the other two are counted."""
     calls = [call(f"a.{n} aten.linear.default #1", HIGH, found=RULE) for n in range(5)]
     text = unmet_text(unmet(snapshot(*calls), {"aten.linear": "bf16", "aten.softmax": "fp32"}))
     assert text.startswith("'aten.linear' is to compute in bf16: 5 calls do not\n  a.0 aten.linear.default #1\n")
@@ -395,6 +413,7 @@ EAGER = [ran("a aten.linear.default #1"), ran("a aten.matmul.default #1"), ran("
 
 
 def test_calls_agree_by_identity_and_in_order_where_the_ops_are_others():
+    """Compilers reorder calls and rewrite `linear` as `addmm`, and neither is a disagreement."""
     assert compare_calls("compile", EAGER, EAGER[::-1]).calls == 3
     lower = [ran("a aten.addmm.default #1"), ran("a aten.bmm.default #1"), EAGER[2]]
     found = compare_calls("script", EAGER, lower)
@@ -402,6 +421,7 @@ def test_calls_agree_by_identity_and_in_order_where_the_ops_are_others():
 
 
 def test_a_call_that_computes_otherwise_is_named():
+    """Both formats are given, the call's name in the other front end, the rule and the source line."""
     other = [EAGER[0], ran("a aten.bmm.default #1", "fp32", "fp32"), EAGER[2]]
     found = compare_calls("script", EAGER, other)
     assert disagreement_lines(found.disagreements) == [

@@ -98,6 +98,7 @@ def lines(file):
 
 
 def test_a_snapshot_has_a_line_for_each_call_and_holds(net, held):
+    """All nine calls are listed in order with their casts, and the same model passes against the file."""
     assert lines(held) == [
         "blocks.0.dense aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight, bias",
         "blocks.0 aten.matmul.default #1 | bf16,fp32 -> bf16 -> bf16 | lower: other",
@@ -115,6 +116,7 @@ def test_a_snapshot_has_a_line_for_each_call_and_holds(net, held):
 
 
 def test_a_file_is_shown_by_its_path_from_the_current_folder(net, held, monkeypatch):
+    """Messages have a relative path with a line number, which terminals and editors can open."""
     monkeypatch.chdir(held.parent.parent)
     with pytest.raises(CheckError, match=r"as formats/net\.txt says: .*(?s:.)*    formats/net\.txt:12"):
         assert_formats(net, (X,), under="fp16", snapshot=held)
@@ -171,6 +173,7 @@ def test_devices_that_this_machine_lacks_have_sections_of_their_own(net, held, u
 
 
 def test_versions_of_torch_for_which_a_snapshot_holds(net, held, tmp_path, updating):
+    """A range is kept as given and checked; otherwise an update adds this version to those that are listed."""
     wide, text = tmp_path / "wide.txt", held.read_text()
     check_formats(net, (X,), snapshot=wide, torch_versions=">=2.11,<3", update=True)
     assert "\ntorch >=2.11,<3\n" in wide.read_text()
@@ -186,6 +189,7 @@ def test_versions_of_torch_for_which_a_snapshot_holds(net, held, tmp_path, updat
 
 
 def test_an_update_keeps_a_file_that_is_not_ours_or_broken(net, tmp_path, updating):
+    """Even an update never overwrites a file whose first line is not that of a snapshot."""
     file = tmp_path / "notes.txt"
     file.write_text("shopping: milk\n")
     with updating(), pytest.raises(SnapshotError, match="begins with 'shopping"):
@@ -194,6 +198,7 @@ def test_an_update_keeps_a_file_that_is_not_ours_or_broken(net, tmp_path, updati
 
 
 def test_a_table_in_the_test_or_another_model_is_held_too(net):
+    """Ops, identities and patterns map to strings, dtypes or formats, and a snapshot may be passed itself."""
     table = {"aten.linear": "bf16", "blocks.1 aten.matmul.default #2": torch.bfloat16, "head aten.*": nc.formats.bf16}
     assert len(assert_formats(net, (X,), expected=table).calls) == 9
     with pytest.raises(CheckError, match=r"'head aten\.linear' is to compute in fp32: 1 calls do not"):
@@ -207,6 +212,7 @@ def test_a_table_in_the_test_or_another_model_is_held_too(net):
 
 
 def test_what_cannot_be_held_is_said(net, held):
+    """Missing or double expectations, models that raise and ones without floating tensors have errors of their own."""
     with pytest.raises(SnapshotError, match="neither is given"):
         assert_formats(net, (X,))
     with pytest.raises(SnapshotError, match="both are given"):
@@ -228,6 +234,8 @@ def test_what_cannot_be_held_is_said(net, held):
 
 
 def test_calls_that_are_alike_are_a_line_with_their_number():
+    """A cell called three times in a loop has one line for its linear and one for its cast, each with 3."""
+
     class Cell(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x).float()
@@ -247,6 +255,7 @@ def test_calls_that_are_alike_are_a_line_with_their_number():
 
 
 def test_a_snapshot_needs_no_weights_and_leaves_the_model_as_it_is(net, held):
+    """A model on the meta device has the same calls, and neither gradients nor random numbers are touched."""
     with torch.device("meta"):
         big = Net()
     assert take_snapshot(big, (X.to("meta"),)).calls == take_snapshot(net, (X,)).calls
@@ -258,6 +267,7 @@ def test_a_snapshot_needs_no_weights_and_leaves_the_model_as_it_is(net, held):
 
 
 def test_new_casts_fail_and_fewer_do_not(net, held, tmp_path):
+    """Another low format casts the same arguments; keeping the head in fp32 adds a cast of its low input."""
     fewer = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="head"))
     low = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "full"))
     assert_no_new_casts(net, (X,), snapshot=held)
@@ -272,6 +282,7 @@ def test_new_casts_fail_and_fewer_do_not(net, held, tmp_path):
 
 
 def test_a_conversion_that_the_model_makes_is_a_new_cast(net):
+    """The `.float()` of a forward hook is reported as the `_to_copy` that it runs."""
     before = take_snapshot(net, (X,))
     net.head.register_forward_hook(lambda module, args, output: output.float())
     with pytest.raises(CheckError, match=r"head aten\._to_copy\.default #1"):
@@ -282,6 +293,7 @@ def test_a_conversion_that_the_model_makes_is_a_new_cast(net):
 
 
 def test_all_front_ends_agree(net, fresh_dynamo):
+    """compile, export and script each give eager's nine calls with equal formats, and none is left out."""
     found = assert_front_ends_agree(net, (X,), under="bf16")
     assert found.calls == {"compile": 9, "export": 9, "script": 9}
     assert not found.not_taken and not found.disagreements and not found.as_a_whole
@@ -297,6 +309,7 @@ class Elsewhere(Net):
 
 
 def test_a_front_end_that_computes_otherwise_is_named_with_the_call(fresh_dynamo):
+    """A cast behind is_compiling() is reported with both formats, the rule and the source line."""
     with pytest.raises(CheckError) as caught:
         assert_front_ends_agree(Elsewhere(), (X,), front_ends=["compile"])
     line = Elsewhere.forward.__code__.co_firstlineno + 2
@@ -346,6 +359,7 @@ class Scaled(torch.nn.Module):
 
 
 def test_values_that_are_not_finite_are_found_with_who_made_them():
+    """What overflows in fp16 passes in bf16, and gradients are looked at only if backward=True asks for it."""
     torch.manual_seed(0)
     assert_finite(Scaled(1e6), (X,), under="bf16", backward=True)
     with pytest.raises(CheckError, match=r"infinity made by aten\.mul\.Tensor #1") as caught:
@@ -369,6 +383,7 @@ def test_values_that_are_not_finite_are_found_with_who_made_them():
 
 
 def test_outputs_are_held_to_a_budget_and_the_calls_to_blame_are_named(net):
+    """Errors within the budget are returned; beyond it, the calls that add most of the error are listed."""
     (error,) = assert_close_to(net, (X,), under="bf16", budget=0.05)
     assert 0 < error.relative_error < 0.05
     assert_close_to(net, (X,), under=nc.Policy("nothing", extends=()), budget=0)
@@ -381,6 +396,7 @@ def test_outputs_are_held_to_a_budget_and_the_calls_to_blame_are_named(net):
 
 
 def test_a_budget_and_a_reference_that_make_no_sense_are_refused(net):
+    """Negative, NaN and infinite budgets, unknown references and outputs without a partner raise errors."""
     for budget in (-1, float("nan"), float("inf")):
         with pytest.raises(NarrowcastError, match="no relative error"):
             assert_close_to(net, (X,), budget=budget)
@@ -431,6 +447,7 @@ def pytest_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_user_s_tests_fail_are_updated_and_hold(pytest_on, tmp_path):
+    """An update writes one file per case, and a later mismatch is shown at the user's line without our frames."""
     code, out = pytest_on()
     assert code == 1 and "2 failed" in out and "Write it once with pytest --narrowcast-update" in out
     assert "narrowcast/testing/formats.py" not in out, "no frames of ours in the traceback"

@@ -194,6 +194,7 @@ def line_of(kind: str, step: Callable[[Loop], None]) -> int:
     ids=[*(step.__name__ for step in WRONG.values()), "values_clipped", "noise"],
 )  # fmt: skip
 def test_each_fault_is_found_at_its_line(kind: str, step: Callable[[Loop], None]) -> None:
+    """All planted faults fail the check and carry advice, except casting weights again, which only costs time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = nc.check_training(step, (Loop(),))
@@ -218,6 +219,7 @@ def test_a_fault_says_nothing_else() -> None:
 
 
 def test_the_report_is_text_and_json(tmp_path: Path) -> None:
+    """The text names the remedy within 25 lines of 80 columns, and the file is read back as an equal result."""
     found = nc.check_training(clip_before_unscale, (Loop(),))
     text = str(found)
     assert "scaler.unscale_(optimizer)" in text and HERE in text
@@ -228,6 +230,7 @@ def test_the_report_is_text_and_json(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_refused() -> None:
+    """No steps at all, or a tensor in place of the step, raises a RunError."""
     with pytest.raises(RunError, match="steps=0"):
         nc.check_training(lambda: None, steps=0)
     with pytest.raises(RunError, match="cannot be called"):
@@ -235,6 +238,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_a_step_without_an_optimizer_is_told() -> None:
+    """A loop that only computes gradients is checked as far as it goes, and a note says what was missing."""
     loop = Loop()
 
     def step() -> None:
@@ -246,6 +250,7 @@ def test_a_step_without_an_optimizer_is_told() -> None:
 
 
 def test_our_scaler_is_seen_as_torchs_is() -> None:
+    """`nc.Scaler` gets the same verdicts as `GradScaler`, and its scale is the same after the check."""
     for step, kinds in ((scaled_fp16, ()), (clipped_fp16, ()), (clip_before_unscale, ("clip before unscale",))):
         loop = Loop()
         loop.scaler = nc.Scaler("cpu", init_scale=1024.0)
@@ -256,6 +261,7 @@ def test_our_scaler_is_seen_as_torchs_is() -> None:
 
 
 def test_a_compiled_model_is_looked_into() -> None:
+    """Under torch.compile a right loop has no findings, and an evaluation without the region still has one."""
     loop = Loop()
     loop.net = torch.compile(loop.net, backend="aot_eager")  # type: ignore[assignment]
     assert nc.check_training(scaled_fp16, (loop,)).kinds == ()

@@ -57,6 +57,7 @@ def checked(step: Callable[[], Any], *modules: nn.Module) -> None:
 
 
 def test_averages_of_weights_are_put_back() -> None:
+    """Both an AveragedModel and an average by hand, updated inside the step, have their old values after it."""
     loop = Loop()
     by_hand, averaged = copy.deepcopy(loop.net), torch.optim.swa_utils.AveragedModel(loop.net)
 
@@ -95,6 +96,7 @@ def test_schedules_are_put_back(make: Callable[[Any], Any]) -> None:
 
 
 def test_weights_that_no_model_holds_are_put_back() -> None:
+    """The values of a bare tensor are restored, and its gradient is None again."""
     weight = torch.randn(16, 4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     x, y, before = torch.randn(8, 16), torch.arange(8) % 4, weight.detach().clone()
@@ -113,6 +115,7 @@ def test_weights_that_no_model_holds_are_put_back() -> None:
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "in place"])
 def test_steps_by_hand_are_put_back(data: bool) -> None:
+    """Assigning `weight.data` is undone like an update in place, and weights keep their memory addresses."""
     loop = Loop()
 
     def step() -> None:
@@ -157,6 +160,7 @@ def test_state_in_fp32_of_weights_in_bf16_stays_in_fp32() -> None:
 
 
 def test_flags_gradients_and_a_module_converted_in_the_step_are_put_back() -> None:
+    """Modes, requires_grad and dtypes are restored, also those of a part that was called by itself."""
     loop = Loop()
     loop.net[2].eval()
 
@@ -199,6 +203,7 @@ def test_a_step_that_raises_leaves_the_scaler_as_it_was(kind: Any) -> None:
 
 
 def test_a_generator_of_ones_own_is_put_back() -> None:
+    """The batches drawn after the check are those that would have been drawn without it."""
     loop, numbers = Loop(), torch.Generator()
     before = numbers.get_state()
 
@@ -211,6 +216,7 @@ def test_a_generator_of_ones_own_is_put_back() -> None:
 
 
 def test_a_step_in_a_thread_of_its_own_is_put_back_and_told() -> None:
+    """Weights are restored wherever they were changed, and a note says that other threads took part."""
     loop = Loop()
     before = values(loop.net)
 
@@ -225,6 +231,7 @@ def test_a_step_in_a_thread_of_its_own_is_put_back_and_told() -> None:
 
 
 def test_who_trains_in_another_thread_goes_on() -> None:
+    """An unrelated model that another thread trains during the check keeps its updates."""
     loop, other = Loop(), Loop()
     go, done = threading.Event(), threading.Event()
 
@@ -266,6 +273,7 @@ def test_lbfgs_and_gradients_per_sample_run() -> None:
 
 
 def test_a_step_that_runs_nothing_is_refused() -> None:
+    """Calling a generator function or a coroutine function runs none of its code, so nothing was checked."""
     loop = Loop()
 
     def steps() -> Any:
@@ -284,6 +292,7 @@ def test_a_step_that_runs_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_nothing_changes(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Values are equal after three steps, and gradients and parameter groups are still the same objects."""
     loop = Images(optimizer, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
     scaled_fp16(loop)
     before, gradients = loop.state(), [p.grad for p in loop.net.parameters()]
@@ -297,6 +306,7 @@ def test_nothing_changes(optimizer: Callable[..., torch.optim.Optimizer]) -> Non
 
 
 def test_gradients_are_as_the_first_forward_found_them() -> None:
+    """They are the same tensors with the same values, although the step zeroes them in place."""
     loop = Images()
     plain_bf16(loop)
     before = [(p.grad, p.grad.clone()) for p in loop.net.parameters() if p.grad is not None]
@@ -314,6 +324,7 @@ def test_gradients_are_as_the_first_forward_found_them() -> None:
 
 
 def test_a_step_that_raises_leaves_all_as_it_was() -> None:
+    """The step's own exception reaches the caller, with weights, state and random numbers restored."""
     loop = Images(torch.optim.AdamW)
 
     def step() -> None:
@@ -361,6 +372,7 @@ def test_what_nobody_could_look_at_is_not_given_older_values(monkeypatch: pytest
 
 @pytest.mark.filterwarnings("ignore")
 def test_buffers_of_scripts_and_gradients_that_nobody_has_asked_for_are_put_back() -> None:
+    """A scripted batch norm's statistics and a gradient not yet read from Python are restored too."""
     script = torch.jit.script(nn.BatchNorm1d(4))
     weight = torch.ones(4, requires_grad=True)
     weight.sum().backward()  # Python has no object of the gradient yet

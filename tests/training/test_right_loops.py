@@ -220,6 +220,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("step", IMAGE_STEPS, ids=lambda step: step.__name__)
 def test_nothing_is_said_of_a_right_loop_of_images(step: Callable[[Images], None]) -> None:
+    """Clipping, accumulation, penalties and parts in fp32 give no finding, and the report says so."""
     found = nc.check_training(step, (Images(),))
     assert found.findings == (), str(found)
     assert found and "Nothing is wrong" in str(found) and found.steps == 2
@@ -227,6 +228,7 @@ def test_nothing_is_said_of_a_right_loop_of_images(step: Callable[[Images], None
 
 @pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
 def test_nothing_is_said_of_a_right_loop(step: Callable[[Loop], None]) -> None:
+    """Unusual but correct loops, such as GANs, distillation and manual scaling, raise no false alarm."""
     found = nc.check_training(step, (Loop(),))
     assert found.findings == (), str(found)
     assert sum(found.calls.values()), found
@@ -279,6 +281,7 @@ def clipped_into_new_tensors(loop: Loop) -> None:
 
 @pytest.mark.parametrize("step", [clipped_by_a_number, clipped_into_new_tensors], ids=lambda step: step.__name__)
 def test_clips_by_hand_are_found_at_their_lines(step: Callable[[Loop], None]) -> None:
+    """Scaled gradients multiplied by a factor from their norm are clipped, in place or as new tensors."""
     found = nc.check_training(step, (Loop(),))
     assert found.kinds == ("clip before unscale",), str(found)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -287,6 +290,7 @@ def test_clips_by_hand_are_found_at_their_lines(step: Callable[[Loop], None]) ->
 
 
 def test_gradients_that_a_cast_makes_zero_underflow() -> None:
+    """With a scale of 1, a tiny loss has gradients below fp16's range, and the finding names the cast."""
     loop = Loop(init_scale=1.0)
 
     def step() -> None:
@@ -301,6 +305,7 @@ def test_gradients_that_a_cast_makes_zero_underflow() -> None:
 
 
 def test_a_model_in_fp16_without_region_and_scaler_is_found() -> None:
+    """A model converted by `.half()` needs a scaler as much as one that a region casts."""
     loop = Loop()
     loop.net.half()
 

@@ -100,6 +100,7 @@ def forces_in_the_region(loop: Loop) -> None:
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 @pytest.mark.parametrize("step", [second_backward_unscaled, second_term_unscaled], ids=lambda step: step.__name__)
 def test_one_of_two_losses_that_is_not_scaled_is_found(step: Callable[[Loop], None], ours: bool) -> None:
+    """It is found in a backward of its own and as a term of a sum, and scaling the whole sum is right."""
     loop = Loop()
     loop.scaler = nc.Scaler("cpu", init_scale=1024.0) if ours else loop.scaler
     found_at(step, loop, UNSCALED)
@@ -107,6 +108,7 @@ def test_one_of_two_losses_that_is_not_scaled_is_found(step: Callable[[Loop], No
 
 
 def test_a_loss_that_an_optimizers_own_kernel_unscales_has_to_be_scaled_too() -> None:
+    """A fused AdamW divides by the scale inside its kernel, where no op shows the division."""
     loop = Loop()
     loop.optimizer = torch.optim.AdamW(loop.weights, fused=True)
     found_at(second_backward_unscaled, loop, UNSCALED)
@@ -119,6 +121,7 @@ def test_a_loss_that_an_optimizers_own_kernel_unscales_has_to_be_scaled_too() ->
     ids=lambda step: step.__name__,
 )
 def test_losses_that_are_scaled_some_other_way_are_right(step: Callable[[Loop], None]) -> None:
+    """Scaled terms, a factor of get_scale() and gradients that are part of the forward give no finding."""
     is_right(step, Loop())
 
 
@@ -144,6 +147,7 @@ def test_a_scaler_that_the_steps_make_is_known_beside_others(make: Callable[[str
 
 
 def test_losses_with_scales_of_their_own_are_right() -> None:
+    """Two backwards of `nc.Scaler`, each with a loss_id and so a scale of its own, give no finding."""
     loop = Loop()
     loop.scaler = nc.Scaler("cpu", init_scale=1024.0)
 
@@ -167,6 +171,7 @@ def times(factor: float) -> Callable[[Loop], None]:
 
 
 def test_a_loop_whose_steps_are_all_skipped_is_wrong() -> None:
+    """An infinite loss brings the scale down to 1 without one step taken, and nc.watch is advised."""
     loop = Loop()
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     check = found_at(times(float("inf")), loop, SKIPPED)
@@ -209,6 +214,7 @@ def unscaled_after_the_last(loop: Loop) -> None:
 
 
 def test_gradients_unscaled_in_the_first_of_two_parts_are_found() -> None:
+    """The second backward adds scaled gradients to unscaled ones; unscaling after the last one is right."""
     found_at(unscaled_after_the_first, Loop(), LATE)
     is_right(unscaled_after_the_last, Loop())
 
@@ -242,10 +248,12 @@ def divided_by_hand_alone(loop: Loop) -> None:
 
 @pytest.mark.parametrize("step", [unscaled_and_divided, divided_and_unscaled], ids=lambda step: step.__name__)
 def test_gradients_that_are_divided_by_the_scale_twice_are_found(step: Callable[[Loop], None]) -> None:
+    """Dividing by hand as well as through the scaler leaves gradients too small by the whole scale."""
     found_at(step, Loop(), "gradients unscaled twice")
 
 
 def test_gradients_that_are_divided_by_hand_alone_are_right_and_ones_that_nobody_divides_are_not() -> None:
+    """One division is enough before a plain optimizer.step(), which itself never unscales."""
     is_right(divided_by_hand_alone, Loop())
 
     def step(loop: Loop) -> None:
@@ -263,6 +271,7 @@ def scaled_again(loop: Loop) -> None:
 
 
 def test_a_loss_that_is_scaled_twice_is_found() -> None:
+    """Nested calls of scaler.scale multiply twice, while the scaler divides once."""
     loop = Loop()
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
     found_at(scaled_again, loop, "a loss that is scaled twice")
@@ -301,6 +310,7 @@ def second_past_the_scaler(loop: Any) -> None:
 
 
 def test_what_is_wrong_with_one_of_two_optimizers_is_found() -> None:
+    """The first optimizer is used correctly; only the second model is clipped too early or steps past the scaler."""
     found_at(second_clipped_while_scaled, Pair(), "clip before unscale")
     found_at(second_past_the_scaler, Pair(), "an optimizer steps with scaled gradients")
 
@@ -376,6 +386,8 @@ def test_a_small_part_of_the_gradients_underflows_only_where_a_scale_would_save_
 
 
 def test_a_penalty_on_a_gradient_in_fp32_is_outside_of_the_region_on_purpose() -> None:
+    """A forward that only its gradient penalty needs is no forward that was left out of the region."""
+
     def step(loop: Loop) -> None:
         x = loop.x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(loop.net(x).sum(), x, create_graph=True)
@@ -390,6 +402,7 @@ def never_cleared(loop: Loop) -> None:
 
 
 def test_gradients_that_nobody_clears_are_found() -> None:
+    """Each step adds to the gradients of all before it, and optimizer.zero_grad() is advised."""
     check = found_at(never_cleared, Loop(), CLEARED)
     assert "optimizer.zero_grad()" in check.findings[0].todo
 
@@ -422,10 +435,12 @@ def polluted_and_cleared(loop: Loop) -> None:
     "step", [cleared_by_none, cleared_in_place, cleared_by_hand, polluted_and_cleared], ids=lambda step: step.__name__
 )
 def test_gradients_that_are_cleared_in_some_way_are_right(step: Callable[[Loop], None]) -> None:
+    """None, zeros in place and a factor of zero all count, as does clearing only before the next step."""
     is_right(step, Loop())
 
 
 def test_accumulation_over_calls_of_the_step_is_right() -> None:
+    """Clearing gradients in every second call, after the optimizer's step, is clearing them."""
     parts = iter(range(8))
 
     def step(loop: Loop) -> None:
@@ -443,6 +458,8 @@ def test_accumulation_over_calls_of_the_step_is_right() -> None:
 
 @pytest.mark.parametrize("open_region", [region, lambda: nc.autocast("cpu", BF16)], ids=["torch", "ours"])
 def test_weights_written_between_two_forwards_of_a_region_are_found(open_region: Callable[[], object]) -> None:
+    """The cached cast of a weight is stale once it is written; a new region, or an earlier write, is right."""
+
     def wrong(loop: Loop) -> None:
         with open_region():
             first = cross_entropy(loop.net(loop.x), loop.y)
@@ -473,6 +490,7 @@ def test_weights_written_between_two_forwards_of_a_region_are_found(open_region:
 
 
 def test_a_head_in_fp32_after_the_region_is_right_if_its_input_was_cast() -> None:
+    """An explicit `.float()` after the region shows that full precision is wanted there."""
     loop = Loop()
     head = nn.Linear(4, 4)
 
@@ -485,6 +503,7 @@ def test_a_head_in_fp32_after_the_region_is_right_if_its_input_was_cast() -> Non
 
 
 def test_a_low_key_stored_in_a_queue_in_fp32_is_right() -> None:
+    """Widening a detached low tensor as it is stored loses nothing that a region could have kept."""
     loop, queue = Loop(), torch.zeros(4, 16)
     joined = [torch.zeros(4, 16)]
 

@@ -62,6 +62,7 @@ def alone(loop: Loop) -> None:
 def test_a_policy_of_fsdp2_beside_a_region_is_named_as_such(
     policy: dict[str, torch.dtype], named: tuple[str, ...]
 ) -> None:
+    """The finding lists the low dtypes of the MixedPrecisionPolicy; the region or that policy alone is right."""
     what = found_at(in_region, Sharded(MixedPrecisionPolicy(**policy)), BESIDE).findings[0].what
     assert all(name in what for name in named)
     assert what.count("_dtype=") == len(named)
@@ -71,11 +72,13 @@ def test_a_policy_of_fsdp2_beside_a_region_is_named_as_such(
 
 
 def test_shards_in_fp32_lose_no_updates_and_shards_in_bf16_do() -> None:
+    """param_dtype casts for the computation alone, so small updates still reach shards kept in fp32."""
     assert nc.check_training(alone, (Sharded(dtype=BF16),)).kinds == ("updates lost in rounding",)
     is_right(alone, Sharded(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)))
 
 
 def test_shards_are_put_back_and_a_step_after_it_runs() -> None:
+    """Local shards have their old values after the check, and the next step trains every one of them."""
     loop = Sharded()
     in_region(loop)
     before = [weight.to_local().clone() for weight in loop.net.parameters()]
@@ -92,6 +95,7 @@ def rounds(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
 @pytest.mark.parametrize("hook", [hooks.fp16_compress_hook, hooks.fp16_compress_wrapper(hooks.allreduce_hook), rounds])
 def test_a_hook_that_reduces_gradients_in_a_low_format_is_named_whatever_it_is_called(hook: Any) -> None:
+    """What a hook does to the bucket decides, so a user's own is found like those of torch."""
     loop = Loop()
     loop.net = DistributedDataParallel(loop.net, gradient_as_bucket_view=hook is rounds)
     is_right(in_region, loop)
@@ -100,6 +104,7 @@ def test_a_hook_that_reduces_gradients_in_a_low_format_is_named_whatever_it_is_c
 
 
 def test_a_reducer_that_compresses_by_itself_is_found_and_hooks_that_round_nothing_are_right() -> None:
+    """DDP's built-in FP16_COMPRESS has no Python hook and is found; a plain allreduce is no fault."""
     loop = Loop()
     loop.net = DistributedDataParallel(loop.net)
     loop.net.register_comm_hook(None, hooks.allreduce_hook)
@@ -110,12 +115,14 @@ def test_a_reducer_that_compresses_by_itself_is_found_and_hooks_that_round_nothi
 
 
 def test_gradients_of_weights_in_bf16_are_reduced_in_their_own_format() -> None:
+    """The gradients are in bf16 before the reduction, which casts nothing, so there is no finding."""
     loop = Loop(BF16, lr=0.3)
     loop.net = DistributedDataParallel(loop.net)
     is_right(alone, loop)
 
 
 def test_sharded_gradients_that_nobody_clears_are_found() -> None:
+    """Gradients that grow from step to step are found as DTensors too."""
     loop = Sharded()
 
     def step() -> None:

@@ -33,6 +33,7 @@ def low_weights(loop: Loop) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
 def test_updates_below_half_a_unit_are_lost_whichever_kernel_makes_them(options: dict[str, bool]) -> None:
+    """With lr=1e-5, bf16 weights round to their old values; the elements are counted, and fp32 advised."""
     loop = Loop(BF16)
     loop.optimizer = torch.optim.AdamW(loop.weights, lr=1e-5, **options)
     check = found_at(low_weights, loop, UPDATES)
@@ -41,6 +42,8 @@ def test_updates_below_half_a_unit_are_lost_whichever_kernel_makes_them(options:
 
 
 def test_updates_by_hand_that_make_new_weights_are_lost_too() -> None:
+    """A tensor assigned to `weight.data` is an update, though no optimizer and no op in place made it."""
+
     def step(loop: Loop) -> None:
         loop.low_loss().backward()
         for weight in loop.weights:
@@ -64,10 +67,12 @@ def test_weights_that_move_by_the_sign_of_their_gradients_are_weights() -> None:
 
 
 def test_weights_in_fp32_and_a_region_are_what_is_advised() -> None:
+    """fp32 keeps updates of the same size, so the advice has no finding itself."""
     is_right(lambda loop: loop.train(loop.loss()), Loop(lr=1e-5))
 
 
 def test_weights_in_bf16_that_move_far_enough_are_left_alone() -> None:
+    """A low format is no fault by itself: with a large learning rate most updates survive rounding."""
     is_right(lambda loop: loop.train(loop.low_loss()), Loop(BF16, lr=0.3))
 
 
@@ -129,6 +134,7 @@ class Plain(Precise):
 
 @pytest.mark.parametrize("kind", [Kahan, Stochastic, StochasticInPlace, Dithered, Copied])
 def test_what_rounds_at_random_or_holds_the_rest_loses_nothing(kind: Callable[[Any], Precise]) -> None:
+    """Kahan summation, stochastic rounding, dither and fp32 copies let small updates add up over steps."""
     loop = Loop(BF16)
     loop.optimizer = kind(loop.weights)
     is_right(lambda loop: loop.train(loop.low_loss()), loop)
@@ -142,6 +148,7 @@ def test_the_same_optimizer_without_either_loses_updates() -> None:
 
 
 def test_copies_of_the_weights_in_fp32_outside_of_the_model_lose_nothing() -> None:
+    """The optimizer moves the fp32 copies, and the model's bf16 weights only receive rounded values."""
     loop = Loop(BF16)
     wide = [weight.detach().float() for weight in loop.weights]
     loop.optimizer = torch.optim.AdamW(wide, lr=1e-5)
@@ -207,6 +214,7 @@ AVERAGES = [averaged_in_place, averaged_by_lerp, averaged_in_a_list, averaged_an
 
 @pytest.mark.parametrize("step", AVERAGES, ids=lambda step: step.__name__)
 def test_an_average_in_bf16_stands_still_and_one_in_fp32_does_not(step: Callable[[Loop], None]) -> None:
+    """A thousandth of the difference is lost in bf16's rounding, and the advised fp32 copy of the model moves."""
     loop = Loop()
     loop.average.to(BF16)
     check = found_at(step, loop, AVERAGE)
@@ -216,6 +224,7 @@ def test_an_average_in_bf16_stands_still_and_one_in_fp32_does_not(step: Callable
 
 
 def test_an_average_that_is_made_anew_each_time_stands_still_too() -> None:
+    """Averages in a dict are other tensors after each step, and are still known as the same averages."""
     found_at(averaged_in_a_dict, Shadow(BF16), AVERAGE)
     is_right(averaged_in_a_dict, Shadow(torch.float32))
 
@@ -261,12 +270,14 @@ def summed_from_a_number(loop: Any) -> None:
     "step", [summed_in_place, summed_anew, summed_in_a_step, summed_from_a_number], ids=lambda step: step.__name__
 )
 def test_a_loss_summed_in_bf16_is_found_and_one_in_fp32_is_right(step: Callable[[Any], None]) -> None:
+    """Totals in place, as new tensors, within one step and begun from a Python number are all found."""
     check = found_at(step, Summing(BF16), SUM)
     assert "loss.detach().float()" in check.findings[0].todo
     is_right(step, Summing(torch.float32))
 
 
 def test_a_loss_of_two_parts_is_no_sum() -> None:
+    """Adding two bf16 terms rounds once, unlike a growing total in which later terms vanish."""
     is_right(lambda loop: loop.train(loop.low_loss().to(BF16) + loop.low_loss().to(BF16)), Loop(BF16, lr=0.3))
 
 
@@ -278,6 +289,7 @@ def accumulated_in_bf16(loop: Loop) -> None:
 
 
 def test_gradients_of_several_backwards_in_bf16_are_found_and_in_fp32_are_right() -> None:
+    """Gradients have the format of their weights, so only bf16 weights round each part that is added."""
     found_at(accumulated_in_bf16, Loop(BF16, lr=0.3), GRADIENTS)
 
     def as_advised(loop: Loop) -> None:
@@ -290,6 +302,8 @@ def test_gradients_of_several_backwards_in_bf16_are_found_and_in_fp32_are_right(
 
 
 def test_two_losses_with_a_backward_each_are_no_accumulation() -> None:
+    """Two terms are added once, as a single backward of their sum would add them."""
+
     def step(loop: Loop) -> None:
         loop.optimizer.zero_grad()
         loop.low_loss().backward()
@@ -323,12 +337,14 @@ def accumulated_in_a_list(loop: Loop) -> None:
 
 
 def test_gradients_added_by_hand_in_bf16_are_found_and_in_fp32_are_right() -> None:
+    """Totals outside of the model are followed too, through add_ as through _foreach_add_."""
     found_at(accumulated_by_hand, Loop(), GRADIENTS)
     found_at(accumulated_in_a_list, Loop(), GRADIENTS)
     is_right(lambda loop: accumulated_by_hand(loop, torch.float32), Loop())
 
 
 def test_a_momentum_in_bf16_by_hand_is_no_accumulation() -> None:
+    """A buffer that decays by 0.9 keeps room for new gradients, unlike a sum that only grows."""
     loop = Loop()
     momenta = [torch.zeros_like(weight, dtype=BF16) for weight in loop.weights]
 
