@@ -249,7 +249,8 @@ def two_formats(loop: Loop) -> None:
 LOOPS: dict[Callable[[Loop], None], str] = {
     no_region: "no region", backward_inside: "backward in a region", loss_outside: "left the region",
     loss_by_hand: "left the region", without_scaler: "without a scaler", past_the_scaler: "scaled",
-    scaler_without_need: "an unneeded scaler", clipped_too_early: "clip before", values_clipped_too_early: "clip before",
+    scaler_without_need: "an unneeded scaler", clipped_too_early: "clip before",
+    values_clipped_too_early: "clip before",
     clipped_by_hand: "clip before", unscaled_twice: "scale", one_loss_unscaled: "scaled",
     second_backward_unscaled: "scaled", loss_of_a_head_unscaled: "scaled", always_skipped: "skipped",
     unscaled_in_the_first_part: "unscale", underflowing: "underflow", updates_lost: "update",
