@@ -25,10 +25,11 @@ from narrowcast.observation.statistics.arguments import others_as_text, results_
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
+from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
-from narrowcast.runtime.torch_bridge import FORMATS, device_type_of
+from narrowcast.runtime.torch_bridge import FORMATS, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
@@ -238,6 +239,21 @@ class _Capture(Observer):
         self._times = self.sees_inside = times
         self._run, self._table = run, table
         self.device_type = ""
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call; of an outermost one, what it returns."""
+        is_outermost, self._local.is_inside = not self._local.is_inside, True
+        try:
+            result = super().called(call, module, args, kwargs)
+        finally:
+            self._local.is_inside = not is_outermost
+        if is_outermost:
+            self.door.run("what a model returns", self._note_returned, result)
+        return result
+
+    def _note_returned(self, result: Any) -> None:
+        numbers = (self._table.known_as(t) for t in tensors_in(result) if is_floating(t))
+        self._run.returned += [number for number in numbers if number >= 0]
 
     def before(self, call: SeenCall) -> None:
         """The facts of its tensors, before an op may write to them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.analysis.diff.conditions import growth, passes_on
@@ -26,6 +27,7 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
 what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
 """
+_ORDERED = 3
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
@@ -180,7 +182,9 @@ class Values:
         if not all(pieces):
             return Distance(), grown
         join = beside if pieces[0][0].dimensions < 2 else stacked
-        return distance(join(pieces[0]), join(pieces[1]), self._whole), grown
+        orders = product(*(permutations(side) if len(side) <= _ORDERED else [side] for side in pieces))
+        found = [distance(join(one), join(other), self._whole) for one, other in orders]  # they may be fused in any
+        return min(found, key=lambda each: each.relative if each.is_known else math.inf), grown
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
         """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the

@@ -57,8 +57,9 @@ def in_one_alone(values: Values) -> list[GradientRow]:
     for side, other in (values.sides, values.sides[::-1]):
         there = other.runs[0].parameters
         for name, row in side.runs[0].parameters.items():
-            is_called = name.rpartition(".")[0] in other.by_path and not any(name in one.a for one in found)
-            if "gradient" in row and "gradient" not in there.get(name, {}) and is_called:
+            path, _, leaf = name.rpartition(".")
+            reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
+            if "gradient" in row and "gradient" not in there.get(name, {}) and reads:
                 if side.piece(0, row["gradient"]).rms > 0:
                     found.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return found

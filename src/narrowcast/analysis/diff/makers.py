@@ -68,10 +68,18 @@ class Makers:
 
     @cached_property
     def ends(self) -> list[Bundle]:
-        """The calls of a forward whose first results no call of it reads: the outputs, as far as a run knows them."""
+        """The calls of a forward whose first results no call of it reads, and which models returned, if a run knows."""
+        returned = self.returned
         forward = [b for b in self._bundles if b.id.direction == FORWARD]
         read = {self.of(number) for b in forward for number in self.read(b)}
-        return [b for b in forward if b not in read and b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+        ends = (b for b in forward if b not in read and (not returned or b in returned or not b.path))
+        return [b for b in ends if b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    @cached_property
+    def returned(self) -> list[Bundle]:
+        """The calls that made what models returned, in order."""
+        made = {self.of(number) for number in self._side.runs[0].returned}
+        return [b for b in self._bundles if b in made and b.call.outputs]
 
     @cached_property
     def of_inputs(self) -> frozenset[Bundle]:

@@ -63,6 +63,7 @@ class _ObserverState(threading.local):
         self.starts: list[int] = []
         self.is_out = False
         self.looking = False
+        self.is_inside = False  # of a module
 
 
 class Observer(WatchingMode):

@@ -62,6 +62,11 @@ class Statistics:
             known[key] = known[None] = self._enter(self._look(tensor, known.get(None, -1)))
         return known[key]
 
+    def known_as(self, tensor: torch.Tensor) -> int:
+        """The number of what was entered last of where a tensor lies; -1 if nothing was."""
+        known = self._known.get(tensor) if has_storage(tensor) else None
+        return -1 if known is None else known.get(None, -1)
+
     def written(self, tensor: torch.Tensor) -> None:
         """The tensor was written to: what is known of its storage holds no longer."""
         known = self._known.get(tensor)

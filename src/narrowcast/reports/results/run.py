@@ -28,6 +28,7 @@ class Run(Result):
     device, flags, seeds, policy. notes: what a reader has to know besides. tokens, log_probabilities: of a language
     model, in order; one number each (`keep_tokens`). elapsed_ns: if times were asked for, of each call, the casts of
     its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
+    returned: the numbers of the tensors that the models returned to their caller.
     """
 
     WHAT: ClassVar[str] = "a run"
@@ -43,6 +44,7 @@ class Run(Result):
     log_probabilities: list[float] = field(default_factory=list)
     elapsed_ns: list[int] = field(default_factory=list)
     cast_elapsed_ns: list[tuple[int, str, str, int]] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
 
     def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
         """Add tokens and the log-probability that the model gave each: a generation loop tells of one after the other.
@@ -114,7 +116,7 @@ class Run(Result):
             "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
-        return data | timed
+        return data | timed | ({"returned": self.returned} if self.returned else {})
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
@@ -137,10 +139,10 @@ class Run(Result):
         calls = [of_data(CallRecord, dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
         for tensor in tensors:
             sketch_rows(tensor.sketch, tensor.shape)
-        own = {"elapsed_ns": [], "cast_elapsed_ns": [], **data, "calls": [], "tensors": []}
+        own = {"elapsed_ns": [], "cast_elapsed_ns": [], "returned": [], **data, "calls": [], "tensors": []}
         made: Run = of_data(cls, own, is_whole=True)
         named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
-        named += [number for row in made.parameters.values() for number in row.values()]
+        named += [*made.returned, *(number for row in made.parameters.values() for number in row.values())]
         if named and not 0 <= min(named) <= max(named) < len(tensors):
             raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
         if len(made.tokens) != len(made.log_probabilities):
