@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import permutations
 
 from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.analysis.diff.conditions import growth, passes_on
@@ -182,9 +182,9 @@ class Values:
         if not all(pieces):
             return Distance(), grown
         join = beside if pieces[0][0].dimensions < 2 else stacked
-        orders = product(*(permutations(side) if len(side) <= _ORDERED else [side] for side in pieces))
-        found = [distance(join(one), join(other), self._whole) for one, other in orders]  # they may be fused in any
-        return min(found, key=lambda each: each.relative if each.is_known else math.inf), grown
+        parts, others = (list(permutations(side)) if len(side) <= _ORDERED else [side] for side in pieces)
+        apart = [distance(join(x), join(y), self._whole) for x in parts for y in others]  # they may be fused in any
+        return min(apart, key=lambda each: each.relative if each.is_known else math.inf), grown
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
         """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the
