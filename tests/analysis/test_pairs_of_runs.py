@@ -433,3 +433,24 @@ def test_an_output_is_told_from_what_nobody_reads():
     x = torch.randn(4, 8)
     found = nc.diff(*(nc.capture(Waste(wastes), (x,)) for wastes in (False, True)))
     assert found.verdict in ("alike", "round-off"), str(found)
+
+
+def test_what_a_model_returns_is_an_output_though_a_call_reads_it():
+    """A state of all tokens, of which a pooled one is taken that the fault does not reach."""
+
+    class Pooled(nn.Module):
+        def __init__(self, is_wrong):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.is_wrong = nn.Linear(8, 8), is_wrong
+
+        def forward(self, x):
+            state = self.layer(x).tanh()
+            if self.is_wrong:
+                state = torch.cat([state[:1], state[1:].flip(-1)])
+            return state, state[0] * 1.0
+
+    x = torch.randn(4, 8)
+    right, wrong = (nc.capture(Pooled(is_wrong), (x,)) for is_wrong in (False, True))
+    assert len(right.returned) == 2 and nc.diff(right, right).verdict == "alike"
+    assert nc.diff(right, wrong).verdict == "values differ"
