@@ -23,11 +23,7 @@ from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    RunDifferences,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, Unaligned
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
