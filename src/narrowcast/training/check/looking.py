@@ -33,14 +33,11 @@ from narrowcast.runtime.torch_surface.dispatch import (
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.backwards import Backwards
+from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import Begun, Exact, told
-from narrowcast.training.check.gradients import Found, Gradients
+from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
 from narrowcast.training.check.kept import KeptMemory, written
-from narrowcast.training.check.sharded import Reduced, casts_beside
-from narrowcast.training.check.stale import Stale
 from narrowcast.training.check.sums import Sums, low_statistics
-from narrowcast.training.check.underflow import Underflow
-from narrowcast.training.check.updates import Updates
 
 COSTS_TIME = "weights cast again"
 
