@@ -8,13 +8,19 @@ from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
-from narrowcast.analysis.diff.environments import environments
-from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
+from narrowcast.analysis.diff.beside_calls import (
+    band_along,
+    band_of_alike,
+    environments,
+    gradients,
+    gradients_are_alike,
+    in_one_alone,
+    tokens,
+)
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.analysis.diff.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.table import RuleChange

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
-from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.outcomes import OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
 from narrowcast.analysis.diff.pieces import Distance
-from narrowcast.analysis.diff.sides import Bundle, read_name
+from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
