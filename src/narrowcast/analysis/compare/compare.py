@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
-from narrowcast.analysis.compare.alone import Alone, RunAlone
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.judging import (
@@ -36,7 +35,7 @@ from narrowcast.analysis.compare.judging import (
     scale_of_loss,
     without_sums,
 )
-from narrowcast.analysis.compare.reference import Keep, KeptCall
+from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlone
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId

@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.analysis.compare.alone import Alone
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
-from narrowcast.analysis.compare.kernel_inputs import Samples
-from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, KeptCall, sample_like
+from narrowcast.analysis.compare.kernel_slacks import Samples
+from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Alone, Keep, KeptCall, sample_like
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME, Format, fp32

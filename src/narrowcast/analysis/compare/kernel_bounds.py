@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples
-from narrowcast.analysis.compare.kernel_slacks import SLACK, slack_of_low_means, with_flushed_inputs
+from narrowcast.analysis.compare.kernel_slacks import SLACK, Inputs, Samples, slack_of_low_means, with_flushed_inputs
 from narrowcast.core.ops.bounds import (
     NAMED,
     PRODUCT,

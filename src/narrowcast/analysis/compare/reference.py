@@ -1,4 +1,6 @@
-"""What a comparison keeps of a reference run: samples of what each call gave, and checksums."""
+"""What a comparison keeps of a reference run: samples of what each call gave, and checksums; and its calls, run again
+alone in the formats that they have under the policy.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,24 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.kernel_bounds import Judged, is_low, judge_kernel
+from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.frontends.eager.boundary import cast_results
+from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
 from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
-from narrowcast.observation.trial.rerun import can_run_again, copies_of_written, mends, planned_arguments, run_wide
-from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
+from narrowcast.observation.trial.rerun import (
+    can_run_again,
+    copies_of_written,
+    in_dtypes,
+    mends,
+    planned_arguments,
+    run_wide,
+)
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
@@ -129,3 +141,67 @@ def reads_opaque(facts: OpFacts) -> bool:
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")
 """What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
+
+
+@dataclass(slots=True)
+class Alone:
+    """What a call gave alone: samples in fp64 of its results in low formats. is_same: as in the first reference run."""
+
+    is_same: bool
+    low: Samples
+
+
+class RunAlone(Observer):
+    """The reference again, each call also alone as the policy has it."""
+
+    def __init__(
+        self, policies: tuple[Any, ...], reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall]
+    ) -> None:
+        super().__init__(policies)
+        self._reference, self._under = reference, under
+        self.found: dict[CallId, Alone] = {}
+
+    def before(self, call: SeenCall) -> None:
+        """Run it alone before it may write to its arguments."""
+        kept, wanted = self._reference.get(call.id), self._under.get(call.id)
+        if call.is_cast or kept is None or wanted is None:
+            return
+        if wanted.dtypes != kept.dtypes or wanted.output != kept.output:
+            samples = map(sample_like, run_low(call, wanted) or [], kept.samples)
+            call.notes["alone"] = [sample for sample in samples if sample is not None]
+
+    def after(self, call: SeenCall) -> None:
+        """Whether it gave what it gave the first time."""
+        kept = self._reference.get(call.id)
+        if call.is_cast or kept is None:
+            return
+        sums = tuple(checksum(t) for t in call.results if is_floating(t))
+        self.found[call.id] = Alone(sums == kept.checksums, call.notes.get("alone") or [])
+
+
+def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
+    """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
+    if not can_run_again(call) or reads_opaque(call.facts):
+        return None
+    dtypes = [dtype if dtype in FORMATS else None for dtype in wanted.dtypes]
+    try:
+        return _run(call, wanted, *in_dtypes(call.facts, call.args, call.kwargs, dtypes))
+    except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
+        return None
+
+
+def _run(call: SeenCall, wanted: KeptCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Samples:
+    plan = wanted.call.plan
+    args, kwargs = copies_of_written(call.facts, args, kwargs)
+    if plan is None:
+        result = call.facts.op(*args, **_dtype_as(wanted, kwargs))
+    else:
+        result = invoke(call.facts, plan, args, kwargs)
+        result = cast_results(result, plan) if plan.results else result
+    return [t for t in tensors_in(result) if is_floating(t)]
+
+
+def _dtype_as(wanted: KeptCall, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A dtype that was passed is the one that the policy's run passed."""
+    theirs = wanted.call.kwargs
+    return {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
