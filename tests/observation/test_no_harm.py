@@ -21,7 +21,7 @@ from narrowcast.analysis.capture import capture
 from narrowcast.analysis.compare import bands, reference
 from narrowcast.analysis.record import advice
 from narrowcast.analysis.record.record import Recorder
-from narrowcast.analysis.watch import culprit, trends, watch_calls
+from narrowcast.analysis.watch import culprit, watch as watching, watch_calls
 from narrowcast.observation.observer.turns import Turns
 from narrowcast.observation.statistics import statistics
 from narrowcast.reports.results.findings import Watching
@@ -249,8 +249,8 @@ PLACES = {
     "who made it": (WATCHED, watch_calls, "find_culprit"),
     "the text of a finding": (WATCHED, culprit, "finding_of"),
     "its replay": (WATCHED, watch_calls.Replay, "of"),
-    "trends": (WATCHED, trends, "_figures"),
-    "history": (WATCHED, trends.Trends, "look"),
+    "trends": (WATCHED, watching, "_figures"),
+    "history": (WATCHED, watching.Trends, "look"),
     "the end": (WATCHED, watch_calls.WatchCalls, "settle"),
     "who is called": (WATCHED, Turns, "who"),
     "calls of modules": (WATCHED, Turns, "begin"),

@@ -23,9 +23,17 @@ from narrowcast.analysis.watch.culprit import (
     unscales,
     waits,
 )
-from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, ValueHistory, place_of
+from narrowcast.analysis.watch.history import (
+    FOR_SCALER,
+    Carrier,
+    Cause,
+    PutOff,
+    ValueHistory,
+    Verdict,
+    judged,
+    place_of,
+)
 from narrowcast.analysis.watch.makers import LowMakers
-from narrowcast.analysis.watch.put_off import PutOff, Verdict, judged
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.core.policy import Policy
