@@ -33,7 +33,7 @@ EXPLAINED = ROOT / "tests" / "mutants.toml"
 PARTS = (
     "core/decide.py", "core/module_calls.py", "core/refusals.py", "core/ledger", "core/ops", "core/policy",
     "formats.py", "programs", "reports/results/ledger.py", "reports/results/codec.py",
-    "analysis/diff/outcomes.py", "analysis/diff/beside_calls.py",
+    "analysis/diff/outcomes.py", "analysis/diff/gradients.py",
 )  # fmt: skip
 ALLOWED = 0.05
 QUICK = 2.5

@@ -144,7 +144,6 @@ class Judging:
         return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
     def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
-        """What made these tensors of both runs."""
         (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
         return m.upstream(a, one), n.upstream(b, other)
 

@@ -124,7 +124,6 @@ class Side:
         return None
 
     def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
-        """The calls that made a tensor, the last one first."""
         return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
 
     def _before(self, rank: int, number: int) -> Iterator[int]:

@@ -1,16 +1,14 @@
-"""In what two runs differ besides calls: gradients of parameters, environments, log-probabilities of tokens."""
+"""Gradients of parameters in two runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.core.ledger.identity import FORWARD
-from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import GradientRow, RunRow, TokenDifference
+from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 _STEPS, _WIDEST = 8.0, 0.05
 """Rounding explains of gradients this many times what it explains of one call; in low formats so much at most."""
@@ -76,50 +74,3 @@ def gradients_are_alike(found: Sequence[GradientRow], parameters: Sequence[Itera
     compared = ({n for row in found for n in row.a}, {n for row in found for n in row.b})
     are_all = all(set(names) <= those for names, those in zip(parameters, compared, strict=True))
     return bool(found) and are_all and all(row.difference <= row.band for row in found)
-
-
-def environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What differs, by name; versions first."""
-    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
-    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
-    found = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
-    return [row for row in found if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
-
-
-def _device(text: str) -> str:
-    """Without the version of torch, which its text ends with, and which is told as such."""
-    return text.rpartition(", torch ")[0] or text
-
-
-_FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
-
-
-def _rank(name: str) -> int:
-    """What is told first: that of which one expects most."""
-    return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
-                len(_FIRST))  # fmt: skip
-
-
-def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in facts.items():
-        found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
-    return found
-
-
-def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
-    """None of runs that kept none. band: what the differences of the calls explain of the rms."""
-    pairs = list(zip(a.tokens, b.tokens, strict=False))
-    if not pairs:
-        return None
-    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
-    count = len(pairs) if first_other < 0 else first_other
-    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
-    apart = [math.inf if math.isnan(value) else value for value in apart]
-    if not apart:
-        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
-    sizes = sorted(map(abs, apart))
-    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
-    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
-    at = max(range(count), key=lambda n: abs(apart[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)
