@@ -19,21 +19,16 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
 from narrowcast.observation.statistics.statistics import checksum, sample_of
+from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
-from narrowcast.observation.trial.rerun import (
-    can_run_again,
-    copies_of_written,
-    in_dtypes,
-    mends,
-    planned_arguments,
-    run_wide,
-)
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 
 
 @dataclass(slots=True)
@@ -67,7 +62,7 @@ class Keep(Observer):
     def before(self, call: SeenCall) -> None:
         """What it reads, before it writes to that."""
         if self._judges and call.facts.overwrites and not call.is_cast:
-            call.notes["read"] = copies_of_written(call.facts, *planned_arguments(call))
+            call.notes["read"] = rerun.copies_of_written(call.facts, *rerun.planned_arguments(call))
 
     def after(self, call: SeenCall) -> None:
         """What it gave."""
@@ -82,7 +77,7 @@ class Keep(Observer):
         self.calls[call.id] = kept = kept_of(call, results, samples, sums)
         if self._judges:
             if is_low(call):
-                read = call.notes.get("read") or planned_arguments(call)
+                read = call.notes.get("read") or rerun.planned_arguments(call)
                 with suppress(RuntimeError, NotImplementedError, ValueError):  # of an op that has no such kernel
                     kept.judged = judge_kernel(call, *read)
             if not all(map(is_finite, results)):
@@ -109,9 +104,9 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
     came = call.notes.get("read", (call.args, call.kwargs))
     if not all(is_finite(t) for t in tensors_in(came) if is_floating(t)):
         return PASSED
-    args, kwargs = call.notes.get("read") or planned_arguments(call)
-    exact = run_wide(call.facts, args, kwargs, torch.float64) if can_run_again(call) else None
-    return MADE if exact is None or mends(exact, call.results) else LIMIT
+    args, kwargs = call.notes.get("read") or rerun.planned_arguments(call)
+    exact = rerun.run_wide(call.facts, args, kwargs, torch.float64) if rerun.can_run_again(call) else None
+    return MADE if exact is None or rerun.mends(exact, call.results) else LIMIT
 
 
 def kept_of(
@@ -120,7 +115,7 @@ def kept_of(
     """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
     args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty(0, dtype=t.dtype), (call.args, call.kwargs))
     light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # of these dtypes alone are left
-    read = tensors_by_name(call.facts, *planned_arguments(light))
+    read = tensors_by_name(call.facts, *rerun.planned_arguments(light))
     given = others_as_text(call.facts, call.args, call.kwargs)
     return KeptCall(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
 
@@ -137,10 +132,6 @@ def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None
 def reads_opaque(facts: OpFacts) -> bool:
     """Whether an op reads what only a forward in the same formats can have left."""
     return any(slot.name in _OPAQUE for slot in facts.slots)
-
-
-_OPAQUE = ("workspace", "reserve", "reserveSpace")
-"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 
 
 @dataclass(slots=True)
@@ -181,27 +172,23 @@ class RunAlone(Observer):
 
 def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
     """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
-    if not can_run_again(call) or reads_opaque(call.facts):
+    if not rerun.can_run_again(call) or reads_opaque(call.facts):
         return None
     dtypes = [dtype if dtype in FORMATS else None for dtype in wanted.dtypes]
     try:
-        return _run(call, wanted, *in_dtypes(call.facts, call.args, call.kwargs, dtypes))
+        return _run(call, wanted, *rerun.in_dtypes(call.facts, call.args, call.kwargs, dtypes))
     except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
         return None
 
 
 def _run(call: SeenCall, wanted: KeptCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Samples:
     plan = wanted.call.plan
-    args, kwargs = copies_of_written(call.facts, args, kwargs)
+    args, kwargs = rerun.copies_of_written(call.facts, args, kwargs)
     if plan is None:
-        result = call.facts.op(*args, **_dtype_as(wanted, kwargs))
+        theirs = wanted.call.kwargs  # a dtype that was passed is the one that the policy's run passed
+        kwargs = {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
+        result = call.facts.op(*args, **kwargs)
     else:
         result = invoke(call.facts, plan, args, kwargs)
         result = cast_results(result, plan) if plan.results else result
     return [t for t in tensors_in(result) if is_floating(t)]
-
-
-def _dtype_as(wanted: KeptCall, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A dtype that was passed is the one that the policy's run passed."""
-    theirs = wanted.call.kwargs
-    return {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
