@@ -24,11 +24,11 @@ from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
-_OPAQUE = ("workspace", "reserve", "reserveSpace")
-"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 
 
 @dataclass(slots=True)
