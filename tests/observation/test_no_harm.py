@@ -21,9 +21,10 @@ from narrowcast.analysis.capture import capture
 from narrowcast.analysis.compare import bands, reference
 from narrowcast.analysis.record import advice
 from narrowcast.analysis.record.record import Recorder
-from narrowcast.analysis.watch import culprit, trends, watch_calls
+from narrowcast.analysis.watch import culprit, watch as watching, watch_calls
 from narrowcast.observation.observer.turns import Turns
 from narrowcast.observation.statistics import statistics
+from narrowcast.observation.trial import finiteness
 from narrowcast.reports.results.findings import Watching
 from narrowcast.training.check import looking
 
@@ -245,12 +246,12 @@ def step():
 WATCHED, CAPTURED, RECORDED = OBSERVERS["watch"], OBSERVERS["capture"], OBSERVERS["record"]
 PLACES = {
     "the statistics of a finding": (WATCHED, statistics.Statistics, "number"),
-    "whether a value is finite": (WATCHED, watch_calls, "is_finite"),
-    "who made it": (WATCHED, watch_calls, "find_culprit"),
+    "whether a value is finite": (WATCHED, finiteness, "is_finite"),
+    "who made it": (WATCHED, culprit, "find_culprit"),
     "the text of a finding": (WATCHED, culprit, "finding_of"),
     "its replay": (WATCHED, watch_calls.Replay, "of"),
-    "trends": (WATCHED, trends, "_figures"),
-    "history": (WATCHED, trends.Trends, "look"),
+    "trends": (WATCHED, watching, "_figures"),
+    "history": (WATCHED, watching.Trends, "look"),
     "the end": (WATCHED, watch_calls.WatchCalls, "settle"),
     "who is called": (WATCHED, Turns, "who"),
     "calls of modules": (WATCHED, Turns, "begin"),
@@ -310,7 +311,7 @@ def test_interrupts_and_memory_that_has_run_out_pass(error, monkeypatch):
     def interrupted(*args):
         raise error
 
-    monkeypatch.setattr(watch_calls, "is_finite", interrupted)
+    monkeypatch.setattr(finiteness, "is_finite", interrupted)
     with pytest.raises(type(error)), nc.watch():
         torch.ones(2) + 1
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from narrowcast.analysis.diff.alignment import aligned_sequences, in_order_on_both
 from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.diff.pieces import (
     NOTHING,
@@ -21,7 +22,6 @@ from narrowcast.analysis.diff.pieces import (
     piece_of,
     stacked,
 )
-from narrowcast.analysis.diff.sequences import aligned_sequences, in_order_on_both
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.mapping import MappingLine, RunMapping, generalised

@@ -86,7 +86,6 @@ class Moved(Observer):
         return True
 
     def _moved(self, values: Any, format: Format) -> Any:
-        """The same values, each floating one moved."""
         least = format.smallest if self._underflows else 0.0
 
         def moved(value: Any) -> Any:

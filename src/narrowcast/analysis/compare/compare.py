@@ -17,26 +17,10 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
-from narrowcast.analysis.compare.alone import Alone, RunAlone
+from narrowcast.analysis.compare import judging
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
-from narrowcast.analysis.compare.judging import (
-    OUTPUT_FACTOR,
-    TINY,
-    about_underflow,
-    about_unmatched,
-    came_to_something,
-    has_same_shapes,
-    is_low_in_both,
-    judge_call,
-    judge_gradients,
-    name_cause,
-    off_by_compiler,
-    other_arguments,
-    scale_of_loss,
-    without_sums,
-)
-from narrowcast.analysis.compare.reference import Keep, KeptCall
+from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlone
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
@@ -53,18 +37,8 @@ from narrowcast.observation.trial.output_errors import dense, flat, has_nan, out
 from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.output.progress import Step, long_work
+from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import Differences
-from narrowcast.reports.results.verdicts import (
-    EXACT,
-    FAULT,
-    KERNEL,
-    NONDETERMINISTIC,
-    NOT_COMPARED,
-    NOT_FINITE,
-    NOT_JUDGED,
-    ROUND_OFF,
-    verdict_of,
-)
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.state import autocast_off
@@ -123,8 +97,8 @@ def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30
     """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
     found = _nothing_yet(trial.name, region, "fp32", "op")
     other, around = trial.original(), autocast(region.device, policy=NOTHING)
-    comparing = _Comparing(trial, other, region, around, other.fp32_for_low(), limit_bytes, found, accepts_any=True)
-    comparing.run(isolate=0)
+    dtype = other.fp32_for_low()
+    _Comparing(trial, other, region, around, dtype, limit_bytes, found, accepts_any=True).run(isolate=0)
     return found
 
 
@@ -148,8 +122,6 @@ def _check(reference: Any, by: str) -> None:
 
 
 class _Comparing:
-    """One comparison on its way."""
-
     def __init__(
         self, trial: Trial, other: Trial, region: autocast, around: autocast, dtype: torch.dtype | None,
         limit_bytes: int, found: Differences, accepts_any: bool = False,
@@ -167,7 +139,6 @@ class _Comparing:
         self._door = Door(found.notes)
 
     def run(self, isolate: int) -> None:
-        """All runs, and what they show."""
         with long_work(f"comparing {self._found.subject}", 6 + isolate * self._is_own) as self._step:
             self._run_all(isolate)
 
@@ -187,20 +158,20 @@ class _Comparing:
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)
             if found.unmatched:
-                found.notes.append(about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
-            is_beyond = self._read_outputs(expected, actual)
+                found.notes.append(judging.about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+        is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
         if self._trial.is_compiled and not any(is_random(kept.call.facts.op) for kept in under.calls.values()):
             with quietly():
-                found.compiled = off_by_compiler(seen, actual, self._bands)
+                found.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
             self._conclude(is_beyond, expected, repeated)
-            name_cause(found, reference, under)
+            judging.name_cause(found, reference, under)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
-        if found.verdict == EXACT and self._is_own and not any(row.is_low for row in found.rows):
+        if found.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in found.rows):
             self._note(
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
@@ -210,7 +181,6 @@ class _Comparing:
             )
 
     def _note(self, note: str) -> None:
-        """Say it once."""
         self._found.notes += [note] * (note not in self._found.notes)
 
     def _observed(self, observer: Observer) -> AbstractContextManager[None]:
@@ -286,25 +256,24 @@ class _Comparing:
     def _look_closer(self, reference: Keep, under: Keep, expected: Outcome, actual: Outcome) -> bool:
         """Whether outputs or gradients are beyond round-off after more runs; noted, if underflow explains them."""
         self._move(reference, under, expected, _MORE_SEEDS)
-        with quietly():
-            is_beyond = self._read_outputs(expected, actual)
+        is_beyond = self._read_outputs(expected, actual)
         small = [f for f in moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own).values()
                  if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
         if not is_beyond or not small:
             return is_beyond
-        scale = scale_of_loss(reference.calls, under.calls)
-        if scale > 1.0 and any(g.verdict == FAULT for g in self._found.gradients):
+        scale = judging.scale_of_loss(reference.calls, under.calls)
+        if scale > 1.0 and any(g.verdict == verdicts.FAULT for g in self._found.gradients):
             scaled = self._run(replace(self._trial, scale=scale), self._region if self._casts else autocast_off(), None)
             with quietly():
-                rows = judge_gradients(expected, scaled, self._bands, frozenset())
-                self._underflow = frozenset(g.parameter for g in rows if g.verdict not in (FAULT, NOT_FINITE))
-                is_beyond = self._read_outputs(expected, actual)
+                rows = judging.judge_gradients(expected, scaled, self._bands, frozenset())
+                lost = (verdicts.FAULT, verdicts.NOT_FINITE)
+                self._underflow = frozenset(g.parameter for g in rows if g.verdict not in lost)
+            is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             self._move(reference, under, expected, _SEEDS, underflows=True)
-            with quietly():
-                is_beyond = self._read_outputs(expected, actual)
+            is_beyond = self._read_outputs(expected, actual)
         if not is_beyond:
-            self._note(about_underflow(self._found.rows, small[0]))
+            self._note(judging.about_underflow(self._found.rows, small[0]))
         return is_beyond
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -313,21 +282,21 @@ class _Comparing:
         self, reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall], again: dict[CallId, Alone]
     ) -> None:
         found = self._found
-        reference, under = without_sums(reference), without_sums(under)
+        reference, under = judging.without_sums(reference), judging.without_sums(under)
         elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
         for identity, kept in under.items():
             expected, alone = reference.get(identity), again.get(identity)
             if expected is None:
                 found.unmatched.append(f"{identity}: only under the policy")
                 continue
-            is_same = has_same_shapes(kept, expected) and not other_arguments(kept, expected)
+            is_same = judging.has_same_shapes(kept, expected) and not judging.other_arguments(kept, expected)
             if not is_same and identity.module_path in elsewhere:
                 found.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
                 continue
             band = self._bands.calls.get(identity)
-            found.rows.append(judge_call(identity, kept, expected, alone, band, self._is_own))
+            found.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
         found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
-        shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
+        shaky = [row for row in found.rows if row.verdict == verdicts.NONDETERMINISTIC]
         if shaky:
             first = shaky[0]
             found.notes.append(
@@ -338,53 +307,48 @@ class _Comparing:
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
         """The errors of outputs and gradients; whether one is beyond its band."""
         found, bands = self._found, self._bands
-        found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
-        found.gradients = judge_gradients(expected, actual, bands, self._underflow)
+        with quietly():
+            found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
+            found.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
         worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
-        is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
-        return is_beyond or any(g.verdict == FAULT for g in found.gradients)
+        is_beyond = bool(bands.runs) and worst > max(judging.OUTPUT_FACTOR * bands.output, judging.TINY)
+        return is_beyond or any(g.verdict == verdicts.FAULT for g in found.gradients)
 
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
-        """The verdict, from three facts; or why there is none."""
         found = self._found
         is_lost = any(math.isnan(o.sqnr_db) for o in found.outputs)
-        if is_lost or any(g.verdict == NOT_FINITE for g in found.gradients):
-            found.rows = list(map(came_to_something, found.rows))
-        verdicts = {row.verdict for row in found.rows}
-        is_not_finite = is_lost or NOT_FINITE in verdicts | {g.verdict for g in found.gradients}
+        if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in found.gradients):
+            found.rows = list(map(judging.came_to_something, found.rows))
+        of_calls = {row.verdict for row in found.rows}
+        is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in found.gradients}
         worst = max((o.relative_error for o in found.outputs), default=0.0)
-        found.verdict = verdict_of(
-            is_beyond or bool(found.compiled) or FAULT in verdicts,
-            is_not_finite,
-            KERNEL in verdicts,
-            bool(worst or found.differing),
-        )
+        is_beyond = is_beyond or bool(found.compiled) or verdicts.FAULT in of_calls
+        is_off = bool(worst or found.differing)
+        found.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
         lost = [name for name, gradient in expected.gradients.items() if not bool(flat(gradient).isfinite().all())]
-        if lost and found.verdict in (EXACT, ROUND_OFF):
-            found.verdict = NOT_COMPARED
+        if lost and found.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
+            found.verdict = verdicts.NOT_COMPARED
             self._note(
                 f"Gradients are not finite in the reference, too ({lost[0]}, in all {len(lost)}): nothing is said of "
                 "them. nc.watch() around forward and backward names the call that makes them."
             )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
-        if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:
-            found.verdict = NONDETERMINISTIC
+        is_low = judging.is_low_in_both(found.rows, self._trial.is_made)
+        is_shaky = bool(shaky) and not found.faults and worst <= judging.OUTPUT_FACTOR * shaky
+        if is_shaky and found.verdict in (verdicts.ROUND_OFF, verdicts.FAULT):
+            found.verdict = verdicts.NONDETERMINISTIC
             found.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
-        elif found.verdict == ROUND_OFF and not self._bands.runs and found.outputs and worst > TINY:
-            found.verdict = NOT_JUDGED
+        elif found.verdict == verdicts.ROUND_OFF and not self._bands.runs and found.outputs and worst > judging.TINY:
+            found.verdict = verdicts.NOT_JUDGED
             self._note("No run says how far round-off carries to the output: only kernels were judged.")
-        elif (
-            found.verdict == EXACT and found.reference in REFERENCES and is_low_in_both(found.rows, self._trial.is_made)
-        ):
-            found.verdict = NOT_COMPARED
+        elif found.verdict == verdicts.EXACT and is_low and found.reference in REFERENCES:
+            found.verdict = verdicts.NOT_COMPARED
             self._note(
                 "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
                 "Give reference=the model without them."
             )
 
     def _isolate(self, often: int, expected: Outcome) -> None:
-        """What single ops of single modules do to the output."""
-
         def run(region: autocast) -> float | None:
             try:
                 made = self._run(replace(self._trial, backward=False), region, None)

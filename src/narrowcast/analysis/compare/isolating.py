@@ -49,14 +49,10 @@ def low_alone(
 
 def _low_in(places: list[Place], region: autocast) -> autocast:
     """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
-    rules = [
-        rule
-        for path, op in places
-        for rule in (
-            Rule(op, Action(Kind.LOWER), module=naming(path)),
-            Rule(op, Action(Kind.FOLLOW), module=naming(path), argument="result"),
-        )
-    ]
+    rules = []
+    for path, op in places:
+        rules.append(Rule(op, Action(Kind.LOWER), module=naming(path)))
+        rules.append(Rule(op, Action(Kind.FOLLOW), module=naming(path), argument="result"))
     return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
 
 

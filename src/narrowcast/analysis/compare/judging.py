@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.analysis.compare.alone import Alone
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
-from narrowcast.analysis.compare.kernel_inputs import Samples
-from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, KeptCall, sample_like
+from narrowcast.analysis.compare.kernel_slacks import Samples
+from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Alone, Keep, KeptCall, sample_like
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME, Format, fp32
@@ -28,27 +27,16 @@ from narrowcast.observation.trial.output_errors import (
     output_errors,
 )
 from narrowcast.observation.trial.trial import Outcome
+from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import CallError, Differences, GradientError
 from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.verdicts import (
-    EXACT,
-    FAULT,
-    KERNEL,
-    NONDETERMINISTIC,
-    NOT_FINITE,
-    NOT_JUDGED,
-    PASSED_ON,
-    ROUND_OFF,
-    UNKNOWN,
-)
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
 OUTPUT_FACTOR = 4.0
 """What inherits, and whole outputs, are beyond round-off from this many times the band on."""
 TINY = 8 * FORMATS[torch.float32].epsilon
 """What two orders of summation in fp32 make."""
-
-
+_ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
 
@@ -64,12 +52,12 @@ def judge_call(
     r = [s.double() for s in expected.samples]
     call = kept.call
     row = CallError(
-        identity, call.site.file, call.site.line, call.computes, expected.call.computes, EXACT, forward=call.forward,
-        band=band or 0.0,
+        identity, call.site.file, call.site.line, call.computes, expected.call.computes, verdicts.EXACT,
+        forward=call.forward, band=band or 0.0,
     )  # fmt: skip
     if not has_same_shapes(kept, expected):
         why = "its results have other shapes than in the reference"
-        return replace(row, verdict=NOT_JUDGED if is_own else FAULT, why=why)
+        return replace(row, verdict=verdicts.NOT_JUDGED if is_own else verdicts.FAULT, why=why)
     got = [x for x in _at_places_of(kept, expected) if x is not None]
     total = error_of(got, r)
     row = replace(row, total=total, inherited=total, sqnr_db=decibels(1.0, total * total))
@@ -88,7 +76,7 @@ def judge_call(
 
 def came_to_something(row: CallError) -> CallError:
     """The row, where outputs or gradients are not finite: a limit of an op is then what made them so."""
-    return replace(row, verdict=NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
+    return replace(row, verdict=verdicts.NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
 
 
 def _verdict(
@@ -100,30 +88,29 @@ def _verdict(
     is_own: bool,
     is_lost: bool,
 ) -> tuple[str, str]:
-    """The verdict about a call, and why."""
     judged = kept.judged
     if judged is not None and judged.is_beyond:
-        return KERNEL, _about_kernel(judged)
+        return verdicts.KERNEL, _about_kernel(judged)
     if alone is not None and not alone.is_same:
-        return NONDETERMINISTIC, ""
+        return verdicts.NONDETERMINISTIC, ""
     is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
     is_formula = is_own and kept.call.forward is not None  # autograd's, which adds up other axes in other formats
     other = other_arguments(kept, expected) if row.total and (is_far or not is_own) and not is_formula else []
     if other:
         (name, was), (_, now) = other[0]
-        return FAULT, f"its argument {name} is {now}, {was} in the reference"
+        return verdicts.FAULT, f"its argument {name} is {now}, {was} in the reference"
     if is_lost and kept.nonfinite == MADE:
-        return NOT_FINITE, _NOT_FINITE
+        return verdicts.NOT_FINITE, _NOT_FINITE
     if is_lost and kept.nonfinite == LIMIT:
-        return PASSED_ON, _AT_LIMIT
+        return verdicts.PASSED_ON, _AT_LIMIT
     if is_lost and kept.nonfinite == PASSED:
-        return PASSED_ON, "its inputs hold NaN or infinity"
+        return verdicts.PASSED_ON, "its inputs hold NaN or infinity"
     if not row.total and not row.own:
-        return EXACT, ""
+        return verdicts.EXACT, ""
     if judged is not None or not is_far:
         is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
-        return UNKNOWN if is_drawn else ROUND_OFF, ""
-    return NOT_JUDGED, ""
+        return verdicts.UNKNOWN if is_drawn else verdicts.ROUND_OFF, ""
+    return verdicts.NOT_JUDGED, ""
 
 
 def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
@@ -131,18 +118,18 @@ def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
     alone makes, to formats in which it computes nothing, or else the first call that leaves its band. Nothing where a
     call has no partner, which is told of as such.
     """
-    if found.verdict != FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
+    if found.verdict != verdicts.FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
         return
     there, here = ({call.id: (call, short_type(d)) for call, d in keep.strange_casts()} for keep in (reference, under))
     for casts, others, where in ((there, here, "in the reference"), (here, there, "here")):
         for call, format in (casts[identity] for identity in casts if identity not in others):
             formats, why = (format, "-") if casts is here else ("-", format), f"only {where} it rounds to {format}"
-            found.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, FAULT, why))
+            found.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, verdicts.FAULT, why))
     far = (n for n, row in enumerate(found.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
     first = next(far, None)
     if not found.faults and first is not None:
         why = "it is the first beyond what round-off may make, and not by its kernel: it reads something else"
-        found.rows[first] = replace(found.rows[first], verdict=FAULT, why=why)
+        found.rows[first] = replace(found.rows[first], verdict=verdicts.FAULT, why=why)
 
 
 def _about_kernel(judged: Judged) -> str:
@@ -218,7 +205,8 @@ def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow:
         for name, gradient in expected.gradients.items()
         if name in actual.gradients
     ]
-    return [replace(g, verdict=ROUND_OFF) if g.verdict == FAULT and g.parameter in underflow else g for g in rows]
+    lost = [g.verdict == verdicts.FAULT and g.parameter in underflow for g in rows]
+    return [replace(g, verdict=verdicts.ROUND_OFF) if is_lost else g for g, is_lost in zip(rows, lost, strict=True)]
 
 
 def scale_of_loss(expected: Mapping[CallId, KeptCall], calls: Mapping[CallId, KeptCall]) -> float:
@@ -234,9 +222,6 @@ def scale_of_loss(expected: Mapping[CallId, KeptCall], calls: Mapping[CallId, Ke
     return 2.0 ** math.floor(math.log2(_ROOM / largest)) if largest else 1.0
 
 
-_ROOM = 4096.0
-
-
 def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, largest: float) -> GradientError:
     """The error of a parameter's gradient x against the reference's r. band: how far it is off where every call's
     result moves. largest: the root mean square of the model's largest gradient.
@@ -248,12 +233,13 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, lar
     under = float(((got == 0) & (ref != 0)).double().mean()) if ref.numel() else 0.0
     share = root_mean_square(r) / largest if largest else 1.0
     format = short_type(x.dtype)
-    row = GradientError(name, format, error, cosine, under, ROUND_OFF if error else EXACT, band, share)
+    verdict = verdicts.ROUND_OFF if error else verdicts.EXACT
+    row = GradientError(name, format, error, cosine, under, verdict, band, share)
     if _lost([got], [ref]) or math.isnan(error):
-        return replace(row, verdict=NOT_FINITE)
+        return replace(row, verdict=verdicts.NOT_FINITE)
     is_there = float(ref.abs().max()) > fp32.smallest_normal / fp32.epsilon if ref.numel() else False
     is_far = band and error > OUTPUT_FACTOR * band and error > TINY and is_there
-    return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
+    return replace(row, verdict=verdicts.FAULT) if is_far and not row.is_round_off_alone else row
 
 
 def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:

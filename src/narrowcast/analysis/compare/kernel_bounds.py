@@ -12,18 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples
-from narrowcast.analysis.compare.kernel_slacks import SLACK, slack_of_low_means, with_flushed_inputs
-from narrowcast.core.ops.bounds import (
-    NAMED,
-    PRODUCT,
-    bound_kind,
-    judged_results,
-    rounded_between,
-    rounding,
-    rounds_means,
-    unit,
-)
+from narrowcast.analysis.compare.kernel_slacks import SLACK, Inputs, Samples, slack_of_low_means, with_flushed_inputs
+from narrowcast.core.ops import bounds
 from narrowcast.formats import Format, fp32
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.rounding import round_to
@@ -37,6 +27,7 @@ least, is no accident: a systematic sign is what breaks attention in bf16 (arXiv
 """
 _PROBED = 32
 """Products of this size are the library's own."""
+_ROUNDING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ class Judged:
     @property
     def is_beyond(self) -> bool:
         """Whether it is named."""
-        return self.share >= NAMED or self.sign != 0.0
+        return self.share >= bounds.NAMED or self.sign != 0.0
 
 
 def is_low(call: SeenCall) -> bool:
@@ -68,24 +59,24 @@ def is_low(call: SeenCall) -> bool:
 
 def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged | None:
     """Judge a call that has run. args, kwargs: as it read them, before it wrote to any."""
-    kind = bound_kind(call.facts.id, is_pointwise(call.facts.op))
+    kind = bounds.bound_kind(call.facts.id, is_pointwise(call.facts.op))
     if not kind or not can_run_again(call):
         return None
     inputs = Inputs(call.facts, args, kwargs)
     results, exact = [t for t in call.results if is_floating(t)], inputs.run()
     if exact is None or [t.shape for t in exact] != [t.shape for t in results]:
         return None
-    count = judged_results(call.facts.id, len(results))
+    count = bounds.judged_results(call.facts.id, len(results))
     slack = SLACK[kind](inputs, exact[:count], results[:count])
-    if slack is not None and rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
-        slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * slack_of_low_means(inputs, exact)
+    if slack is not None and bounds.rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
+        slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * slack_of_low_means(inputs, exact)
     results, exact = results[:count], exact[:count]
     flushed = [_flushes(kind, t.device, t.dtype) for t in results]
-    if slack is not None and any(flushed) and kind == PRODUCT:
+    if slack is not None and any(flushed) and kind == bounds.PRODUCT:
         slack = with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])
     if slack is None:
         return None
-    is_twice = rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
+    is_twice = bounds.rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
     return _judged(results, exact, slack, flushed, is_twice)
 
 
@@ -93,10 +84,10 @@ def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether values below the smallest normal become zero here: units for products do that, and a mode does."""
     if device.type != "cpu":
         return False
-    size = (_PROBED, _PROBED) if kind == PRODUCT else (_PROBED,)
+    size = (_PROBED, _PROBED) if kind == bounds.PRODUCT else (_PROBED,)
     tiny = torch.full(size, FORMATS[dtype].smallest_normal / 4, dtype=torch.float64).to(dtype)
     try:
-        found = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == PRODUCT else tiny * 1.0
+        found = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == bounds.PRODUCT else tiny * 1.0
     except (RuntimeError, NotImplementedError):  # a format of 8 bits
         return False
     return not bool(found.any())
@@ -118,7 +109,7 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
             overflows = overflows or bool((torch.isfinite(y64) & ~torch.isfinite(x)).any())
             error = torch.where(known, error, 0.0)
             y64 = torch.where(known, y64, 0.0)
-        u, least = rounding(format, flushes)
+        u, least = bounds.rounding(format, flushes)
         bound = y64.abs().mul_(u).add_(s).add_(least)
         share = max(share, float((error / bound).nan_to_num_(0.0, 0.0, 0.0).max()))
         step = -(-y64.numel() // _SAMPLE)
@@ -154,7 +145,7 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     if float(e.abs().mean()) <= _BIAS:
         return 0.0
     away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
-    is_tie = (away_from_tie == 0) & (slack <= 4 * unit(fp32) * y64.abs())
+    is_tie = (away_from_tie == 0) & (slack <= 4 * bounds.unit(fp32) * y64.abs())
     is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
     is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
     settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
@@ -168,6 +159,3 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
         mean, spread = float(signed.mean()), float(signed.std()) / math.sqrt(steps)
         means.append(mean if abs(mean) > max(_BIAS, _SIGMAS * spread) else 0.0)
     return max(means, key=abs)
-
-
-_ROUNDING = 1.5

@@ -4,34 +4,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples, shapes_of
-from narrowcast.core.ops.bounds import (
-    PRODUCT,
-    SCATTER,
-    STEPS,
-    SUM,
-    WEIGHTS,
-    WEIGHTS_BACKWARD,
-    WIDE,
-    WIDE_FACTOR,
-    absolute_error,
-    accumulated,
-    cancels,
-    gamma,
-    rounded_between,
-    steps_in_between,
-    terms_of,
-    unit,
-    weights_error,
-)
+from narrowcast.core.ops import bounds
 from narrowcast.formats import Format, fp32
+from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
-from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
+from narrowcast.observation.trial.rerun import Change, run_wide
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_pointwise, tensors_in
+
+Samples = list[torch.Tensor]
+
+
+def shapes_of(*trees: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in nested arguments."""
+    return [tuple(t.shape) for t in tensors_in(*trees)]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A call's op with what it read."""
+
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, dtype: torch.dtype = torch.float64, change: Change | None = None) -> list[torch.Tensor] | None:
+        """The floating results in a wide format, each tensor changed before."""
+        found = run_wide(self.facts, self.args, self.kwargs, dtype, change)
+        return None if found is None else [t for t in found if is_floating(t)]
+
+    def on_absolute_values(self, more: float = 0.0) -> list[torch.Tensor] | None:
+        """The op on the absolute values of all that it adds up, and so much more."""
+        kwargs = {k: abs(v) if k in ("alpha", "beta") else v for k, v in self.kwargs.items()}
+        return Inputs(self.facts, self.args, kwargs).run(change=lambda t: t.abs() + more if more else t.abs())
+
+    def with_rounded_numbers(self, dtype: torch.dtype) -> Inputs | None:
+        """The same with numbers, which tensors without a dimension are, too, in a low format, as some kernels read
+        them; None where that changes none.
+        """
+
+        def rounded(value: Any) -> Any:
+            if isinstance(value, float):
+                return float(torch.tensor(value, dtype=dtype))
+            return value.detach().to(dtype) if _is_number(value) else value
+
+        args, kwargs = tuple(map(rounded, self.args)), {k: rounded(v) for k, v in self.kwargs.items()}
+        pairs = zip((*self.args, *self.kwargs.values()), (*args, *kwargs.values()), strict=True)
+        is_changed = any(_is_number(a) and float(a) != float(b) and math.isfinite(b) for a, b in pairs)
+        return Inputs(self.facts, args, kwargs) if is_changed else None
+
+    def given(self, name: str) -> Any:
+        """A tensor, by its argument's name."""
+        position = next((slot.position for slot in self.facts.slots if slot.name == name), len(self.args))
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_floating(value) and not value.dim())
+
 
 _MASKED_OUT = 200.0
 """What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
@@ -49,7 +85,8 @@ def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
     size = inputs.on_absolute_values()
     if size is None:
         return None
-    factor = accumulated(terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results)))
+    terms = bounds.terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    factor = bounds.accumulated(terms)
     return [s * factor for s in size[: len(results)]]
 
 
@@ -57,16 +94,17 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
     size = inputs.on_absolute_values()
     if not size:
         return size
-    low, shapes = unit(FORMATS[results[0].dtype]), shapes_of(inputs.args, inputs.kwargs)
-    terms = terms_of(inputs.facts.id, shapes, shapes_of(results))
+    low, shapes = bounds.unit(FORMATS[results[0].dtype]), shapes_of(inputs.args, inputs.kwargs)
+    terms = bounds.terms_of(inputs.facts.id, shapes, shapes_of(results))
     # below the smallest normal units for products have no numbers
-    found = [s * accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
+    found = [s * bounds.accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
     if _splits_sums(results[0]):
-        found = [f + s * gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
-    steps = steps_in_between(inputs.facts.id, shapes, inputs.is_transposed) if results[0].is_cpu else 0
+        found = [f + s * bounds.gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
+    is_transposed = ("transposed", "True") in others_as_text(inputs.facts, inputs.args, inputs.kwargs)
+    steps = bounds.steps_in_between(inputs.facts.id, shapes, is_transposed) if results[0].is_cpu else 0
     if steps:
         least = FORMATS[results[0].dtype].smallest
-        found = [f + s * gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
+        found = [f + s * bounds.gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
     bias, weight = inputs.given("bias"), inputs.given("weight")
     if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the product was rounded before
         wide = bias.detach().double().abs().view(-1, *[1] * (weight.dim() - 2))
@@ -81,7 +119,7 @@ def _slack_of_scattered(inputs: Inputs, exact: Samples, results: Samples) -> Sam
     terms = int(max((float(t.abs().max()) for t in counts if t.numel()), default=1.0)) + 1
     if "nll_loss" in inputs.facts.id:  # a mean counts as one term
         terms = max(terms, inputs.given("target").numel() + 1)
-    return [s.abs() * gamma(terms, unit(FORMATS[t.dtype])) for s, t in zip(size, results, strict=False)]
+    return [s.abs() * bounds.gamma(terms, bounds.unit(FORMATS[t.dtype])) for s, t in zip(size, results, strict=False)]
 
 
 def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
@@ -94,25 +132,25 @@ def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples
             return None
         if float(small[0].abs().min()) < format.smallest_normal or float(large[0].abs().max()) > format.max:
             return None
-    steps = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
-    return [exact[0].abs() * gamma(steps, unit(format)) + format.smallest]
+    steps = bounds.terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    return [exact[0].abs() * bounds.gamma(steps, bounds.unit(format)) + format.smallest]
 
 
 def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
     """How far the op in fp32 is off, at most over all elements, and what it makes that numbers are rounded."""
     others = [inputs.run(torch.float32)]
-    if cancels(inputs.facts.id):
+    if bounds.cancels(inputs.facts.id):
         others.append(inputs.run(change=lambda t: _noise().moved(t, _MOVED)))
     if any(found is None for found in others):
         return None
-    low = unit(FORMATS[results[0].dtype])
-    more = absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
-    between = rounded_between(inputs.facts.id, low)
+    low = bounds.unit(FORMATS[results[0].dtype])
+    more = bounds.absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
+    between = bounds.rounded_between(inputs.facts.id, low)
     slack = []
     for n, y64 in enumerate(exact):
         off = [_distance(found[n], y64) for found in others if found is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
-        slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + more))
+        slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
     if "layer_norm_backward" in inputs.facts.id:
         _add_sums_of_rows(inputs, results, slack)
     if "batch_norm_backward" in inputs.facts.id and inputs.given("save_mean") is not None:
@@ -140,7 +178,7 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
         if result.shape == x.shape:
             slack[n] = slack[n] + came.smallest * (1 + rstd)
         elif leading and result.shape == size.shape:
-            factor = gamma(rows, max(unit(FORMATS[result.dtype]), unit(came)))
+            factor = bounds.gamma(rows, max(bounds.unit(FORMATS[result.dtype]), bounds.unit(came)))
             slack[n] = slack[n] + factor * size + rows * came.smallest
 
 
@@ -156,7 +194,7 @@ def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> No
     normal = (x - mean.view(size)) * scale.view(size)
     taken = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
     held = taken * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
-    slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * held.abs()
+    slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * held.abs()
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
@@ -191,14 +229,14 @@ def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Sampl
     size = Inputs(inputs.facts, args, inputs.kwargs).run()
     if size is None:
         return None
-    low, scale = unit(FORMATS[query.dtype]), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
+    low, scale = bounds.unit(FORMATS[query.dtype]), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
     scores = abs(scale) * float(query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max())
     if isinstance(mask, torch.Tensor) and mask.dtype in FORMATS and mask.numel():
         sizes = mask.detach().double().abs()
         scores += float(torch.where(sizes < _MASKED_OUT, sizes, 0.0).max())
     reduces_low = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    off = scores * (accumulated(query.shape[-1]) + 4 * (low if reduces_low else unit(fp32)))
-    factor = weights_error(off, 2 * low + accumulated(key.shape[-2]))
+    off = scores * (bounds.accumulated(query.shape[-1]) + 4 * (low if reduces_low else bounds.unit(fp32)))
+    factor = bounds.weights_error(off, 2 * low + bounds.accumulated(key.shape[-2]))
     return [size[0] * factor]
 
 
@@ -216,10 +254,11 @@ def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples)
     format, length = FORMATS[results[0].dtype], max(query.shape[-2], key.shape[-2])
     least = max(format.smallest, fp32.smallest_normal)  # what weights and their gradients are off near zero
     lengths = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * abs(scale)
-    off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * accumulated(query.shape[-1] + 4)
+    off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * bounds.accumulated(query.shape[-1] + 4)
     if off > _LOST:
         return None
-    factor = weights_error(off, gamma(4 + length // _BLOCK, unit(format)) + 2 * accumulated(length))
+    rounded = bounds.gamma(4 + length // _BLOCK, bounds.unit(format)) + 2 * bounds.accumulated(length)
+    factor = bounds.weights_error(off, rounded)
     inner = grad.abs() @ value.abs().transpose(-1, -2) + (grad * out).abs().sum(-1, keepdim=True)
     off_weights = factor * weights + least
     inner = abs(scale) * (off_weights * inner + least)
@@ -228,8 +267,9 @@ def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples)
 
 
 SLACK: dict[str, Callable[[Inputs, Samples, Samples], Samples | None]] = {
-    SUM: _slack_of_sums, PRODUCT: _slack_of_products, SCATTER: _slack_of_scattered, WIDE: _slack_in_fp32,
-    WEIGHTS: _slack_of_weights, STEPS: _slack_of_steps, WEIGHTS_BACKWARD: _slack_of_weights_backward,
+    bounds.SUM: _slack_of_sums, bounds.PRODUCT: _slack_of_products, bounds.SCATTER: _slack_of_scattered,
+    bounds.WIDE: _slack_in_fp32, bounds.WEIGHTS: _slack_of_weights, bounds.STEPS: _slack_of_steps,
+    bounds.WEIGHTS_BACKWARD: _slack_of_weights_backward,
 }  # fmt: skip
 
 

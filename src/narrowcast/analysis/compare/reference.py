@@ -1,4 +1,6 @@
-"""What a comparison keeps of a reference run: samples of what each call gave, and checksums."""
+"""What a comparison keeps of a reference run: samples of what each call gave, and checksums; and its calls, run again
+alone in the formats that they have under the policy.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,21 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.kernel_bounds import Judged, is_low, judge_kernel
+from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.frontends.eager.boundary import cast_results
+from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
 from narrowcast.observation.statistics.statistics import checksum, sample_of
+from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
-from narrowcast.observation.trial.rerun import can_run_again, copies_of_written, mends, planned_arguments, run_wide
-from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """How many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
@@ -55,7 +62,7 @@ class Keep(Observer):
     def before(self, call: SeenCall) -> None:
         """What it reads, before it writes to that."""
         if self._judges and call.facts.overwrites and not call.is_cast:
-            call.notes["read"] = copies_of_written(call.facts, *planned_arguments(call))
+            call.notes["read"] = rerun.copies_of_written(call.facts, *rerun.planned_arguments(call))
 
     def after(self, call: SeenCall) -> None:
         """What it gave."""
@@ -70,7 +77,7 @@ class Keep(Observer):
         self.calls[call.id] = kept = kept_of(call, results, samples, sums)
         if self._judges:
             if is_low(call):
-                read = call.notes.get("read") or planned_arguments(call)
+                read = call.notes.get("read") or rerun.planned_arguments(call)
                 with suppress(RuntimeError, NotImplementedError, ValueError):  # of an op that has no such kernel
                     kept.judged = judge_kernel(call, *read)
             if not all(map(is_finite, results)):
@@ -97,9 +104,9 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
     came = call.notes.get("read", (call.args, call.kwargs))
     if not all(is_finite(t) for t in tensors_in(came) if is_floating(t)):
         return PASSED
-    args, kwargs = call.notes.get("read") or planned_arguments(call)
-    exact = run_wide(call.facts, args, kwargs, torch.float64) if can_run_again(call) else None
-    return MADE if exact is None or mends(exact, call.results) else LIMIT
+    args, kwargs = call.notes.get("read") or rerun.planned_arguments(call)
+    exact = rerun.run_wide(call.facts, args, kwargs, torch.float64) if rerun.can_run_again(call) else None
+    return MADE if exact is None or rerun.mends(exact, call.results) else LIMIT
 
 
 def kept_of(
@@ -108,7 +115,7 @@ def kept_of(
     """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
     args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty(0, dtype=t.dtype), (call.args, call.kwargs))
     light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # of these dtypes alone are left
-    read = tensors_by_name(call.facts, *planned_arguments(light))
+    read = tensors_by_name(call.facts, *rerun.planned_arguments(light))
     given = others_as_text(call.facts, call.args, call.kwargs)
     return KeptCall(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
 
@@ -127,5 +134,61 @@ def reads_opaque(facts: OpFacts) -> bool:
     return any(slot.name in _OPAQUE for slot in facts.slots)
 
 
-_OPAQUE = ("workspace", "reserve", "reserveSpace")
-"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
+@dataclass(slots=True)
+class Alone:
+    """What a call gave alone: samples in fp64 of its results in low formats. is_same: as in the first reference run."""
+
+    is_same: bool
+    low: Samples
+
+
+class RunAlone(Observer):
+    """The reference again, each call also alone as the policy has it."""
+
+    def __init__(
+        self, policies: tuple[Any, ...], reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall]
+    ) -> None:
+        super().__init__(policies)
+        self._reference, self._under = reference, under
+        self.found: dict[CallId, Alone] = {}
+
+    def before(self, call: SeenCall) -> None:
+        """Run it alone before it may write to its arguments."""
+        kept, wanted = self._reference.get(call.id), self._under.get(call.id)
+        if call.is_cast or kept is None or wanted is None:
+            return
+        if wanted.dtypes != kept.dtypes or wanted.output != kept.output:
+            samples = map(sample_like, run_low(call, wanted) or [], kept.samples)
+            call.notes["alone"] = [sample for sample in samples if sample is not None]
+
+    def after(self, call: SeenCall) -> None:
+        """Whether it gave what it gave the first time."""
+        kept = self._reference.get(call.id)
+        if call.is_cast or kept is None:
+            return
+        sums = tuple(checksum(t) for t in call.results if is_floating(t))
+        self.found[call.id] = Alone(sums == kept.checksums, call.notes.get("alone") or [])
+
+
+def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
+    """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
+    if not rerun.can_run_again(call) or reads_opaque(call.facts):
+        return None
+    dtypes = [dtype if dtype in FORMATS else None for dtype in wanted.dtypes]
+    try:
+        return _run(call, wanted, *rerun.in_dtypes(call.facts, call.args, call.kwargs, dtypes))
+    except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
+        return None
+
+
+def _run(call: SeenCall, wanted: KeptCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Samples:
+    plan = wanted.call.plan
+    args, kwargs = rerun.copies_of_written(call.facts, args, kwargs)
+    if plan is None:
+        theirs = wanted.call.kwargs  # a dtype that was passed is the one that the policy's run passed
+        kwargs = {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
+        result = call.facts.op(*args, **kwargs)
+    else:
+        result = invoke(call.facts, plan, args, kwargs)
+        result = cast_results(result, plan) if plan.results else result
+    return [t for t in tensors_in(result) if is_floating(t)]

@@ -54,7 +54,7 @@ class Values:
         found = []
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
-                pick = _with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
+                pick = Side.with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
                 for turn in turns_of(pair):
                     apart = self._between(turn, pick, beside)
                     found.append(replace(apart, growth=self._growth(turn, n, is_equal)))
@@ -272,10 +272,6 @@ def _input(name: str) -> Pick:
 
 def _read(_: Side, placed: RankCall) -> int | None:
     return read_by(placed.call)
-
-
-def _with_bias(side: Side, placed: RankCall) -> int | None:
-    return side.with_bias(placed)
 
 
 def _first(pieces: Sequence[Piece]) -> Piece | None:

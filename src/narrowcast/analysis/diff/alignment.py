@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from narrowcast.analysis.diff.pieces import Piece, distance, stacked
-from narrowcast.analysis.diff.sequences import aligned_sequences, in_order_on_both
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
@@ -96,7 +96,6 @@ class _Aligner:
     # -- by hand -------------------------------------------------------------------------------------------------------
 
     def by_hand(self, mapping: RunMapping) -> None:
-        """Calls first, then modules."""
         for names_a, names_b, line in mapping.calls():
             a = [self._named(self._free_a, name, "a", mapping, line) for name in names_a]
             b = [self._named(self._free_b, name, "b", mapping, line) for name in names_b]
@@ -148,7 +147,6 @@ class _Aligner:
                     self._pair(pair[:1], pair[1:], BY_PATH)
 
     def by_modules(self) -> None:
-        """Modules of one path, whatever calls they make."""
         for a, b in self._shared_modules():
             self._in_order(a, b, BY_PATH)
 
@@ -295,7 +293,6 @@ def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
 
 
 def _is_told_apart(pair: Aligned) -> bool:
-    """Whether their module says which calls they are."""
     families = {x.family for x in (*pair.a, *pair.b)}
     return len({x.id.op for x in (*pair.a, *pair.b)}) == 1 or (len(families) == 1 and families <= TOLD_APART)
 
@@ -306,3 +303,63 @@ def _paths(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
 
 def _ids(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
     return tuple(str(bundle.id) for bundle in bundles)
+
+
+Pairs = list[tuple[int, int]]
+Score = Callable[[int, int], float]
+"""What a pair of positions is worth; not above zero where the two cannot be a pair."""
+
+CELLS = 1_000_000
+"""Of sequences with more possible pairs (the product of their lengths) those near the diagonal are looked at."""
+_NARROWEST = 64
+
+
+def aligned_sequences(length_a: int, length_b: int, score: Score) -> Pairs:
+    """The pairs of positions, in order, by dynamic programming; of equal totals those that come first."""
+    if not length_a or not length_b:
+        return []
+    is_whole = length_a * length_b <= CELLS
+    reach = length_b if is_whole else max(_NARROWEST, abs(length_a - length_b), CELLS // (2 * length_a))
+    rows: list[tuple[int, list[float]]] = [(0, [])] * (length_a + 1)  # first position looked at, totals from there on
+
+    def best(i: int, j: int) -> float:
+        """The best total from a pair of positions on; 0 beyond those that are looked at."""
+        first, totals = rows[i]
+        return totals[j - first] if 0 <= j - first < len(totals) else 0.0
+
+    for i in range(length_a - 1, -1, -1):
+        middle = i * length_b // length_a
+        first, last = max(0, middle - reach), min(length_b, middle + reach + 1)
+        rows[i] = first, [0.0] * (last - first)
+        for j in range(last - 1, first - 1, -1):
+            worth = score(i, j)
+            skip = max(best(i + 1, j), best(i, j + 1))
+            rows[i][1][j - first] = max(skip, worth + best(i + 1, j + 1)) if worth > 0 else skip
+    pairs: Pairs = []
+    i = j = 0
+    while i < length_a and j < length_b:
+        worth = score(i, j)
+        if worth > 0 and best(i, j) == worth + best(i + 1, j + 1):
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best(i, j) == best(i + 1, j):
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+def in_order_on_both(pairs: Pairs) -> Pairs:
+    """The most of these pairs, sorted by the first, whose seconds rise as well."""
+    ends: list[int] = []  # of the best chain of each length: the index of its last pair
+    before: list[int] = []
+    for n, (_, j) in enumerate(pairs):
+        low = bisect_left(ends, j, key=lambda at: pairs[at][1])
+        before.append(ends[low - 1] if low else -1)
+        ends[low : low + 1] = [n]
+    chain: Pairs = []
+    at = ends[-1] if ends else -1
+    while at >= 0:
+        chain.append(pairs[at])
+        at = before[at]
+    return chain[::-1]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
-from narrowcast.analysis.diff.environments import environments
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.analysis.diff.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.table import RuleChange
@@ -23,14 +22,11 @@ from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    RunDifferences,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, TokenDifference, Unaligned
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
+_FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
@@ -170,3 +166,49 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
     if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
         notes.append("neither run has sketches (older files have none): ranges are compared")
     return notes
+
+
+def environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """In what two environments differ, by name; versions first."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
+    found = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+    return [row for row in found if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
+
+
+def _device(text: str) -> str:
+    """Without the version of torch, which its text ends with, and which is told as such."""
+    return text.rpartition(", torch ")[0] or text
+
+
+def _rank(name: str) -> int:
+    """What is told first: that of which one expects most."""
+    return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
+                len(_FIRST))  # fmt: skip
+
+
+def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
+    return found
+
+
+def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
+    """Log-probabilities of the same tokens; None of runs that kept none. band: what the differences of the calls
+    explain of the rms.
+    """
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    if not pairs:
+        return None
+    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
+    count = len(pairs) if first_other < 0 else first_other
+    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
+    apart = [math.inf if math.isnan(value) else value for value in apart]
+    if not apart:
+        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
+    sizes = sorted(map(abs, apart))
+    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
+    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
+    at = max(range(count), key=lambda n: abs(apart[n]))
+    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)

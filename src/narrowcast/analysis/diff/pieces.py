@@ -12,23 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from narrowcast.formats import bf16, fp16
+from narrowcast.reports.results import sketch
 from narrowcast.reports.results.run_records import TensorFacts
-from narrowcast.reports.results.sketch import (
-    SUMS,
-    Row,
-    rows_and_columns,
-    side_by_side,
-    sketch_distance,
-    sketch_rows,
-    sketched_step as step_of,
-)
 
 TENSORS, SKETCHES, STATISTICS, RANGES, NOTHING = "tensors", "sketches", "statistics", "ranges", ""
 """How two pieces were compared: whole; by sketches of some rows; by range, mean and rms of all elements; by their
 smallest and largest value; not at all.
 """
-
-
+_Rows = Mapping[tuple[int, int], sketch.Row]
 _UNLIKE = 0.5
 """Rows that have nothing to do with each other are 1.4 apart."""
 _LOWEST_OF_8 = -0.99 * bf16.max
@@ -55,7 +46,7 @@ class Piece:
     is_seen: bool
     is_whole: bool
     is_finite: bool
-    rows: Mapping[tuple[int, int], Row] = field(default_factory=dict)
+    rows: _Rows = field(default_factory=dict)
     facts: TensorFacts | None = None
     dimensions: int = 2
 
@@ -82,9 +73,9 @@ class Piece:
 
 def piece_of(facts: TensorFacts) -> Piece:
     """The piece that is one tensor."""
-    rows, columns = rows_and_columns(facts.shape)
+    rows, columns = sketch.rows_and_columns(facts.shape)
     tokens = facts.shape[-2] if len(facts.shape) > 1 else 1
-    sketches = {divmod(number, tokens): row for number, row in sketch_rows(facts.sketch, facts.shape).items()}
+    sketches = {divmod(number, tokens): row for number, row in sketch.sketch_rows(facts.sketch, facts.shape).items()}
     return Piece(
         facts.format, rows // tokens if tokens else 0, tokens, columns, facts.low, facts.high, facts.mean, facts.rms,
         facts.looked_at > 0, facts.looked_at == facts.elements, facts.is_finite, sketches, facts, len(facts.shape),
@@ -99,9 +90,9 @@ def beside(pieces: Sequence[Piece]) -> Piece | None:
     if any((p.sequences, p.tokens) != (first.sequences, first.tokens) for p in pieces):
         return None
     columns = sum(p.columns for p in pieces)
-    adds_up = all(p.columns % SUMS == 0 for p in pieces[:-1]) and step_of(columns) == 1
+    adds_up = all(p.columns % sketch.SUMS == 0 for p in pieces[:-1]) and sketch.sketched_step(columns) == 1
     known = set(first.rows).intersection(*(p.rows for p in pieces)) if adds_up else ()
-    rows = {key: side_by_side([p.rows[key] for p in pieces]) for key in sorted(known)}
+    rows = {key: sketch.side_by_side([p.rows[key] for p in pieces]) for key in sorted(known)}
     return _joined(pieces, first.sequences, first.tokens, columns, rows)
 
 
@@ -114,7 +105,7 @@ def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
         return first
     if any(p.columns != first.columns or p.count % outer for p in pieces):
         return None
-    rows: dict[tuple[int, int], Row] = {}
+    rows: dict[tuple[int, int], sketch.Row] = {}
     before = 0
     for piece in pieces:
         inner = piece.count // outer
@@ -169,9 +160,7 @@ def _parted(piece: Piece, outer: int) -> Piece:
     return replace(piece, sequences=outer, tokens=inner, rows=rows)
 
 
-def _joined(
-    pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, rows: Mapping[tuple[int, int], Row]
-) -> Piece:
+def _joined(pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, rows: _Rows) -> Piece:
     elements = sum(p.elements for p in pieces) or 1
     mean = sum(p.mean * p.elements for p in pieces) / elements
     rms = math.sqrt(sum(p.rms**2 * p.elements for p in pieces) / elements)
@@ -219,9 +208,9 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
     one, other = _same_names(a, b)
-    by_rows, row, count = sketch_distance(one, other)
+    by_rows, row, count = sketch.sketch_distance(one, other)
     in_all = math.nan if is_part else _of_statistics(a, b)
-    if count and a.largest and not any(row[SUMS] for rows in (one, other) for row in rows.values()):
+    if count and a.largest and not any(row[sketch.SUMS] for rows in (one, other) for row in rows.values()):
         return Distance()  # these rows are a margin of zeros, as images have one
     if count:
         return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
@@ -233,7 +222,7 @@ def _are_masks(a: Piece, b: Piece) -> bool:
     return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))
 
 
-def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapping[tuple[int, int], Row]]:
+def _same_names(a: Piece, b: Piece) -> tuple[_Rows, _Rows]:
     """The rows of both under the same names; none where it is not known which are the same."""
     if a.columns != b.columns:
         return {}, {}
@@ -249,7 +238,7 @@ def _leading(piece: Piece) -> list[int] | None:
     return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
 
 
-def _flat(piece: Piece) -> Mapping[tuple[int, int], Row]:
+def _flat(piece: Piece) -> _Rows:
     return {(0, sequence * piece.tokens + token): row for (sequence, token), row in piece.rows.items()}
 
 

@@ -8,24 +8,12 @@ from collections.abc import Sequence
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
-from narrowcast.analysis.diff.makers import Makers, Upstream
-from narrowcast.analysis.diff.outcomes import (
-    OF_OTHERS,
-    OF_PARTS,
-    UNEXPLAINED,
-    WIDEST,
-    EndDifference,
-)
+from narrowcast.analysis.diff.outcomes import OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
 from narrowcast.analysis.diff.pieces import Distance
-from narrowcast.analysis.diff.sides import Bundle, read_name
+from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    EQUAL,
-    INHERITED,
-    RunRow,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
 _BAND_OF_LOW, _OF_SAMPLES, _OTHERS = 1e-3, 4.0, 0.3
@@ -88,14 +76,7 @@ class Judging:
         )  # fmt: skip
 
     def _verdict(
-        self,
-        pair: Aligned,
-        gave: Distance,
-        band: float,
-        came: float,
-        is_given: bool,
-        is_proved: bool,
-        reads_other: str,
+        self, pair: Aligned, gave: Distance, band: float, came: float, is_given: bool, is_proved: bool, reads_other: str
     ) -> tuple[str, str]:
         if not gave.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
@@ -163,7 +144,6 @@ class Judging:
         return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
     def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
-        """What made these tensors of both runs."""
         (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
         return m.upstream(a, one), n.upstream(b, other)
 

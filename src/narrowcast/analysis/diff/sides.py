@@ -1,15 +1,16 @@
-"""One side of a comparison of two runs: a run, or those of all ranks, with the turns of each call in one place."""
+"""One side of a comparison of two runs: a run, or those of all ranks, with the turns of each call in one place; and
+which of its calls made a tensor.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
 from narrowcast.analysis.diff.pieces import Piece, piece_of
-from narrowcast.analysis.diff.steps import steps_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS
@@ -123,7 +124,6 @@ class Side:
         return None
 
     def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
-        """The calls that made a tensor, the last one first."""
         return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
 
     def _before(self, rank: int, number: int) -> Iterator[int]:
@@ -237,3 +237,141 @@ class Side:
             return None
         piece = self.piece(placed.rank, dict(placed.call.inputs)[name])
         return piece if piece.elements >= 16 and piece.low < piece.high and piece.format in FORMATS else None
+
+
+Place = tuple[int, int, int]
+"""Of a call: its step, from 1; the weight that was read last in it, from 1; and which call of its op it is since."""
+
+
+def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) -> dict[int, Place]:
+    """The place of each call, by its index; empty where no step comes again, or a backward goes between.
+
+    weights: the tensors that each call reads and none made.
+    """
+    read = [n for n, numbers in enumerate(weights) if numbers]
+    said = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
+    period = next((p for p in range(1, len(said) // 2 + 1) if said[p:] == said[:-p]), 0)
+    has_turns = any(call.id.turn > 1 for call in calls if not call.id.module_path)
+    if not period or len(said) % period or has_turns or any(call.id.direction != FORWARD for call in calls):
+        return {}
+    before = [[call.id.op for call in calls[last + 1 : n][::-1]]
+              for last, n in zip([-1, *read[period - 1 :: period]], read[::period], strict=False)]  # fmt: skip
+    lead = len(list(takewhile(lambda ops: len(set(ops)) == 1, zip(*before, strict=False))))
+    starts, weight_at = {n - lead for n in read[::period]}, set(read)
+    found: dict[int, Place] = {}
+    step = weight = 0
+    seen: Counter[str] = Counter()
+    for n, call in enumerate(calls):
+        if n in starts:
+            step, weight, seen = step + 1, 0, Counter()
+        if n in weight_at:
+            weight, seen = weight + 1, Counter()
+        seen[call.id.op] += 1
+        found[n] = (step, weight, seen[call.id.op])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What made some tensors. alone: the calls without a partner, in order; known: those with one that they begin from;
+    both empty where the tensors came from outside of the run.
+    """
+
+    alone: tuple[Bundle, ...]
+    known: tuple[Bundle, ...]
+
+
+class Makers:
+    """Of one side; of several ranks the first, since all make the same calls."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
+        placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
+        self._of = {id(call): bundle for call, bundle in placed}
+
+    def of(self, number: int) -> Bundle | None:
+        """What made a tensor."""
+        call = self._side.maker(0, number)
+        return None if call is None else self._of[id(call)]
+
+    def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
+        """What made these, back to calls that have a partner."""
+        alone: dict[Bundle, None] = {}
+        known: dict[Bundle, None] = {}
+        waiting = [self.of(number) for number in numbers]
+        while waiting:
+            bundle = waiting.pop()
+            if bundle is None or bundle in alone:
+                continue
+            if bundle in paired:
+                known[bundle] = None
+                continue
+            alone[bundle] = None
+            waiting += [self.of(number) for number in self.read(bundle)]
+        return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
+
+    def last(self, bundle: Bundle) -> int:
+        """What a call gave first in its first turn, as it is after the last cast of it."""
+        given = self._last.get(bundle)
+        return bundle.call.outputs[0][1] if given is None else given
+
+    @cached_property
+    def _last(self) -> dict[Bundle | None, int]:
+        casts = [call for call in self._side.runs[0].calls if call.is_cast and call.id.direction == FORWARD]
+        return {self.of(call.outputs[0][1]): call.outputs[0][1] for call in casts}
+
+    @staticmethod
+    def read(bundle: Bundle, name: str = "") -> list[int]:
+        """The tensors that a call read in all turns, or those by one name."""
+        calls = [placed.call for turn in bundle.turns for placed in turn if placed.rank == 0]
+        return [number for call in calls for n, number in call.inputs if name in ("", n)]
+
+    @cached_property
+    def ends(self) -> list[Bundle]:
+        """The calls of a forward whose first results no call of it reads, and which models returned, if a run knows."""
+        returned = self.returned
+        forward = [b for b in self._bundles if b.id.direction == FORWARD]
+        read = {self.of(number) for b in forward for number in self.read(b)}
+        ends = (b for b in forward if b not in read and (not returned or b in returned or not b.path))
+        return [b for b in ends if b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    @cached_property
+    def returned(self) -> list[Bundle]:
+        """The calls that made what models returned, in order."""
+        made = {self.of(number) for number in self._side.runs[0].returned}
+        return [b for b in self._bundles if b in made and b.call.outputs]
+
+    @cached_property
+    def of_inputs(self) -> frozenset[Bundle]:
+        """The calls of a backward that may give the gradient of an input: no call is seen to read what they give, no
+        parameter has it, and the call of the forward that they belong to reads what comes from outside of the run.
+        """
+        read = {self.of(number) for b in self._bundles for number in self.read(b)}
+        gradients = [row["gradient"] for row in self._side.runs[0].parameters.values() if "gradient" in row]
+        known = read | {self.of(number) for number in gradients}
+        outside = {b.id for b in self._bundles if any(self.of(n) is None for n in self._floats_of(b))}
+        backward = [b for b in self._bundles if b.id.direction == BACKWARD and b not in known]
+        return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
+
+    def _floats_of(self, bundle: Bundle) -> list[int]:
+        """The floating tensors that a call read first that are no weight or buffer."""
+        first = bundle.turns[0][0]
+        named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
+        return [number for name, number in named if not self._side.is_given(first, name)]
+
+    def choosers(self, bundle: Bundle) -> list[Bundle]:
+        """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that
+        other calls made.
+        """
+        waiting, seen = self.read(bundle), {bundle: False}
+        while waiting:
+            number = waiting.pop()
+            maker = None if self._is_floating(number) else self.of(number)
+            if maker is not None and maker not in seen:
+                numbers = self.read(maker)
+                seen[maker] = any(self._is_floating(n) and self.of(n) is not None for n in numbers)
+                waiting += numbers
+        return [maker for maker, chooses in seen.items() if chooses]
+
+    def _is_floating(self, number: int) -> bool:
+        return self._tensors[number].format in FORMATS

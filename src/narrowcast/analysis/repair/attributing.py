@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.alone import run_low
+from narrowcast.analysis.compare.reference import run_low
 from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
 from narrowcast.analysis.repair.rules import rule_about
 from narrowcast.core.ledger.identity import CallId

@@ -15,22 +15,18 @@ from narrowcast.formats import fp16
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
+from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.output_errors import are_mask_numbers
-from narrowcast.observation.trial.rerun import (
-    can_run_again,
-    changed,
-    copies_of_written,
-    mends,
-    planned_arguments,
-    planned_dtypes,
-    run_in,
-)
 from narrowcast.reports.documents.rules import call_rule, rule_in_line
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
+
+_FP32_ENDS = "in fp64, on the same inputs, it is finite"
+_NOTHING = 1e-30
+"""What a number over the largest of fp32 may be."""
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -77,7 +73,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
 
 def _planned(call: SeenCall) -> list[tuple[str, torch.Tensor, torch.dtype]]:
     """The tensors that are cast, each with the dtype that it is cast to."""
-    dtypes = planned_dtypes(call)
+    dtypes = rerun.planned_dtypes(call)
     came = tensors_by_name(call.facts, call.args, call.kwargs) if dtypes else []
     return [(name, t, dtype) for (name, t), dtype in zip(came, dtypes, strict=True) if dtype is not None]
 
@@ -122,9 +118,6 @@ def sums_all(call: SeenCall) -> bool:
     return _name(call) in named("finite.sums_all")
 
 
-_FP32_ENDS = "in fp64, on the same inputs, it is finite"
-
-
 def find_culprit(
     call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Rounded | None = None,
     paths: Callable[[Any], str] = str,
@@ -145,13 +138,13 @@ def find_culprit(
             f"{largest_of([source]):.4g}, the maximum of {dst} is {dst.max:.6g}"
         )
         return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
-    if not can_run_again(call):
+    if not rerun.can_run_again(call):
         why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
         return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
-    in_fp32 = run_in(call, torch.float32) if low else None
-    if low and in_fp32 is not None and mends(in_fp32, call.results):
+    in_fp32 = rerun.run_in(call, torch.float32) if low else None
+    if low and in_fp32 is not None and rerun.mends(in_fp32, call.results):
         largest = largest_of(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
@@ -159,8 +152,8 @@ def find_culprit(
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
-    in_fp64 = run_in(call, torch.float64)
-    if in_fp64 is not None and mends(in_fp64, call.results):
+    in_fp64 = rerun.run_in(call, torch.float64)
+    if in_fp64 is not None and rerun.mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale its inputs, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
@@ -193,7 +186,7 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
     """What a format makes not finite in a call that passes something on, too; None if it makes nothing."""
-    finding = find_culprit(call, inputs_of(call), results) if can_run_again(call) else None
+    finding = find_culprit(call, inputs_of(call), results) if rerun.can_run_again(call) else None
     return finding if finding is not None and is_overflow(finding) else None
 
 
@@ -209,7 +202,7 @@ def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:
     if not is_overflow(finding) or finding.what == "nan":
         return False
     wide = [tensor for _, tensor in overflowing_casts(call)[0]]
-    wide = wide or (tensors_in(call.args)[:1] if call.is_cast else run_in(call, torch.float32) or [])
+    wide = wide or (tensors_in(call.args)[:1] if call.is_cast else rerun.run_in(call, torch.float32) or [])
     values = [t.detach()[t.isfinite() & (t.abs() > fp16.max)].flatten().float() for t in wide if is_floating(t)]
     return are_mask_numbers(torch.cat(values)) if values else False
 
@@ -234,21 +227,17 @@ def gives_the_same_without(call: SeenCall) -> bool:
     """Whether a call, all of whose results are finite, gives them for the largest number in the place of infinity, too:
     a clamp, a sigmoid, 1/inf; not rsqrt.
     """
-    if not can_run_again(call):
+    if not rerun.can_run_again(call):
         return False
-    args, kwargs = changed(*planned_arguments(call), lambda tensor: tensor.detach().nan_to_num(nan=torch.nan))
-    args, kwargs = copies_of_written(call.facts, args, kwargs)
+    args, kwargs = rerun.planned_arguments(call)
+    args, kwargs = rerun.changed(args, kwargs, lambda tensor: tensor.detach().nan_to_num(nan=torch.nan))
+    args, kwargs = rerun.copies_of_written(call.facts, args, kwargs)
     found = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
     pairs = zip(found, [t for t in call.results if is_floating(t)], strict=True)
     return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
 
 
-_NOTHING = 1e-30
-"""What a number over the largest of fp32 may be."""
-
-
 def _cause(call: SeenCall, inputs: Named) -> str:
-    """What of the inputs is the usual reason."""
     name = _name(call)
     for argument, tensor in inputs:
         if not tensor.numel():

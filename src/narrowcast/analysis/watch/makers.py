@@ -20,16 +20,8 @@ import torch
 from narrowcast.core.decide import Plan
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import came_in, inputs_of, is_floating
-from narrowcast.observation.trial.rerun import (
-    can_run_again,
-    changed,
-    copies_of_written,
-    mends,
-    planned_arguments,
-    run_in,
-    run_wide,
-)
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, storage_of, tree_map
 
@@ -39,8 +31,6 @@ _MAKERS = 4
 """How many makers of one value are tried, the nearest first."""
 _STEPS = 4096
 """How many calls are remembered."""
-
-
 _ALIKE = 0.05
 """How far what a choice of makers gives may be from what all of them give."""
 
@@ -72,7 +62,6 @@ class _HeldTensor:
         return _HeldTensor(reference.cdata, reference, tensor.dtype, tensor.device, shape, stride, offset)
 
     def there(self) -> torch.Tensor | None:
-        """The tensor, if its memory is in use."""
         storage = None if self.reference is None else storage_of(self.reference)
         if storage is None:
             return None
@@ -101,7 +90,6 @@ class _PassedStep:
     passes: bool
 
     def tensors(self) -> Iterator[_HeldTensor]:
-        """Those that it read."""
         for value in (*self.args, *self.kwargs.values()):
             for each in value if isinstance(value, list) else [value]:
                 held = _of_argument(each)
@@ -146,7 +134,6 @@ class LowMakers:
         self._steps.append(_PassedStep(facts, args, kwargs, plan, maker, list(map(self._place, results)), passes))
 
     def _held(self, values: Any, originals: dict[int, torch.Tensor]) -> Any:
-        """Arguments, their tensors not kept."""
         if type(values) is torch.nn.Parameter:  # it lives as long as its module
             return weakref.ref(values)
         if isinstance(values, torch.Tensor):
@@ -211,7 +198,7 @@ class Rounded:
                 results = self._again({number for maker in choice for number in self.makers[maker]})
             except (_Unknown, RuntimeError, NotImplementedError):
                 continue
-            if results is not None and mends(results, self.call.results):
+            if results is not None and rerun.mends(results, self.call.results):
                 found.append((choice, results))
             elif len(choice) == len(makers):  # with all of them it is the same: nothing else would help
                 return [], True
@@ -232,8 +219,8 @@ class Rounded:
                 return tensor
             return self._made_again(held, number, high, known)
 
-        args, kwargs = changed(self.call.args, self.call.kwargs, made)
-        return run_in(replace(self.call, args=args, kwargs=kwargs), torch.float32)
+        args, kwargs = rerun.changed(self.call.args, self.call.kwargs, made)
+        return rerun.run_in(replace(self.call, args=args, kwargs=kwargs), torch.float32)
 
     def _maker(self, held: _HeldTensor, before: int) -> int | None:
         """The last step before another that gave what lies there."""
@@ -279,7 +266,6 @@ class Rounded:
         return held.seen_in(known[number][index], gave[index])
 
     def _run(self, number: int, high: set[int], known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-        """What a step gives."""
         step = self.steps[number]
 
         def made(value: Any) -> Any:
@@ -292,12 +278,12 @@ class Rounded:
 
         args, kwargs = tree_map(made, (step.args, step.kwargs))
         call = SeenCall(self.call.who, step.facts, args, kwargs, plan=step.plan)
-        if not can_run_again(call):
+        if not rerun.can_run_again(call):
             raise _Unknown
         if number in high:
-            results = run_wide(call.facts, call.args, call.kwargs, torch.float32)
+            results = rerun.run_wide(call.facts, call.args, call.kwargs, torch.float32)
         else:
-            args, kwargs = copies_of_written(call.facts, *planned_arguments(call))
+            args, kwargs = rerun.copies_of_written(call.facts, *rerun.planned_arguments(call))
             results = tensors_in(call.facts.op(*args, **kwargs))
         if results is None or len(results) != len(step.gave):
             raise _Unknown

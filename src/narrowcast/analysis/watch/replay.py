@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import textwrap
 from dataclasses import dataclass
@@ -47,34 +46,24 @@ class Replay:
         """
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+            prefix = f".{folder.name}."
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+                made = Path(name)
+                text = _SCRIPT.format(
+                    title=str(finding.id), place=f"{finding.file}:{finding.line}",
+                    sentence=textwrap.fill(finding.sentence.replace('"', "'"), 100), op=self.op,
+                    arguments=_text(list(self.args), made), named=_text(dict(self.kwargs), made),
+                )  # fmt: skip
+                (made / "repro.py").write_text(text, encoding="utf-8")
+                folder.mkdir(exist_ok=True)
+                for file in made.iterdir():
+                    file.replace(folder / file.name)
         except OSError as error:
-            raise _not_written(folder, error) from error
-        try:
-            values = _ValuesAsText(made)
-            arguments = values.text(list(self.args))
-            named = values.text(dict(self.kwargs))
-            text = _SCRIPT.format(
-                title=str(finding.id), place=f"{finding.file}:{finding.line}",
-                sentence=textwrap.fill(finding.sentence.replace('"', "'"), 100), op=self.op, arguments=arguments,
-                named=named,
-            )  # fmt: skip
-            (made / "repro.py").write_text(text, encoding="utf-8")
-            folder.mkdir(exist_ok=True)
-            for file in made.iterdir():
-                file.replace(folder / file.name)
-        except OSError as error:
-            raise _not_written(folder, error) from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            raise RunError(
+                f"saving a call into {folder}", f"{type(error).__name__}: {error}", (Origin(str(folder)),),
+                "Give a folder that can be written to and has room.",
+            ) from error  # fmt: skip
         return folder / "repro.py"
-
-
-def _not_written(folder: Path, error: OSError) -> RunError:
-    return RunError(
-        f"saving a call into {folder}", f"{type(error).__name__}: {error}", (Origin(str(folder)),),
-        "Give a folder that can be written to and has room.",
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +74,26 @@ class _CastTensor:
     dtype: torch.dtype | None
 
 
-class _ValuesAsText:
-    """Values as Python text; tensors are written into files beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
-
-    def text(self, value: Any) -> str:
-        """The text that gives the value back."""
-        if isinstance(value, _CastTensor):
-            text = self._tensor(value.tensor)
-            return text if value.dtype is None else f"cast({text}, {value.dtype})"
-        if isinstance(value, list | tuple):
-            inside = ", ".join(self.text(v) for v in value)
-            return f"[{inside}]"
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key!r}: {self.text(v)}" for key, v in value.items()) + "}"
-        if isinstance(value, float):
-            return f"float({str(value)!r})" if value != value or abs(value) == float("inf") else repr(value)
-        if isinstance(value, torch.device):
-            return "DEVICE"
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return str(value)
-        return repr(value) if isinstance(value, int | bool | str | complex | type(None)) else "None"
-
-    def _tensor(self, tensor: torch.Tensor) -> str:
-        name = f"tensor{self._count}.npy"
-        self._count += 1
+def _text(value: Any, folder: Path) -> str:
+    """A value as Python text; tensors are written into files in the folder."""
+    if isinstance(value, _CastTensor):
+        tensor, name = value.tensor, f"tensor{len(list(folder.iterdir()))}.npy"
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-        np.save(self._folder / name, raw, allow_pickle=False)
-        return f"load({name!r}, {tensor.dtype}, {list(tensor.shape)}, {list(tensor.stride())})"
+        np.save(folder / name, raw, allow_pickle=False)
+        text = f"load({name!r}, {tensor.dtype}, {list(tensor.shape)}, {list(tensor.stride())})"
+        return text if value.dtype is None else f"cast({text}, {value.dtype})"
+    if isinstance(value, list | tuple):
+        inside = ", ".join(_text(v, folder) for v in value)
+        return f"[{inside}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(v, folder)}" for key, v in value.items()) + "}"
+    if isinstance(value, float):
+        return f"float({str(value)!r})" if value != value or abs(value) == float("inf") else repr(value)
+    if isinstance(value, torch.device):
+        return "DEVICE"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    return repr(value) if isinstance(value, int | bool | str | complex | type(None)) else "None"
 
 
 _SCRIPT = '''"""{title}

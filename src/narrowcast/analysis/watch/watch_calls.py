@@ -8,24 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.watch.culprit import (
-    cast_finding,
-    find_culprit,
-    finding_of,
-    gives_the_same_without,
-    is_for_scaler,
-    is_overflow,
-    is_quotient,
-    made_besides,
-    overflowing_casts,
-    overflows_by_mask,
-    sums_all,
-    unscales,
-    waits,
-)
-from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, ValueHistory, place_of
+from narrowcast.analysis.watch import culprit, history
 from narrowcast.analysis.watch.makers import LowMakers
-from narrowcast.analysis.watch.put_off import PutOff, Verdict, judged
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.core.policy import Policy
@@ -33,22 +17,7 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import names_of_parameters, path_of
 from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.observation.trial.finiteness import (
-    Flags,
-    came_in,
-    fills,
-    gave,
-    inputs_of,
-    is_finite,
-    is_floating,
-    is_whole_number,
-    mask_like,
-    numbers_not_finite,
-    only_passed_on,
-    out_of_range,
-    parts_inside,
-    reads,
-)
+from narrowcast.observation.trial import finiteness
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
 from narrowcast.reports.results.findings import GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
@@ -66,12 +35,12 @@ class WatchCalls(Observer):
     ) -> None:
         super().__init__(policies)
         self._found, self._at, self._tell = found, at, tell
-        self._flags = Flags()
-        self._history = ValueHistory()
+        self._flags = finiteness.Flags()
+        self._history = history.ValueHistory()
         self._low_makers = LowMakers()
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
-        self._later: list[PutOff] = []
+        self._later: list[history.PutOff] = []
         self._losses: list[int] = []
         self._is_skipped = False
         self.of_backward: set[torch.dtype] = set()
@@ -84,7 +53,7 @@ class WatchCalls(Observer):
 
     def before(self, call: SeenCall) -> None:
         """What came in, before the op writes to it."""
-        came = call.notes["came"] = came_in(call)
+        came = call.notes["came"] = finiteness.came_in(call)
         call.notes["flags"] = [self._flags.number(t) for t in came]
         call.notes["given"] = tensors_in(call.args, call.kwargs)
         if call.facts.writes and self._looks_now(came):
@@ -94,24 +63,25 @@ class WatchCalls(Observer):
         """What went out."""
         self._found.calls += 1
         self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
-        results = gave(call)
+        results = finiteness.gave(call)
         if results and call.who.direction == BACKWARD:
             self.of_backward.add(results[0].dtype)
         if call.facts.writes:
             for tensor in results:
                 self._flags.written(tensor)
-        if not self._looks_now(results or came_in(call)):
-            pairs = zip(inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
-            came = [flag for (name, _), flag in pairs if reads(call, name)] if pairs else self._came(call)
+        if not self._looks_now(results or finiteness.came_in(call)):
+            pairs = zip(finiteness.inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
+            came = [flag for (name, _), flag in pairs if finiteness.reads(call, name)] if pairs else self._came(call)
             given, lies = list(map(self._flags.number, results)), [StorageWeakRef(t.untyped_storage()) for t in results]
-            self._later.append(PutOff(call.without_tensors(), came, given, lies, numbers_not_finite(call)))
+            why = finiteness.numbers_not_finite(call)
+            self._later.append(history.PutOff(call.without_tensors(), came, given, lies, why))
             return
-        bad = [tensor for tensor in results if not is_finite(tensor)]
-        overflowed, masks = overflowing_casts(call, gave_finite=not bad)
+        bad = [tensor for tensor in results if not finiteness.is_finite(tensor)]
+        overflowed, masks = culprit.overflowing_casts(call, gave_finite=not bad)
         for name, _ in masks:
             self._count_meant(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
         if overflowed and not self._is_allowed(call, overflowed[0][0]):
-            self._make(call, cast_finding(call, overflowed), bad)
+            self._make(call, culprit.cast_finding(call, overflowed), bad)
         elif bad:
             self._judge(call, bad)
         elif self._history:
@@ -127,23 +97,22 @@ class WatchCalls(Observer):
         """
         is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast and not call.facts.writes
         maker = (call.facts.id, call.who.module()) if is_low else None
-        self._low_makers.note(call, maker, results, passes=not sums_all(call))
+        self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
-        came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
+        came = finiteness.came_in(call)[-1:] if culprit.is_quotient(call) else finiteness.came_in(call)
         paths = lambda module: path_of(module, self.roots)  # noqa: E731
-        return find_culprit(call, inputs_of(call), results, self._low_makers.of(call, came), paths)
+        return culprit.find_culprit(call, finiteness.inputs_of(call), results, self._low_makers.of(call, came), paths)
 
     def _came(self, call: SeenCall) -> list[int]:
-        """The flags of what came in."""
         flags: list[int] | None = call.notes.get("flags")
-        return [self._flags.number(t) for t in came_in(call)] if flags is None else flags
+        return [self._flags.number(t) for t in finiteness.came_in(call)] if flags is None else flags
 
     def _bad_inputs(self, call: SeenCall) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """The arguments that are not finite: their names, what they were, and themselves."""
-        pairs = zip(inputs_of(call), came_in(call), self._came(call), strict=True)
+        pairs = zip(finiteness.inputs_of(call), finiteness.came_in(call), self._came(call), strict=True)
         bad = [(name, was, tensor) for (name, was), tensor, flag in pairs if not self._flags.is_finite(flag)]
-        return [each for each in bad if reads(call, each[0])]
+        return [each for each in bad if finiteness.reads(call, each[0])]
 
     def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
         return self._at == "op" or (self._at == "auto" and all(t.is_cpu for t in tensors))
@@ -152,13 +121,13 @@ class WatchCalls(Observer):
         """All it gave is finite: what came in that was not had a reader to whom it was nothing."""
         given = call.notes.get("given") or tensors_in(call.args, call.kwargs)
         carriers = [(t, carrier) for t in given if (carrier := self._history.carriers.get(t)) is not None]
-        whole = [t for t in call.results if is_whole_number(t)]
+        whole = [t for t in call.results if finiteness.is_whole_number(t)]
         if not carriers or not (results or whole):
             return
         bad = {id(tensor) for _, _, tensor in self._bad_inputs(call)}
-        followed = [t for t in whole if out_of_range(t)]
+        followed = [t for t in whole if finiteness.out_of_range(t)]
         for tensor, carrier in carriers:
-            if id(tensor) not in bad and not (is_whole_number(tensor) and out_of_range(tensor)):
+            if id(tensor) not in bad and not (finiteness.is_whole_number(tensor) and finiteness.out_of_range(tensor)):
                 carrier.is_looked_at = True
             elif followed:
                 self._history.carries(followed, carrier.causes)
@@ -166,12 +135,12 @@ class WatchCalls(Observer):
             elif results or (whole and not carrier.has_nan):
                 self._came_through(call, carrier)
         for tensor in results if call.facts.writes else ():
-            if fills(tensor):
+            if finiteness.fills(tensor):
                 self._history.carriers.drop(tensor)
 
-    def _came_through(self, call: SeenCall, carrier: Carrier) -> None:
+    def _came_through(self, call: SeenCall, carrier: history.Carrier) -> None:
         inexact = [cause for cause in carrier.waiting if not cause.is_exact]
-        if inexact and not gives_the_same_without(call):
+        if inexact and not culprit.gives_the_same_without(call):
             self._history.came_to(inexact, f"{call.id} reads it, and gives something else than for a finite one")
         elif not carrier.is_read and carrier.waiting:
             self._count_meant(carrier.waiting[0].harmless)
@@ -181,11 +150,11 @@ class WatchCalls(Observer):
             cause.is_masked = True
 
     def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        bad = self._bad_inputs(call) or [(name, t, t) for name, t in parts_inside(call) if not is_finite(t)]
-        if bad:
+        inside = ((name, t, t) for name, t in finiteness.parts_inside(call) if not finiteness.is_finite(t))
+        if bad := self._bad_inputs(call) or list(inside):
             self._pass_on(call, bad, results)
             return
-        why = numbers_not_finite(call) or mask_like(call, results) or self._is_allowed(call)
+        why = finiteness.numbers_not_finite(call) or finiteness.mask_like(call, results) or self._is_allowed(call)
         if why:
             self._count_meant(why)
             self._carry(results, [self._history.cause(why)], call)
@@ -198,10 +167,10 @@ class WatchCalls(Observer):
             return
         self._make(call, self._culprit(call, results), results)
 
-    def _known(self, call: SeenCall) -> Cause | None:
+    def _known(self, call: SeenCall) -> history.Cause | None:
         """The cause that a call only repeats: of its forward, which it recomputes, or whose gradient it computes."""
         if call.id.direction == RECOMPUTATION:
-            return self._history.made.get(place_of(call))
+            return self._history.made.get(history.place_of(call))
         if call.forward is None:
             return None
         of = call.forward
@@ -209,24 +178,24 @@ class WatchCalls(Observer):
         return cause if cause is not None and cause.is_told else None
 
     def _make(
-        self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[Cause] = ()
-    ) -> Cause:
+        self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[history.Cause] = ()
+    ) -> history.Cause:
         """A cause that is new: told now if a low format made it, else once something has come of it."""
         finding = replace(finding, step=self._found.steps + 1)
         if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = replace(finding, replay=Replay.of(call))
-        why = FOR_SCALER if self._is_skipped and is_overflow(finding) else ""
-        is_fault = not (waits(finding) or (call.args and overflows_by_mask(call, finding)))
+        why = history.FOR_SCALER if self._is_skipped and culprit.is_overflow(finding) else ""
+        is_fault = not (culprit.waits(finding) or (call.args and culprit.overflows_by_mask(call, finding)))
         cause = self._history.cause(why, call, finding, is_fault=is_fault)
         self._carry(results, [*besides, cause], call)
-        if is_for_scaler(call, finding):
+        if culprit.is_for_scaler(call, finding):
             self._history.at_step.append(cause)
         elif cause.is_fault:
             self._history.came_to([cause])
             self._tell_due()
         return cause
 
-    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause], by: SeenCall | None = None) -> None:
+    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[history.Cause], by: SeenCall | None = None) -> None:
         """These hold what these causes made. by: the call that gave them."""
         if by is not None and by.who.direction != BACKWARD:
             self._history.met(by.id, causes)
@@ -237,12 +206,12 @@ class WatchCalls(Observer):
         self, call: SeenCall, bad: list[tuple[str, torch.Tensor, torch.Tensor]], results: list[torch.Tensor]
     ) -> None:
         """What came in was not finite, either: it has its causes, or is given from outside."""
-        causes: dict[Cause, None] = {}
+        causes: dict[history.Cause, None] = {}
         for name, was, tensor in bad:
             carrier = self._history.carriers.get(tensor) or self._given(call, name, was, tensor)
             carrier.is_read = True
             causes.update(dict.fromkeys(carrier.causes))
-        if unscales(call) and float(call.args[2]) < 1:  # of a loss that the scaler had made larger
+        if culprit.unscales(call) and float(call.args[2]) < 1:  # of a loss that the scaler had made larger
             self._skips_step()
         if any(cause.is_told for cause in causes):
             self._found.spread += 1
@@ -250,7 +219,8 @@ class WatchCalls(Observer):
             return
         has_nan = any(bool(t.isnan().any()) for t in results)
         nan_came = any(bool(was.isnan().any()) for _, was, _ in bad)
-        made = None if only_passed_on([was for _, was, _ in bad], results) else made_besides(call, results)
+        is_passed_on = finiteness.only_passed_on([was for _, was, _ in bad], results)
+        made = None if is_passed_on else culprit.made_besides(call, results)
         if made is not None and not self._is_allowed(call):
             self._make(call, made, results, causes)
             return
@@ -260,14 +230,14 @@ class WatchCalls(Observer):
                 cause.became = cause.became or f"it became NaN in {call.id} ({call.site.file}:{call.site.line})"
         elif has_nan and not nan_came and not self._is_allowed(call):
             why = next(iter(causes)).why
-            if why != FOR_SCALER:
+            if why != history.FOR_SCALER:
                 finding = self._culprit(call, results)
                 finding = replace(finding, sentence=f"NaN computed from intentional infinities: {why}")
                 self._make(call, finding, results, causes)
                 return
         self._carry(results, causes, call)
 
-    def _given(self, call: SeenCall, name: str, value: torch.Tensor, tensor: torch.Tensor) -> Carrier:
+    def _given(self, call: SeenCall, name: str, value: torch.Tensor, tensor: torch.Tensor) -> history.Carrier:
         """The first reader of what nobody saw being made: what a call keeps for its backward is what that call met; of
         the rest infinities are taken as meant, NaN is not.
         """
@@ -282,7 +252,7 @@ class WatchCalls(Observer):
             kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
             sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
             advice = "Look at the data and the weights, and at what made them."
-            finding = finding_of(call, inputs_of(call), "nan", GIVEN, sentence, advice)
+            finding = culprit.finding_of(call, finiteness.inputs_of(call), "nan", GIVEN, sentence, advice)
             self._carry([tensor], [self._make(call, finding, [])])
         carrier = self._history.carriers.get(tensor)
         if carrier is None:
@@ -319,14 +289,14 @@ class WatchCalls(Observer):
         is_of_loss = facts.id == "aten.ones_like.default"
         for tensor in tensors_in(args, kwargs):
             is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
-            if is_loss and self._later and is_floating(tensor):
+            if is_loss and self._later and finiteness.is_floating(tensor):
                 self._losses.append(self._flags.number(tensor))
             carrier = self._history.carriers.get(tensor)
             if is_loss and carrier is not None:
                 self._history.came_to(carrier.causes, "a gradient is taken through it")
             if is_of_loss or carrier is None:
                 continue
-            copies = [t for t in tensors_in(result) if is_floating(t) and not is_finite(t)]
+            copies = [t for t in tensors_in(result) if finiteness.is_floating(t) and not finiteness.is_finite(t)]
             if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
                 self._carry(copies, carrier.causes)
                 carrier.is_read = True
@@ -342,7 +312,7 @@ class WatchCalls(Observer):
             if cause.call is None or cause.finding is None or not cause.is_open:
                 continue
             cause.is_told = True
-            key = (*place_of(cause.call), cause.finding.made_by)
+            key = (*history.place_of(cause.call), cause.finding.made_by)
             if key in self._told:
                 self._found.repeated += 1
                 continue
@@ -380,21 +350,21 @@ class WatchCalls(Observer):
     def _skips_step(self) -> None:
         self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
-            self._count_meant(FOR_SCALER)
+            self._count_meant(history.FOR_SCALER)
 
     def _read_later(self, is_skipped: bool) -> None:
         """Read what was put off, in one transfer."""
         later, self._later, losses, self._losses = self._later, [], self._losses, []
         skips = False
-        for put_off, verdict, why in judged(later, losses, self._flags.read(), is_skipped):
-            if verdict is Verdict.SPREAD:
+        for put_off, verdict, why in history.judged(later, losses, self._flags.read(), is_skipped):
+            if verdict is history.Verdict.SPREAD:
                 self._found.spread += 1
-            elif verdict is Verdict.MEANT:
+            elif verdict is history.Verdict.MEANT:
                 self._count_meant(why)
-            elif verdict is Verdict.SKIPPED:
+            elif verdict is history.Verdict.SKIPPED:
                 skips = True
             else:
                 sentence = f"{why}; nc.watch(at='op') proves who made it"
-                self._make(put_off.call, finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
+                self._make(put_off.call, culprit.finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
         if skips:
-            self._count_meant(FOR_SCALER)
+            self._count_meant(history.FOR_SCALER)

@@ -16,13 +16,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in, values_of
-from narrowcast.runtime.torch_surface.autograd import (
-    current_autograd_node,
-    current_graph_task,
-    next_sequence_number,
-    numbers_before,
-    paths_to_leaves,
-)
+from narrowcast.runtime.torch_surface import autograd
 from narrowcast.runtime.torch_surface.dispatch import op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -81,13 +75,13 @@ class Backwards:
         if op_name(call.facts.op) in _FACTORS and (scales := find_scales()):
             tensors = [t for t in call.args if isinstance(t, torch.Tensor) and has_storage(t)]
             if any(t.requires_grad for t in tensors) and any(map(self._of_scaled.get, tensors)):  # as GradCache does
-                self._scaling.add(next_sequence_number() - 1)
+                self._scaling.add(autograd.next_sequence_number() - 1)
                 return None
             by_number = any(isinstance(n, int | float) and float(n) in self._numbers for n in call.args)
             by_number |= any(t.dim() == 0 and t.dtype is torch.float64 and float(t) in self._numbers for t in tensors)
             if by_number or any(storage_key(t) in scales for t in tensors):
-                again = any(paths_to_leaves(t.grad_fn, self._scaling)[1] for t in tensors)
-                self._scaling.add(next_sequence_number() - 1)
+                again = any(autograd.paths_to_leaves(t.grad_fn, self._scaling)[1] for t in tensors)
+                self._scaling.add(autograd.next_sequence_number() - 1)
                 if again and not self.differentiated:  # a gradient that is unscaled, and goes into a loss
                     return (
                         "a loss that is scaled twice",
@@ -106,7 +100,7 @@ class Backwards:
 
     def begins_at(self, root: torch.Tensor) -> None:
         """What torch asks of a backward's root, a gradient of ones, is made."""
-        leaves, self._meets_scale = paths_to_leaves(root.grad_fn, self._scaling)
+        leaves, self._meets_scale = autograd.paths_to_leaves(root.grad_fn, self._scaling)
         self._coming = {id(leaf): leaf for leaf in leaves}
 
     def unscales(self, call: SeenCall) -> None:
@@ -137,7 +131,7 @@ class Backwards:
 
     def runs(self, args: tuple[Any, ...]) -> None:
         """An op of a backward runs: perhaps the first, perhaps one that gives a leaf its gradient."""
-        task = current_graph_task()
+        task = autograd.current_graph_task()
         if task != self._task:
             self._task, self._reaches, self._coming = task, self._coming, {}
             self._is_mixed, self._meets_scale = self._meets_scale, False
@@ -146,8 +140,8 @@ class Backwards:
                 here = loop_line(sys._current_frames().get(self._thread))
             self._lines.append(here)
             if torch.is_grad_enabled():
-                self.differentiated |= numbers_before(current_autograd_node())
-        leaf = getattr(current_autograd_node(), "variable", None)
+                self.differentiated |= autograd.numbers_before(autograd.current_autograd_node())
+        leaf = getattr(autograd.current_autograd_node(), "variable", None)
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
         if leaf is not None and id(leaf) in self._reaches:
@@ -161,7 +155,7 @@ class Backwards:
         target = values_of(call.args[0]) if op_name(call.facts.op) == "add_" else None
         if target is None or not has_storage(target):
             return
-        leaf = getattr(current_autograd_node(), "variable", None)
+        leaf = getattr(autograd.current_autograd_node(), "variable", None)
         gradient = values_of(leaf.grad) if leaf is not None and leaf.grad is not None else target
         if storage_key(gradient) != storage_key(target) or (leaf is None and self._gradients.get(target) is None):
             return

@@ -1,4 +1,6 @@
-"""What sums in a low format would have come to without rounding: weights and averages that stay where they were."""
+"""Looks at sums in a low format: what they would have come to without rounding (weights and averages that stay
+where they were), and those that a loop adds up term by term (losses, gradients, statistics of batch norm).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,11 @@ import torch
 
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import (
-    TO_COPY,
-    StorageWeakRef,
-    op_name,
-    storage_key,
-    storage_of,
-    tree_map,
-)
+from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.kept import written
 
@@ -58,7 +55,7 @@ class _ExactValue:
 
     def now(self) -> torch.Tensor | None:
         """What lies there, in fp32; None where it is freed."""
-        storage = storage_of(self.memory)
+        storage = dispatch.storage_of(self.memory)
         if storage is None or not storage.nbytes():
             return None
         offset, shape, strides = self.lies
@@ -103,8 +100,8 @@ class Exact:
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
     ) -> Begun | None:
         """An op is about to run: its arguments in fp32, if it is to be computed again. steps: an optimizer runs it."""
-        name = op_name(facts.op).removesuffix("_")
-        args, kwargs = tree_map(_part, (args, kwargs))
+        name = dispatch.op_name(facts.op).removesuffix("_")
+        args, kwargs = dispatch.tree_map(_part, (args, kwargs))
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
         targets = written(facts, args, kwargs)
         known = [value for t in tensors if (value := self._values.get(t)) is not None]
@@ -122,14 +119,14 @@ class Exact:
             if name == "copy" and sources[0].dtype in LOW and self._was_there(sources[0]):
                 value.reads = {}  # what was lost was lost there
             wide = lambda t: self._wide(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
-            wide_args, wide_kwargs = tree_map(wide, (args, kwargs))
-            if facts.op is TO_COPY:
+            wide_args, wide_kwargs = dispatch.tree_map(wide, (args, kwargs))
+            if facts.op is dispatch.TO_COPY:
                 wide_kwargs = {**wide_kwargs, "dtype": torch.float32}
             return Begun(facts, wide_args, wide_kwargs, targets, value)
 
     def end(self, begun: Begun, result: Any) -> None:
         """It has run: what it would have given."""
-        given = begun.targets or tensors_in(tree_map(_part, result))
+        given = begun.targets or tensors_in(dispatch.tree_map(_part, result))
         with quietly():
             try:
                 wide = begun.facts.op(*begun.args, **begun.kwargs)
@@ -153,15 +150,15 @@ class Exact:
         """An op has drawn random numbers: what they are added to is rounded as they want it."""
         for tensor in tensors_in(result):
             if has_storage(tensor) and tensor.is_floating_point():
-                drawn = _ExactValue(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
-                self._put(tensor, drawn.exact, drawn)
+                drawn = tensor.detach().float()
+                self._put(tensor, drawn, _ExactValue(None, (), tensor.dtype, drawn, NOWHERE, is_random=True))
 
     def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
         """What the step has lost; the next one begins with what lies there now."""
         found = []
         with quietly():
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
-            states = {storage_key(t) for t in held} | self._gradients()
+            states = {dispatch.storage_key(t) for t in held} | self._gradients()
             values = [(v, now) for v in self._values.living() if (now := v.now()) is not None]
             others = [t.float() for t in held] + [now for _, now in values]
             for value, now in values:
@@ -175,8 +172,7 @@ class Exact:
         return found
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
-        """Note what a value is computed from."""
-        value, key = self._values.get(tensor), storage_key(tensor)
+        value, key = self._values.get(tensor), dispatch.storage_key(tensor)
         is_gradient = key in self._gradients()
         into.of_gradients |= is_gradient
         if value is not None:
@@ -194,7 +190,7 @@ class Exact:
 
     def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:
         value = _ExactValue(
-            StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
+            dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
             dict(like.reads), like.of_gradients, like.is_random,
         )  # fmt: skip
         self._values.put(tensor, value)
@@ -268,3 +264,114 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
                 most.site,
             ))  # fmt: skip
     return found
+
+
+_TERMS = 3
+"""How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What was added up at one line: additions, and the step in which the first of them was."""
+
+    at: tuple[str, str, int]
+    additions: int
+    since: int
+
+
+class Sums:
+    """Which sums are added up in a low format."""
+
+    def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
+        self._was_there = was_there
+        self._sums: ByStorage[_Sum] = ByStorage()
+        self._casts: ByStorage[bool] = ByStorage()  # of gradients
+        self._step = 0
+
+    def end_of_step(self) -> None:
+        """An optimizer has stepped."""
+        self._step += 1
+
+    def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
+        """The format of a sum in a low one that a call adds a gradient to, again."""
+        if call.facts.op is dispatch.TO_COPY:
+            if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
+                self._casts.put(call.result, True)
+            return None
+        for total, term, result in _additions(call):
+            is_sum = self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
+            if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
+                return result.dtype
+        return None
+
+    def of_losses(self, call: SeenCall) -> Found | None:
+        """Whether a call adds a number to a sum of them: over many terms, or from step to step."""
+        if dispatch.op_name(call.facts.op) == "add" and any(isinstance(value, int | float) for value in call.args[:2]):
+            for result in call.results:
+                self._sums.put(result, _Sum(call.site.at, 1, self._step))  # 0.0 + loss, perhaps
+        for total, term, result in _additions(call):
+            if result.numel() != 1 or term.numel() != 1:
+                continue
+            additions = self._again(call, total, term, result, over_steps=True)
+            known = self._sums.get(result)
+            if known is None or additions < (2 if known.since < self._step else _TERMS):
+                continue
+            return (
+                "a sum in a low format",
+                f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a "
+                "unit of the sum is lost, so that the sum no longer changes",
+                "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
+                call.site,
+            )
+        return None
+
+    def _is_gradient(self, tensor: torch.Tensor, gradients: Callable[[], set[int]]) -> bool:
+        return has_storage(tensor) and (
+            dispatch.storage_key(tensor) in gradients() or self._casts.get(tensor) is not None
+        )
+
+    def _again(
+        self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
+    ) -> int:
+        """How often the sum was added to at this line."""
+        at = call.site.at
+        known = self._sums.get(total) or self._sums.get(term)
+        if known is None or known.at != at or not (over_steps or known.since == self._step):
+            is_old = over_steps and (self._was_there(total) or self._was_there(term))
+            known = _Sum(at, 0, self._step - is_old)
+        now = _Sum(at, known.additions + 1, known.since)
+        self._sums.put(result, now)
+        return now.additions
+
+
+def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of an addition in a low format the sum so far, the term, and the new sum."""
+    name = dispatch.op_name(call.facts.op)
+    if name not in ("add", "add_", "_foreach_add", "_foreach_add_") or len(call.args) < 2:
+        return []
+    lists = [value if isinstance(value, list | tuple) else [value] for value in call.args[:2]]
+    results = lists[0] if name.endswith("_") else call.results
+    rows = zip(*lists, results, strict=False)
+    return [
+        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in LOW
+    ]
+
+
+def low_statistics(call: SeenCall) -> Found | None:
+    """Whether a call adds to statistics that are in a low format. Nothing is added to those of a frozen one."""
+    if "batch_norm" not in call.facts.id:
+        return None
+    names = [argument.name for argument in dispatch.schema_of(call.facts.op).arguments]
+    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+    if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
+        return None
+    for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
+        if name in ("running_mean", "running_var") and tensor.dtype in LOW:
+            return (
+                "batch norm statistics in a low format",
+                f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds to "
+                "it is soon lost in rounding",
+                "Keep the module in fp32 (module.float()): a region gives it what it needs.",
+                call.site,
+            )
+    return None

@@ -1,17 +1,23 @@
-"""Looks at gradients in steps of training: who clips them while they are scaled."""
+"""Looks at gradients in steps of training: who clips them while they are scaled, what becomes of the scale, and which
+of them underflow in fp16, besides those that are zero in theory and round-off in practice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 
-from narrowcast.core.policy import Site
+from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
-from narrowcast.runtime.torch_bridge import tensors_in, values_of
+from narrowcast.observation.trial.finiteness import is_finite, is_floating
+from narrowcast.observation.trial.noise import Noise
+from narrowcast.observation.trial.rerun import can_run_again, changed, planned_arguments, run_wide
+from narrowcast.runtime.torch_bridge import FORMATS, tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -195,3 +201,143 @@ class Gradients:
             return None
         op, site, (kind, what, todo) = found
         return kind, f"{op} {what}", todo, site
+
+
+class Updates:
+    """Updates of a loop's scale. skipped: those of steps that were skipped; is_known: the scale of the last one was
+    there before the steps.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.is_known = False
+        self._updates = 0
+        self._scale = 0.0
+        self._has_room = False
+        self._site: Site | None = None
+
+    def add(self, scale: float, is_skipped: bool, is_known: bool, site: Site) -> None:
+        """One more."""
+        self._updates += 1
+        self.skipped += is_skipped
+        self.is_known = is_known
+        self._has_room = is_known and scale > 1 and (self._updates == 1 or scale < self._scale)
+        self._scale, self._site = scale, site
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all steps so far were skipped, and a smaller scale is left."""
+        return bool(self._updates) and self.skipped == self._updates and self._has_room
+
+    def judge(self) -> Found | None:
+        """Whether no step passes."""
+        if not self._updates or self.skipped < self._updates or not self.is_known or self._has_room:
+            return None
+        return (
+            "every step is skipped",
+            f"{self.skipped} of {self._updates} steps, the last at a scale of {self._scale:g}, have gradients that are "
+            "not finite: no weight moves",
+            "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot fix it.",
+            self._site or NOWHERE,
+        )
+
+
+_SMALLEST_NORMAL = FORMATS[torch.float16].smallest_normal
+_HALF, _FIVE_BITS = 0.5, 2.0**-6
+"""Of a gradient's size, what has to be lost of it so that it is told of; and where even the largest gradient of the
+step is subnormal, so that a larger scale would save all of them.
+"""
+_SMALL = 1.0
+"""A step whose largest gradient in fp16 reaches it is not told of: what underflows (below 3e-8) is less than half a
+unit of that in fp32, and a scaler that doubles its scale now and then has few steps left to do so.
+"""
+_SURE = 4.0
+"""How many times the size of its round-off a gradient has to be, so that it is more than that."""
+_HALF_A_UNIT = FORMATS[torch.float16].epsilon / 2
+
+
+class Underflow:
+    """What backwards in fp16 lose, of what would be there without rounding.
+
+    Each gradient has a size of its round-off: how far a call's result moves if each number that it reads moves by half
+    a unit of fp16, or by its own round-off. A gradient that is as small as that is zero in theory (of a key's bias,
+    before a norm whose output's squares are the loss), and nothing is lost with it.
+    """
+
+    def __init__(self) -> None:
+        self._noise = Noise(seed=0)
+        self._sizes: ByStorage[float] = ByStorage()
+        self._largest = 0.0  # of a step's gradients in fp16; the gradient of a loss is a scale, and none of them
+        self._lost: list[tuple[float, Found]] = []  # in the step
+        self._has_told = False
+
+    def passed_on(self, args: Any, results: Iterable[torch.Tensor]) -> None:
+        """Values were copied, or written over by what has them: so is what is known of their round-off."""
+        size = max((self._sizes.get(t) or 0.0 for t in tensors_in(args)), default=0.0)
+        if size:
+            for tensor in results:
+                self._sizes.put(tensor, size)
+
+    def look(self, call: SeenCall) -> None:
+        """At a call of a backward: how much of what it gives in fp16 lies below what fp16 holds."""
+        args, kwargs = planned_arguments(call)
+        results = [t for t in call.results if is_floating(t)]
+        if not all(t.numel() == 0 or is_finite(t) for t in results):
+            self._largest = math.inf  # a step that a scaler skips
+            return
+        exact = None
+        if not call.facts.overwrites and can_run_again(call) and all(map(has_storage, tensors_in(args, kwargs))):
+            exact = run_wide(call.facts, args, kwargs, torch.float32)
+            moved = run_wide(call.facts, *changed(args, kwargs, self._moved), torch.float32)
+        if exact is None or moved is None or len(exact) != len(call.results):
+            self.passed_on((args, kwargs), results)
+            return
+        for result, wide, other in zip(call.results, exact, moved, strict=True):
+            if not is_floating(result) or not result.numel():
+                continue
+            size, round_off = _size(wide), _size(other - wide)
+            if result.dtype is torch.float16 and result.numel() > 1:
+                self._largest = max(self._largest, float(wide.abs().max()))
+            if result.dtype is torch.float16 and size > _SURE * round_off:
+                lost = _size(torch.where(wide.abs() < _SMALLEST_NORMAL, result.float() - wide, 0.0)) / size
+                if lost > _FIVE_BITS:
+                    self._lost.append((lost, _found(call, result, wide, lost)))
+                if lost > _HALF:
+                    round_off = size  # nothing is known of what is computed of it
+            self._sizes.put(result, round_off)
+
+    def end_of_step(self) -> Found | None:
+        """The first of the step's gradients of which too much is lost; once."""
+        limit = _FIVE_BITS if self._largest < _SMALLEST_NORMAL else _HALF if self._largest < _SMALL else math.inf
+        told = [found for lost, found in self._lost if lost > limit and not self._has_told]
+        self._largest, self._lost, self._has_told = 0.0, [], self._has_told or bool(told)
+        return told[0] if told else None
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.detach().float()
+        moved = self._noise.moved(wide, _HALF_A_UNIT)
+        size = self._sizes.get(tensor)
+        if size:
+            own = torch.full_like(wide, math.sqrt(3) * size)  # of uniform noise, whose size it is
+            moved += self._noise.moved(own, 1.0) - own
+        return moved
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """The root of the mean square."""
+    return float(tensor.double().square().mean().sqrt())
+
+
+def _found(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost: float) -> Found:
+    zeros = int(((result == 0) & (exact != 0)).sum()) / int((exact != 0).sum())
+    if zeros > _HALF:
+        what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
+    else:
+        what = f"{lost:.0%} of it, by its norm, are lost below {_SMALLEST_NORMAL:.1e}"
+    return (
+        "gradients underflow",
+        f"the gradient of {call.forward} in fp16: {what}",
+        "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep this call in bf16 or fp32 by a "
+        "rule.",
+        call.site,
+    )

@@ -20,27 +20,15 @@ from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_graph_task, next_sequence_number
-from narrowcast.runtime.torch_surface.dispatch import (
-    ONES_LIKE,
-    READ_NUMBER,
-    TO_COPY,
-    OpOverload,
-    op_name,
-    storage_key,
-    without_functions,
-)
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.backwards import Backwards
-from narrowcast.training.check.exact import Begun, Exact, told
-from narrowcast.training.check.gradients import Found, Gradients
+from narrowcast.training.check.casts import Reduced, Stale, casts_beside
+from narrowcast.training.check.exact import Begun, Exact, Sums, low_statistics, told
+from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
 from narrowcast.training.check.kept import KeptMemory, written
-from narrowcast.training.check.sharded import Reduced, casts_beside
-from narrowcast.training.check.stale import Stale
-from narrowcast.training.check.sums import Sums, low_statistics
-from narrowcast.training.check.underflow import Underflow
-from narrowcast.training.check.updates import Updates
 
 COSTS_TIME = "weights cast again"
 
@@ -128,16 +116,16 @@ class LoopObserver(Observer):
             self.add(*found)
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: dispatch.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._local.looking:  # what we compute ourselves
             return super().__torch_dispatch__(func, types, args, kwargs)
         facts = op_facts(func)
-        with without_functions():  # asking for a gradient, or for a dtype, is a call
+        with dispatch.without_functions():  # asking for a gradient, or for a dtype, is a call
             begun = self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if begun is not None or is_random(func):
-            with without_functions():
+            with dispatch.without_functions():
                 self.door.run(facts.id, self._computed_again, begun, result)
         return result
 
@@ -152,17 +140,18 @@ class LoopObserver(Observer):
         targets = self._kept.before_op(facts, args, kwargs)
         for tensor in targets:
             for dtype in LOW:
-                self._casts.pop((storage_key(tensor), dtype), None)  # another weight is cast next time
+                self._casts.pop((dispatch.storage_key(tensor), dtype), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
         if is_backward:
             self._backwards.runs(args)
             self._say(self._reduced.sends(facts, args))
         elif targets and not self._is_stepping and _in_region():
             self._stale.written(targets, loop_line())
-        if facts.op is READ_NUMBER and has_storage(args[0]) and storage_key(args[0]) in self._kept.scales():
+        reads_number = facts.op is dispatch.READ_NUMBER and has_storage(args[0])
+        if reads_number and dispatch.storage_key(args[0]) in self._kept.scales():
             self._gradients.scale_read(float(args[0]))
             self._backwards.scale_read(args[0])
-        if facts.op is ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
+        if facts.op is dispatch.ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
             self._backwards.begins_at(args[0])
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args, kwargs))
         if not facts.is_view and not trains and (self._is_stepping or not (is_backward or self._depth)):
@@ -181,7 +170,7 @@ class LoopObserver(Observer):
             self._backwards.unscales(call)
             self._say(self._gradients.unscaled(call))
         elif call.facts.id == UPDATE_SCALE:
-            is_known = storage_key(call.args[0]) in self._kept.scales()
+            is_known = dispatch.storage_key(call.args[0]) in self._kept.scales()
             self.updates.add(float(call.args[0]), bool(call.args[2]), is_known, loop_line())
             self._backwards.updated(is_known)
             self._gradients.used()
@@ -243,9 +232,9 @@ class LoopObserver(Observer):
         is_forward = seen.id.direction == FORWARD and torch.is_grad_enabled()
         if seen.plan is None and is_forward:
             seen.notes["trains"] = any(t.requires_grad for t in tensors_in(args, kwargs))
-        is_weights = facts.op is TO_COPY and seen.plan is not None and is_weight(args[0])
+        is_weights = facts.op is dispatch.TO_COPY and seen.plan is not None and is_weight(args[0])
         if is_forward and is_weights and not self._is_without_grad:
-            self._casts.setdefault((storage_key(args[0]), result.dtype), []).append(seen.site)
+            self._casts.setdefault((dispatch.storage_key(args[0]), result.dtype), []).append(seen.site)
         if is_weights:
             self._stale.cast(seen, args[0], result)
         return result
@@ -253,7 +242,7 @@ class LoopObserver(Observer):
     def steps(self, optimizer: Any, is_seen: bool) -> None:
         """An optimizer is about to step; is_seen: on the thread that is looked at."""
         self._kept.optimizer(optimizer, is_seen)
-        with without_functions():
+        with dispatch.without_functions():
             self._say(self._gradients.steps(optimizer))
             self._backwards.steps(optimizer)
         self._is_stepping = True
@@ -303,7 +292,8 @@ class LoopObserver(Observer):
         if call.plan is not None:
             return
         given = tensors_in(call.args, call.kwargs)
-        is_cast_by_user = call.facts.op is TO_COPY and given[0].dtype in LOW and call.result.dtype is torch.float32
+        is_cast = call.facts.op is dispatch.TO_COPY
+        is_cast_by_user = is_cast and given[0].dtype in LOW and call.result.dtype is torch.float32
         if is_cast_by_user or any(self._meant.get(t) for t in given):
             for tensor in call.results:
                 self._meant.put(tensor, True)
@@ -318,7 +308,7 @@ class LoopObserver(Observer):
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
         if not floats or any(t.dtype is not torch.float32 for t in floats) or _in_region():
             return
-        if listed_kinds(floats[0].device.type).get(op_name(call.facts.op)) is not Kind.LOWER:
+        if listed_kinds(floats[0].device.type).get(dispatch.op_name(call.facts.op)) is not Kind.LOWER:
             return
         if any(self._meant.get(t) for t in floats):
             return
@@ -381,5 +371,4 @@ class LoopObserver(Observer):
 
 
 def _in_region() -> bool:
-    """Whether a region is open, of torch's or ours."""
     return bool(autocast_nesting() or stack.innermost)

@@ -1,14 +1,21 @@
-"""Looks at models whose wrapper casts, too: FSDP2's MixedPrecisionPolicy, and who adds gradients up over processes."""
+"""Looks at casts besides a region's own: of wrappers (FSDP2's MixedPrecisionPolicy), of whoever adds gradients up over
+processes, and those that a region keeps of weights that are written to.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from narrowcast.core.policy import Site
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import tensors_by_name
+from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, gives_gradients
+from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.runtime.torch_surface.modules import formats_of_wrapper, hooks_of_wrapper, reduces_gradients
 from narrowcast.training.check.gradients import Found
 
@@ -61,3 +68,39 @@ class Reduced:
             f"{who} adds gradients in fp32 up over processes in {str(low.dtype).removeprefix('torch.')}",
             "Register no such hook: without one gradients are added up in their own format.", self._site,
         )  # fmt: skip
+
+
+class Stale:
+    """Casts of weights that regions keep, compared with their weights when they are read again."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[SeenCall, Any, Any]] = {}
+        self._written: dict[int, Site] = {}
+
+    def cast(self, seen: SeenCall, weight: torch.Tensor, result: torch.Tensor) -> None:
+        """A call has its weight cast."""
+        self._casts[id(weight)] = seen, weakref.ref(weight), weakref.ref(result)
+
+    def written(self, targets: list[torch.Tensor], site: Site) -> None:
+        """The user writes to something in a region."""
+        self._written |= {storage_key(tensor): site for tensor in targets}
+
+    def read(self, call: SeenCall) -> Found | None:
+        """A call of a region has run: whether it has read a cast that its weight no longer agrees with."""
+        for name, weight in tensors_by_name(call.facts, call.args, call.kwargs):
+            seen, of, result = self._casts.get(id(weight), (None, None, None))
+            if of is None or of() is not weight or seen is call or not has_storage(weight):
+                continue
+            cast = result() if result is not None else None
+            if cast is None or torch.equal(weight.detach().to(cast.dtype), cast.detach()):
+                continue
+            del self._casts[id(weight)]
+            return (
+                "weights written in an open region",
+                f"{call.id} reads its {name} as it was before it was written to: the region has kept the cast to "
+                f"{FORMATS[cast.dtype]}",
+                "Write weights where no region is open: close it before this line, and open another for the next "
+                "forward: with nc.autocast(device, dtype).",
+                self._written.get(storage_key(weight), call.site),
+            )
+        return None
