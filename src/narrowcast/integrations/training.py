@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -179,8 +178,12 @@ class TrainingPrecision:
         if self._recording is not None:
             _, ledger = self._recording
             self.drop_step()
-            self.ledger = ledger
-            self._hand_over(ledger)
+            self.ledger, target = ledger, self._settings.get("ledger_to")
+            if callable(target):
+                target(self.steps, ledger)
+            elif target is not None:
+                Path(target).mkdir(parents=True, exist_ok=True)
+                ledger.save(Path(target) / f"step-{self.steps:06}{_rank()}.json")
         self.steps += 1
 
     def drop_step(self) -> None:
@@ -201,15 +204,6 @@ class TrainingPrecision:
         if found is not None:
             text = f"narrowcast: while it trained, {found.in_short()}\n  All of it: print(precision.watching)"
             warn_at(text, loop_line(), TrainingWarning)
-
-    def _hand_over(self, ledger: Ledger) -> None:
-        target = self._settings.get("ledger_to")
-        if callable(target):
-            target(self.steps, ledger)
-        elif target is not None:
-            folder = Path(target)
-            folder.mkdir(parents=True, exist_ok=True)
-            ledger.save(folder / f"step-{self.steps:06}{_rank()}.json")
 
     # -- scaling and stepping, for loops that have no framework to do it ----------------------------------------------
 
@@ -286,9 +280,7 @@ class TrainingPrecision:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -86,7 +86,14 @@ def assert_formats(
     asked: dict[str, Any] = {"under": under, "device": device}
     if isinstance(given, Mapping):
         found = take_snapshot(model, inputs, **asked)
-        _check_expected(found, given)
+        wrong = unmet(found, given)
+        if wrong:
+            said = f"formats: {len(wrong)} of {len(given)} expected entries do not hold for {found.model} on "
+            said += f"{found.device_type}, policy {found.policy}, low {found.low}"
+            advice = (
+                "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER."
+            )
+            raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=advice)
         return found
     return _held(_check(model, inputs, given, asked, torch_versions))
 
@@ -130,7 +137,8 @@ def check_formats(
     asked: dict[str, Any] = {"under": under, "device": device}
     now = take_snapshot(model, inputs, **asked)
     check_versions(torch_versions, installed_torch())
-    path = _from_here(Path(snapshot))
+    path = Path(snapshot)
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # what a reader is shown
     kept = load_snapshots(path) if not update or is_there(path) else Snapshots(file=str(path))
     if update:
         kept = kept.with_section(now, installed_torch(), torch_versions)
@@ -138,11 +146,6 @@ def check_formats(
             save_snapshots(kept, path)
         kept = load_snapshots(path)
     return compare_snapshots(kept.needed(now.device_type, installed_torch()), now)
-
-
-def _from_here(path: Path) -> Path:
-    """The path from the current folder, if it is in there: what a reader is shown."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _held(check: SnapshotCheck) -> Snapshot:
@@ -176,13 +179,3 @@ def _one_of(verb: str, snapshot: str | Path | None, expected: Expected | None) -
         return expected
     found = "neither is given" if snapshot is None else "both are given"
     raise SnapshotError(f"{verb} with a snapshot or with what is expected", found, advice="Give one of them.")
-
-
-def _check_expected(found: Snapshot, expected: Mapping[str, Any]) -> None:
-    __tracebackhide__ = True
-    wrong = unmet(found, expected)
-    if wrong:
-        said = f"formats: {len(wrong)} of {len(expected)} expected entries do not hold for {found.model} on "
-        said += f"{found.device_type}, policy {found.policy}, low {found.low}"
-        advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER."
-        raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=advice)

@@ -194,22 +194,16 @@ def unmet(snapshot: Snapshot, expected: Mapping[str, Any]) -> list[Unmet]:
     found = []
     for pattern, value in expected.items():
         wanted = frozenset(str(parse_format(part.strip())) for part in str(value).split(","))
-        calls = _calls_of(snapshot, pattern)
+        named, _, number = pattern.partition(" #")
+        module, _, op = named.rpartition(" ")
+        rule = Rule(op, "full", module=module or None)  # a text is read as an action
+        calls = [c for c in snapshot.calls if rule.matches_op(c.id.op) and rule.matches_site(Site(c.id.module_path))]
+        if number:
+            calls = [c for c in calls if c.id.number == int(number) and c.id.module_path == module]
         wrong = tuple(c for c in calls if frozenset(filter(None, c.computes.split(","))) != wanted)
         if wrong or not calls:
             found.append(Unmet(pattern, ",".join(sorted(wanted)), wrong))
     return found
-
-
-def _calls_of(snapshot: Snapshot, pattern: str) -> list[CallFormats]:
-    named, _, number = pattern.partition(" #")
-    module, _, op = named.rpartition(" ")
-    rule = Rule(op, "full", module=module or None)  # a text is read as an action
-    return [
-        call for call in snapshot.calls
-        if rule.matches_op(call.id.op) and rule.matches_site(Site(call.id.module_path))
-        and (not number or (call.id.number == int(number) and call.id.module_path == module))
-    ]  # fmt: skip
 
 
 # -- as text and JSON --------------------------------------------------------------------------------------------------
