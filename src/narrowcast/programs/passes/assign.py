@@ -176,13 +176,12 @@ def _followed_from(block: Block, step: Step, before: Format, now: Format, why: W
     if any(number in block.returns for number in reached):
         yield CastResult(step.id, now, before, why)
         return
+    as_others = Why(NAME, "its other operands have this format", why.rule)
     for number in reached:
         yield Follow(number, now, why)
         for reader, position in readers.get(number, ()):
             if not _is_view(reader) and not reader.is_cast:
-                yield InsertCast(
-                    reader.id, position, before, Why(NAME, "its other operands have this format", why.rule)
-                )
+                yield InsertCast(reader.id, position, before, as_others)
 
 
 def _is_view(step: Step) -> bool:
