@@ -114,8 +114,7 @@ def watch_command(
     stop: Annotated[bool, typer.Option("--stop", help="Stop at the first finding.")] = False,
     every: Annotated[int, typer.Option(help="Inspect gradients every N steps.")] = 1,
     log: Annotated[
-        Path | None,
-        typer.Option(help="Write a JSON line for each finding and step there.", callback=check_file),
+        Path | None, typer.Option(help="Write a JSON line for each finding and step there.", callback=check_file)
     ] = None,
     save: Annotated[
         Path | None,

@@ -90,10 +90,8 @@ def assert_formats(
         if wrong:
             said = f"formats: {len(wrong)} of {len(given)} expected entries do not hold for {found.model} on "
             said += f"{found.device_type}, policy {found.policy}, low {found.low}"
-            advice = (
-                "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER."
-            )
-            raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=advice)
+            advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its "
+            raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=f"{advice}#NUMBER.")
         return found
     return _held(_check(model, inputs, given, asked, torch_versions))
 

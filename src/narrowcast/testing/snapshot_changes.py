@@ -138,8 +138,12 @@ def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCall
         if there and path not in new:
             to = there.pop(0)
             moved |= {path, to}
-            src, dst = _without_common_end(path, to)
-            counts[src, dst] = counts.get((src, dst), 0) + len(calls)
+            src, dst = (name.split(".") if name else [] for name in (path, to))
+            while src and dst and src[-1] == dst[-1]:  # `encoder.layer.0`, `enc.layer.0` -> `encoder`, `enc`
+                src.pop()
+                dst.pop()
+            key = ".".join(src), ".".join(dst)
+            counts[key] = counts.get(key, 0) + len(calls)
     left = [c for c in changes if c.kind == CHANGED or c.id.module_path not in moved]
     return left, tuple(MovedCalls(src, dst, calls) for (src, dst), calls in counts.items())
 
@@ -155,15 +159,6 @@ def _by_path(changes: list[Change], kind: str) -> dict[str, list[CallFormats]]:
 
 def _signature(calls: list[CallFormats]) -> tuple[object, ...]:
     return tuple((replace(call.id, module_path=""), call.facts) for call in calls)
-
-
-def _without_common_end(src: str, dst: str) -> tuple[str, str]:
-    """`encoder.layer.0`, `enc.layer.0` -> `encoder`, `enc`."""
-    a, b = src.split(".") if src else [], dst.split(".") if dst else []
-    while a and b and a[-1] == b[-1]:
-        a.pop()
-        b.pop()
-    return ".".join(a), ".".join(b)
 
 
 def _new_casts(change: Change) -> tuple[str, ...]:
