@@ -73,6 +73,7 @@ def _encoder_layer(
     return result if norm_first else norm(result, norm_weight_2, norm_bias_2)
 
 
+Dims = list[int]
 _BILINEAR = ([1, 3], [0], [1, 2], [2, 3])
 
 
@@ -80,10 +81,10 @@ def _trilinear(
     first: Tensor,
     weight: Tensor,
     second: Tensor,
-    expand1: list[int],
-    expand2: list[int],
-    expand3: list[int],
-    sumdim: list[int],
+    expand1: Dims,
+    expand2: Dims,
+    expand3: Dims,
+    sumdim: Dims,
     unroll_dim: int = 1,
 ) -> Any:
     """The calls of _trilinear as torch.bilinear has it (aten/src/ATen/native/Linear.cpp): two bmm for each feature.
@@ -146,11 +147,9 @@ def _scaled_mm(matrix: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _tell(what: str, how: str) -> None:
-    warnings.warn(
-        f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
-        "Call it on x.float() outside of the region, or give it a rule of its own",
-        stacklevel=3,
-    )
+    said = f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
+    said += "Call it on x.float() outside of the region, or give it a rule of its own"
+    warnings.warn(said, stacklevel=3)
 
 
 INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {

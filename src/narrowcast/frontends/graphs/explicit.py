@@ -94,12 +94,10 @@ def _is_dense(value: torch.Tensor) -> bool:
 def refuse_scripts(verb: str, model: object) -> None:
     """CaptureError for a script, which has no Python code to capture."""
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        raise CaptureError(
-            asked=f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})",
-            found="there is no Python code in it, which is what torch captures",
-            advice="Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
-            "casts into the script itself.",
-        )
+        asked = f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})"
+        found = "there is no Python code in it, which is what torch captures"
+        advice = "Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
+        raise CaptureError(asked, found, advice=f"{advice}casts into the script itself.")
 
 
 # -- the joint graph of forward and backward, after autograd: equal casts are made once; the backward has its rules ----
