@@ -98,22 +98,17 @@ class ReadScript:
         for value in section.block.inputs():
             self.types.setdefault(value.unique(), self._type(value))
         for item in section.items:
-            self._propagate_through(item)
-
-    def _propagate_through(self, item: Item) -> None:
-        node = item.node
-        kind = node.kind()
-        if kind == "prim::Loop":
-            self._propagate_loop(item)
-            return
-        for inner in item.blocks:
-            self._propagate(inner)
-        if kind == "prim::If":
+            if item.node.kind() == "prim::Loop":
+                self._propagate_loop(item)
+                continue
+            for inner in item.blocks:
+                self._propagate(inner)
+            if item.node.kind() != "prim::If":
+                self._propagate_call(item)
+                continue
             ends = [list(inner.block.outputs()) for inner in item.blocks]
-            for n, output in enumerate(node.outputs()):
+            for n, output in enumerate(item.node.outputs()):
                 self.types[output.unique()] = join(self._type(end[n]) for end in ends)
-        else:
-            self._propagate_call(item)
 
     def _propagate_loop(self, item: Item) -> None:
         node, (body,) = item.node, item.blocks
@@ -257,7 +252,6 @@ class ReadScript:
         return made
 
     def _looked(self, value: Any, number: int) -> Value:
-        """What is known of a value."""
         if calls.is_optional_tensor(value) or calls.is_tensor_list(value):
             return Value(number, TENSOR, _ANY_SHAPE, "", True)
         if not calls.is_tensor(value):

@@ -271,10 +271,8 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
     methods = {}
     for (kind, name), plain in found.items():
         regions, owner = (around, module) if kind == jit.find_type(module) else ({}, None)
-        caller = caller_of(parts[kind], name)
-        methods[kind, name] = Method(
-            name, plain.schema, plain.graph.copy(), regions, owner, caller, called=name in called
-        )
+        made_of = (name, plain.schema, plain.graph.copy())
+        methods[kind, name] = Method(*made_of, regions, owner, caller_of(parts[kind], name), called=name in called)
     for key, plain in found.items():
         methods[key].convert_own(plain.graph)
     for graph in graphs:
@@ -303,7 +301,6 @@ def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 
 def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
-    """A copy of a module with these methods."""
     copies = {n: replace(m, module=module, variants={}, lock=threading.Lock()) for n, m in methods.items()}
     return with_methods(module, copies)
 

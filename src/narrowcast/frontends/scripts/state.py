@@ -69,7 +69,6 @@ def _attributes(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
 
 
 def _named_attributes(script: torch.jit.ScriptModule) -> set[Path]:
-    """The paths of the attributes that the methods of a script read or set."""
     found: set[Path | None] = set()
     for method in method_names(script):
         graph = compiled_method(script, method).graph

@@ -62,7 +62,6 @@ class _Forked:
         self.result = result
 
     def wait(self) -> Any:
-        """The result."""
         return self.result
 
     value = wait
@@ -93,7 +92,6 @@ class _Marker:
         self.open: dict[int, list[Any]] = {}
 
     def entered(self, region: Any) -> None:
-        """A region is entered, torch's or ours."""
         state = jit.tracing_state()
         if state is not None:
             marks = enter_off(jit.traced_graph(state), [region.device], is_enabled(region))
@@ -168,10 +166,6 @@ def _tell_inside(graph: Any) -> None:
             marks.pop()
         elif marks and marks[-1] and casts_inside(node, ()):
             name = node.kind().replace("::", ".")
-            warnings.warn(
-                f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, "
-                "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
-                "the region around nc.trace, or use nc.script",
-                ScriptWarning,
-                stacklevel=4,
-            )
+            said = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
+            said += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
+            warnings.warn(f"{said}nc.trace, or use nc.script", ScriptWarning, stacklevel=4)
