@@ -137,12 +137,8 @@ class TrainingPrecision:
     def training(self) -> Iterator[None]:
         """The region around a forward and its loss in training; begins a step, unless one has begun."""
         self.begin_step()
-        try:
-            with self.region:
-                yield
-        except BaseException:
-            self.drop_step()
-            raise
+        with dropping_step(self), self.region:
+            yield
 
     def around_forward(self) -> Any:
         """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is.
@@ -232,16 +228,13 @@ class TrainingPrecision:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
-        try:
+        with dropping_step(self):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
-        except BaseException:
-            self.drop_step()
-            raise
 
     def step(self, *optimizers: Any, clip: Callable[[], object] | None = None) -> None:
         """Step, and end the step. clip: called between unscaling and stepping, so that it sees true gradients."""
         scaler = self.scaler
-        try:
+        with dropping_step(self):
             self.before_step()
             if clip is not None:
                 for optimizer in optimizers if scaler is not None else ():
@@ -251,9 +244,6 @@ class TrainingPrecision:
                 optimizer.step() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-        except BaseException:
-            self.drop_step()
-            raise
         self.end_step()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -286,6 +276,16 @@ class TrainingPrecision:
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled without what is open: a process that is started opens its own."""
         return {**self.__dict__, "_recording": None, "_watch": None, "_model": None, "watching": None}
+
+
+@contextmanager
+def dropping_step(precision: TrainingPrecision) -> Iterator[None]:
+    """A part of a step; an error in it ends the step."""
+    try:
+        yield
+    except BaseException:
+        precision.drop_step()
+        raise
 
 
 def find_framework(module: str, package: str, asked: str) -> Any:

@@ -67,11 +67,8 @@ def _difference(node: Node, found: str) -> CaptureError:
 
 def tell_other_paths(model: torch.nn.Module, program: Program) -> None:
     """Warn of each attention of the model that a captured program computes otherwise than eager code does."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.MultiheadAttention) and _may_be_fused(module) and _takes_weights(program, name)
-    ]
+    attentions = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.MultiheadAttention))
+    names = [name for name, module in attentions if _may_be_fused(module) and _takes_weights(program, name)]
     if names:
         where = ", ".join(name or "the model itself" for name in names)
         said = "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, "

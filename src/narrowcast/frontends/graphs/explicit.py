@@ -126,11 +126,8 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
     A call that computes makes a weight's gradient (wgrad) if its result becomes that gradient by views, casts and
     additions alone; other calls that compute make gradients that flow on (dgrad).
     """
-    found = {
-        node: "dgrad" if _computes(node) else "backward"
-        for node in graph.graph.nodes
-        if node.meta.get("partitioner_tag") == "is_backward"
-    }
+    ours = [node for node in graph.graph.nodes if node.meta.get("partitioner_tag") == "is_backward"]
+    found = {node: "dgrad" if _computes(node) else "backward" for node in ours}
     outputs = graph.graph.output_node().args[0]
     primals = [n for n in graph.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
     gradients = list(outputs)[-len(primals) :] if isinstance(outputs, (list, tuple)) and primals else []

@@ -106,11 +106,9 @@ def rest_weights(
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
-        if (
-            source not in weights
-            or (step.value.gradient and goal.weights != WORKING)
-            or writes.memories(step.id) & kept_out
-        ):
+        if source not in weights or (step.value.gradient and goal.weights != WORKING):
+            continue
+        if writes.memories(step.id) & kept_out:
             continue
         if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
             continue

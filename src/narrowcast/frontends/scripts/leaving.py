@@ -241,9 +241,7 @@ def kept(what: str, value: ast.expr, place: ast.stmt) -> tuple[str, ast.stmt]:
 def _leaves(body: list[ast.stmt], in_loop: bool = False) -> bool:
     """Whether return, or break and continue of a loop outside, occur in the statements."""
     for statement in body:
-        if isinstance(statement, ast.Return):
-            return True
-        if isinstance(statement, ast.Break | ast.Continue) and not in_loop:
+        if isinstance(statement, ast.Return) or (isinstance(statement, ast.Break | ast.Continue) and not in_loop):
             return True
         loop = in_loop or isinstance(statement, ast.For | ast.While)
         if isinstance(statement, ast.If | ast.For | ast.While | ast.With):

@@ -21,13 +21,11 @@ class ScriptState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        values = _attributes(model)
-        weights = list(model.parameters())
-        identities = {id(weight) for weight in weights}
+        values, weights = _attributes(model), set(map(id, model.parameters()))
         self._kept = [
             (owner, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
             for owner, name, value in values
-            if not isinstance(value, _NOT_KEPT) and id(value) not in identities
+            if not isinstance(value, _NOT_KEPT) and id(value) not in weights
         ]
 
     def put_back(self) -> None:

@@ -20,23 +20,8 @@ from narrowcast.core.refusals import check_counted, origins, refusal
 from narrowcast.errors import RefusedError
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.programs.passes.readers import Readers, find_readers
-from narrowcast.programs.program import (
-    ENTER,
-    EXIT,
-    TENSOR,
-    Block,
-    CastResult,
-    CastTogether,
-    Edit,
-    Follow,
-    InsertCast,
-    Program,
-    Remove,
-    SetDtype,
-    Step,
-    Value,
-    Why,
-)
+from narrowcast.programs.program import ENTER, EXIT, TENSOR, Block, Program, Step, Value
+from narrowcast.programs.program.edits import CastResult, CastTogether, Edit, Follow, InsertCast, Remove, SetDtype, Why
 
 NAME = "assign"
 _MEETING = (Kind.PROMOTE, Kind.ALIGN)
