@@ -75,7 +75,6 @@ _BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile
 
 
 def _goal(graphs: GraphOptions) -> Goal:
-    """The goal with what belongs to it; GoalError for what does not."""
     asked: dict[str, Any] = {
         "profile": graphs.profile, "memory_limit_bytes": graphs.memory_limit_bytes,
         "slowdown_limit": graphs.slowdown_limit, "verify": False if graphs.no_verify else None,

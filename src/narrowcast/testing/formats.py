@@ -51,9 +51,8 @@ def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, dev
         raise CheckError(asked, refused, where, "Fix the model, or the policy.")
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
-    opened = asked_or_around("take_snapshot", under, found.device_type)
-    resolved = opened.policy.resolve(found.device_type)
-    made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    policy = asked_or_around("take_snapshot", under, found.device_type).policy.resolve(found.device_type)
+    made = snapshot_of(found, policy.rules, minor_of(installed_torch()), torch.is_grad_enabled())
     slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
     return replace(made, notes=found.note.removeprefix(slow).strip())
 
@@ -147,7 +146,6 @@ def check_formats(
 
 
 def _held(check: SnapshotCheck) -> Snapshot:
-    """What was found. CheckError, which says what changed, if it is not as it was."""
     __tracebackhide__ = True
     if check.is_same:
         return check.now

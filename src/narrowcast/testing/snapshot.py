@@ -237,7 +237,6 @@ def _is_list(versions: str) -> bool:
 
 
 def _is_inside(section: Snapshot, device_type: str, versions: str) -> bool:
-    """Whether all that a section is for is in a range."""
     if section.device_type != device_type or not _is_list(section.torch):
         return False
     return all(holds_for(versions, minor) for minor in section.torch.split(OR))

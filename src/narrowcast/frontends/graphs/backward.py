@@ -138,8 +138,7 @@ never_trace(_check)  # where Dynamo meets the backward in the code that it trace
 
 def _text(state: State) -> str:
     """The state in words; without device types that are not here, whose state carries a policy's identity."""
-    said = " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state))
-    return said or "no autocast"
+    return " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state)) or "no autocast"
 
 
 def _own(state: State) -> State:

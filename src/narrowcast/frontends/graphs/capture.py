@@ -297,7 +297,6 @@ def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> fx.FakeTensorMo
 
 @contextmanager
 def _not_recorded() -> Iterator[None]:
-    """Calls inside are not part of the graph that is being captured."""
     with disable_proxy_modes_tracing(), fx.without_pre_dispatch_mode():
         yield
 

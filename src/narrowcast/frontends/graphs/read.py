@@ -187,7 +187,6 @@ class _GraphReader:
         return self._placed(node, made, number)
 
     def _placed(self, node: Node, made: Step, number: int = 1) -> Step:
-        """A step with what its node says of the place and the direction."""
         direction, site = self.joint.get(node, "forward"), self._site(node)
         return replace(made, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
@@ -300,9 +299,7 @@ def _target_name(node: Node) -> str:
 def _type_of(found: Any) -> str:
     if found is None:
         return "none"
-    if isinstance(found, (tuple, list)):
-        return "tuple"
-    return type(found).__name__.lower()
+    return "tuple" if isinstance(found, (tuple, list)) else type(found).__name__.lower()
 
 
 def _constants(node: Node, op: dispatch.OpOverload) -> tuple[frozenset[str], str]:

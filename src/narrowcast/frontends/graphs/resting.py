@@ -58,8 +58,7 @@ class Resting:
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """The inputs to compile with: fake tensors for the new ones, which have the sizes of weights and no others."""
-    more = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
-    return [*inputs, *(node.meta["val"] for node in more)]
+    return [*inputs, *(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(inputs) :])]
 
 
 def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
@@ -80,7 +79,6 @@ def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int
 
 
 def _memory(value: Any) -> int | None:
-    """Where a tensor's storage begins; None if it has none."""
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return None
     try:

@@ -95,7 +95,6 @@ def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | Non
 
 
 def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
-    """The node with the step's operands, and the dtype or overload that it was given."""
     if old.operands != new.operands:
         _note(old, new, node, nodes)
         if isinstance(node.target, OpOverload):

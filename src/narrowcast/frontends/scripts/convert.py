@@ -99,8 +99,7 @@ def make_graph_explicit(
 
     Raises ScriptError for what cannot be cast.
     """
-    changed = set_names(graph)
-    attribute = partial(attribute_of, module=module, changed=changed)
+    attribute = partial(attribute_of, module=module, changed=set_names(graph))
     _know_tensors(graph, attribute)
     _simplify(graph)
     scanner = Scanner(graph, around, caller, enter_call)

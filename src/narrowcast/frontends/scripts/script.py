@@ -88,8 +88,7 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
         warnings.warn(said, ScriptWarning, stacklevel=2)
     with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
-            copied = function_from_graph(str(script.name), script.graph.copy())
-            return explicit_function(copied, scopes)
+            return explicit_function(function_from_graph(str(script.name), script.graph.copy()), scopes)
         check_methods(script)
         return add_text(explicit_module(_copied(script), scopes), TARGET, made_on)
 
@@ -226,7 +225,6 @@ def trace(
 
 
 def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """ScriptWarning if the trace gives something else than the code that was traced."""
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))

@@ -177,8 +177,7 @@ _NAMES = frozenset(("module", "module_class", "function"))
 @functools.cache
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
     """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
-    names = (*_NAMES, "call")
-    return frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
+    return frozenset(n for n in (*_NAMES, "call") for rule in policy.rules if getattr(rule, n) is not None)
 
 
 class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]

@@ -55,8 +55,6 @@ def rewriting(device_types: tuple[str, ...]) -> AbstractContextManager[None]:
 
 
 class _Rewriter:
-    """One function's rewriting, in its own syntax tree."""
-
     def __init__(self, function: Any, parsed: Any, device_types: tuple[str, ...]) -> None:
         self.function = function
         self.definition = parsed.ast.body[0]
@@ -283,7 +281,6 @@ class _Rewriter:
         return [statement]
 
     def _branched(self, statement: ast.With, n: int, chosen: ast.IfExp) -> list[ast.stmt]:
-        """A with statement whose n-th item a condition chooses, as one in each branch."""
         bodies = []
         for expression in (chosen.body, chosen.orelse):
             item = ast.withitem(context_expr=expression, optional_vars=statement.items[n].optional_vars)

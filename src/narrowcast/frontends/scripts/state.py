@@ -60,7 +60,6 @@ def scripts_in(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
 
 
 def _attributes(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
-    """Owner, name and value of what the methods of scripts read or set."""
     scripts = scripts_in(model)
     found = [(_owner(script, path), path[-1]) for script in scripts for path in sorted(_named_attributes(script))]
     return [(owner, name, owner.getattr(name)) for owner, name in found if owner is not None]

@@ -56,8 +56,6 @@ def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
 
 
 class _Forked:
-    """What was forked in a trace, and is done."""
-
     def __init__(self, result: Any) -> None:
         self.result = result
 
@@ -98,7 +96,6 @@ class _Marker:
             self.open.setdefault(id(region), []).append(marks)
 
     def left(self, region: Any, raised: bool) -> None:
-        """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
             marks, state = self.open[id(region)].pop(), jit.tracing_state()
             if state is not None:

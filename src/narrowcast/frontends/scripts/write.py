@@ -241,7 +241,6 @@ class Writer:
     # -- calls that change
 
     def _change(self, step: Step, node: Any) -> None:
-        """Let a call read what its step reads now, with the dtype that the step has now."""
         before = self.before[step.id]
         self.graph.setInsertPoint(node)
         sources = self.reading.operands[step.id]
@@ -279,8 +278,7 @@ class Writer:
         first = next(iter(node.inputs()))
         if facts is not None and step.op == self.before[step.id].op:  # not another overload
             position = facts.dtype_position or 0
-            given = list(node.inputs())[position]
-            chosen = self._call(runtime.chosen_dtype, [first, given, on, device])
+            chosen = self._call(runtime.chosen_dtype, [first, list(node.inputs())[position], on, device])
             chosen.setType(jit.OptionalType(jit.INT))
             node.replaceInput(position, chosen)
             return

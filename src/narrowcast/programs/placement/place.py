@@ -174,10 +174,8 @@ def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
 
 def _for_reader(value: int, own: Format, read: Read, need: Format, why: Why) -> list[Edit]:
     """What one reader needs: nothing, the value itself, or a cast of it."""
-    if read.step is None:
-        if read.cast is not None or need is own:
-            return []  # a cast that is returned stays, idle perhaps
-        return [CastReturn(value, read.position, need, why)]
+    if read.step is None:  # a cast that is returned stays, idle perhaps
+        return [] if read.cast is not None or need is own else [CastReturn(value, read.position, need, why)]
     if read.step.is_cast:
         return []  # it casts by itself
     if read.cast is not None and need is read.cast.value.format and need is not own:

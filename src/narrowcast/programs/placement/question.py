@@ -155,10 +155,8 @@ class _Finder:
                 self.members.append([step])
         self._join_elements()
         self._join_written()
-        costs = [
-            [sum(self._cost(s, f) for s in members) for f in formats]
-            for formats, members in zip(self.formats, self.members, strict=True)
-        ]
+        pairs = zip(self.formats, self.members, strict=True)
+        costs = [[sum(self._cost(s, f) for s in members) for f in formats] for formats, members in pairs]
         reads: dict[int, list[Read]] = {}
         flows: list[Priced] = []
         for value in self.values.values():
@@ -227,7 +225,6 @@ class _Finder:
                 self._join(variable, known[0])
 
     def _join(self, variable: int, into: int | None) -> None:
-        """Give all members of a choice to another one, or tie them."""
         members, self.members[variable] = self.members[variable], []
         for step in members:
             if into is None:

@@ -270,7 +270,6 @@ class _Editor:
             self.instead[step] = instead
 
     def _now(self, value: int) -> int:
-        """The value that is read in the place of this one."""
         seen = []
         while value in self.instead:
             seen.append(value)
@@ -307,7 +306,6 @@ class _Editor:
                 self.sources[other] = value.id
 
     def _add(self, step: Step, steps: list[Step]) -> None:
-        """The step as it is after the edits, with the casts before and after it."""
         for hoist in self.hoists.get(step.id, ()):
             self._hoist(hoist, steps, step)
         if step.id in self.gone:
