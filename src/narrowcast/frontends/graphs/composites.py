@@ -73,7 +73,6 @@ def _encoder_layer(
     return result if norm_first else norm(result, norm_weight_2, norm_bias_2)
 
 
-Dims = list[int]
 _BILINEAR = ([1, 3], [0], [1, 2], [2, 3])
 
 
@@ -81,10 +80,10 @@ def _trilinear(
     first: Tensor,
     weight: Tensor,
     second: Tensor,
-    expand1: Dims,
-    expand2: Dims,
-    expand3: Dims,
-    sumdim: Dims,
+    expand1: list[int],
+    expand2: list[int],
+    expand3: list[int],
+    sumdim: list[int],
     unroll_dim: int = 1,
 ) -> Any:
     """The calls of _trilinear as torch.bilinear has it (aten/src/ATen/native/Linear.cpp): two bmm for each feature.

@@ -281,10 +281,8 @@ class Scanner:
         else:
             cached = bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
-        return {
-            **before,
-            device: Scope(device, enabled, region_facts.low_format(low, instance), policy, cached, session, hiding),
-        }
+        low = region_facts.low_format(low, instance)
+        return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
 
     def _take_low(self, node: Node, scopes: Scopes) -> None:
         """The low format of a region that names none: its policy's, or that of the region in which it is made."""
