@@ -35,13 +35,11 @@ for panel, command, example in (
     (_RUNS, runs.diff_command, "diff a.json.gz b.json.gz"),
     (_RUNS, runs.headroom_command, "headroom model.py --policy-out fits.toml"),
     (_RUNS, runs.show_command, "show run.json.gz --html run.html"),
+    (_RUNS, runs.watch_command, "watch --stop train.py --lr 0.1"),
 ):
-    name = command.__name__.removesuffix("_command")
-    app.command(name, rich_help_panel=panel, epilog=f"Example: narrowcast {example}")(with_groups(command))
-app.command(
-    "watch", rich_help_panel=_RUNS, epilog="Example: narrowcast watch --stop train.py --lr 0.1",
-    context_settings={"ignore_unknown_options": True},
-)(with_groups(runs.watch_command))  # fmt: skip
+    name, epilog = command.__name__.removesuffix("_command"), f"Example: narrowcast {example}"
+    settings = {"ignore_unknown_options": True} if name == "watch" else None
+    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(with_groups(command))
 app.add_typer(policy_app, name="policy", rich_help_panel=_DEVICES)
 app.add_typer(profile_app, name="profile", rich_help_panel=_DEVICES)
 

@@ -57,7 +57,13 @@ def explain_command(
         )  # fmt: skip
         if model_explorer is not None:
             module: Any = case.model
-            _write_model_explorer(explanation, nc.export(module, case.inputs, under=model.under), model_explorer)
+            program = nc.export(module, case.inputs, under=model.under)  # whose nodes the explanation names
+            model_explorer.mkdir(exist_ok=True)
+            for name, text in explanation.to_model_explorer().items():
+                replace_text(model_explorer / f"{name}.json", text + "\n")
+            import torch
+
+            torch.export.save(program, model_explorer / "model.pt2")
     show(explanation, result, trace=trace)
     if graphs.programs and not result.json:
         console = terminal()
@@ -65,21 +71,10 @@ def explain_command(
             console.print(part)
 
 
-def _write_model_explorer(explanation: nc.Explanation, program: Any, folder: Path) -> None:
-    """The program, whose nodes the explanation names, and a file of data for each thing that is known of them."""
-    folder.mkdir(exist_ok=True)
-    for name, text in explanation.to_model_explorer().items():
-        replace_text(folder / f"{name}.json", text + "\n")
-    import torch
-
-    torch.export.save(program, folder / "model.pt2")
-
-
 _BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile", "slowdown_limit")}
 
 
 def _goal(graphs: GraphOptions) -> Goal:
-    """The goal with what belongs to it; GoalError for what does not."""
     asked: dict[str, Any] = {
         "profile": graphs.profile, "memory_limit_bytes": graphs.memory_limit_bytes,
         "slowdown_limit": graphs.slowdown_limit, "verify": False if graphs.no_verify else None,

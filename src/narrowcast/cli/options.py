@@ -127,9 +127,13 @@ def show(
     result: nc.Result, options: ResultOptions, notices: Sequence[str] = (), room: int = LINES, trace: Path | None = None
 ) -> None:
     """Do what the options say. notices: sentences that follow, on standard error where JSON is printed. trace: a file
-    to write one into, if it is asked for.
+    to write one into, if it is asked for; TargetError for a result without times.
     """
-    _write_trace(result, trace)
+    if trace is not None:
+        if not isinstance(result, nc.Run | nc.Explanation):
+            found = f"a {type(result).__name__} has no calls with times"
+            raise TargetError(f"--trace {trace}", found, advice="Give a captured run or an explanation.")
+        replace_text(trace, result.to_trace() + "\n")
     if options.output is not None:
         saved = result.save(options.output)
         size = in_bytes(saved.stat().st_size)
@@ -149,13 +153,3 @@ def write_page(result: nc.Result, html: Path | None) -> None:
     """Write the page of a result, if one is asked for."""
     if html is not None:
         replace_text(html, result.to_html())
-
-
-def _write_trace(result: nc.Result, trace: Path | None) -> None:
-    """Write the trace of a result, if one is asked for. TargetError for a result without times."""
-    if trace is None:
-        return
-    if not isinstance(result, nc.Run | nc.Explanation):
-        found = f"a {type(result).__name__} has no calls with times"
-        raise TargetError(f"--trace {trace}", found, advice="Give a captured run or an explanation.")
-    replace_text(trace, result.to_trace() + "\n")

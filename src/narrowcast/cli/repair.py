@@ -11,7 +11,6 @@ import typer
 import narrowcast as nc
 from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions, show
 from narrowcast.cli.target import grad, load_case
-from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
 from narrowcast.reports.results.repair import Repair
 
@@ -35,7 +34,11 @@ def repair_command(
     if policy_out is not None and not force:
         from narrowcast.frontends.eager.asked import asked_region
 
-        _check_policy_file(policy_out, asked_region("repair", model.under).policy)
+        policy = asked_region("repair", model.under).policy
+        files = {rule.origin.file for rule in (*policy.rules, *policy.allowances) if rule.origin is not None}
+        if policy_out.exists() and any(Path(file).exists() and policy_out.samefile(file) for file in files):
+            found, where = "it holds the policy that is to be repaired", (Origin(str(policy_out)),)
+            raise TargetError(f"--policy-out {policy_out}", found, where, "Name another file, or add --force.")
     with grad(backward):
         repair = nc.repair(
             load_case(model.target), under=model.under, backward=backward, budget=budget,
@@ -44,14 +47,6 @@ def repair_command(
     show(repair, result, notices=[_write_policy(repair, policy_out)] if policy_out is not None else [])
     if not repair.is_clean:
         raise typer.Exit(1)
-
-
-def _check_policy_file(output: Path, policy: Policy) -> None:
-    """TargetError for a file that rules of the policy come from: they are the user's own."""
-    files = {rule.origin.file for rule in (*policy.rules, *policy.allowances) if rule.origin is not None}
-    if output.exists() and any(Path(file).exists() and output.samefile(file) for file in files):
-        found, where = "it holds the policy that is to be repaired", (Origin(str(output)),)
-        raise TargetError(f"--policy-out {output}", found, where, "Name another file, or add --force.")
 
 
 def _write_policy(repair: Repair, output: Path) -> str:

@@ -11,16 +11,8 @@ from typing import Annotated
 import typer
 
 import narrowcast as nc
-from narrowcast.cli.options import (
-    BackwardOption,
-    ModelOptions,
-    PolicyOption,
-    ResultOptions,
-    TraceOption,
-    check_file,
-    check_folder,
-    show,
-)
+from narrowcast.cli import options
+from narrowcast.cli.options import check_file, check_folder
 from narrowcast.cli.policy import diff_policies
 from narrowcast.cli.target import grad, load_case
 from narrowcast.errors import NotFiniteError, Origin, TargetError
@@ -32,15 +24,15 @@ _SAVED = (".gz", ".json")
 
 
 def capture_command(
-    model: ModelOptions,
-    result: ResultOptions,
-    backward: BackwardOption = False,
+    model: options.ModelOptions,
+    result: options.ResultOptions,
+    backward: options.BackwardOption = False,
     statistics: Annotated[str, typer.Option(help="sampled, or whole: from every element.")] = "sampled",
     checksums: Annotated[bool, typer.Option("--checksums", help="Keep a checksum of each tensor's bytes.")] = False,
     tensors: Annotated[
         Path | None, typer.Option(help="Write the tensors themselves into this folder.", callback=check_folder)
     ] = None,
-    trace: TraceOption = None,
+    trace: options.TraceOption = None,
 ) -> None:
     """Run TARGET's model and record each call: formats, ranges, statistics, source lines."""
     with grad(backward):
@@ -48,13 +40,13 @@ def capture_command(
             load_case(model.target), under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
-    show(run, result, trace=trace)
+    options.show(run, result, trace=trace)
 
 
 def compare_command(
-    model: ModelOptions,
-    result: ResultOptions,
-    backward: BackwardOption = False,
+    model: options.ModelOptions,
+    result: options.ResultOptions,
+    backward: options.BackwardOption = False,
     reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
     by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
     isolate: Annotated[int, typer.Option(help="Number of trials of one op alone in its low format.")] = 16,
@@ -69,7 +61,7 @@ def compare_command(
         comparison = nc.compare(
             load_case(model.target), under=model.under, reference=reference, by=by, backward=backward, isolate=isolate
         )
-    show(comparison, result)
+    options.show(comparison, result)
     _exit_by(comparison.verdict, AT_FAULT)
 
 
@@ -78,7 +70,7 @@ def diff_command(
         str, typer.Argument(metavar="A", help="A saved run; or a policy: native, safe, ipex, native:DEVICE, or a file.")
     ],
     b: Annotated[list[str], typer.Argument(metavar="B", help="The other one; or the saved runs of each of its ranks.")],
-    result: ResultOptions,
+    result: options.ResultOptions,
     mapping: Annotated[
         Path | None,
         typer.Option(
@@ -101,7 +93,7 @@ def diff_command(
     if mapping is not None and not is_given:
         difference.mapping.save(mapping)
     notices = [f"{'read' if is_given else 'wrote'} {mapping}: correct it, and give it again"] if mapping else []
-    show(difference, result, notices)
+    options.show(difference, result, notices)
     _exit_by(difference.verdict, (VALUES_DIFFER,))
 
 
@@ -114,7 +106,7 @@ def _exit_by(verdict: str, findings: Collection[str]) -> None:
 
 def watch_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python script, run unchanged.")],
-    result: ResultOptions,
+    result: options.ResultOptions,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its own arguments.")] = None,
     at: Annotated[
         str, typer.Option(help="Inspect results as each op ends (op), once a step (step), or as is cheap (auto).")
@@ -149,7 +141,7 @@ def watch_command(
             typer.echo(f"the script exited with {error.code}", err=True)
     finally:
         sys.argv, sys.path[:] = before, path
-        show(watching.found, result, room=LINES - (save is not None))
+        options.show(watching.found, result, room=LINES - (save is not None))
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
@@ -159,11 +151,11 @@ def watch_command(
 
 def headroom_command(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A saved run, or a target as of capture.")],
-    result: ResultOptions,
-    backward: BackwardOption = False,
+    result: options.ResultOptions,
+    backward: options.BackwardOption = False,
     tolerance: Annotated[float, typer.Option(help="Share of a tensor's elements that may underflow.")] = 0.01,
     format: Annotated[str, typer.Option(help="Low format of the policy: fp16 or bf16.")] = "fp16",
-    policy_out: PolicyOption = None,
+    policy_out: options.PolicyOption = None,
 ) -> None:
     """Find what of an fp32 run exceeds the range of fp16, bf16 or fp8, and must stay in fp32."""
     if target.endswith(_SAVED):
@@ -179,13 +171,13 @@ def headroom_command(
         count = len(policy.rules)
         verb = "rule keeps" if count == 1 else "rules keep"
         notices = [f"wrote {policy_out}: {count} {verb} in fp32 what does not fit {format}"]
-    show(headroom, result, notices)
+    options.show(headroom, result, notices)
 
 
 def show_command(
     saved: Annotated[Path, typer.Argument(metavar="FILE", help="What -o or save() of a result wrote.")],
-    result: ResultOptions,
-    trace: TraceOption = None,
+    result: options.ResultOptions,
+    trace: options.TraceOption = None,
 ) -> None:
     """Print a saved result again."""
-    show(nc.load(saved), result, trace=trace)
+    options.show(nc.load(saved), result, trace=trace)

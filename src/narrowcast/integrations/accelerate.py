@@ -138,7 +138,13 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
     if engine in ENGINES:
         raise TrainingError(asked, f"{engine} scales and steps by itself", advice="Use DDP, or no plugin.")
     if engine == "FSDP":
-        _refuse_formats_of_shards(accelerator, asked)
+        given = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
+        formats = [name for name in FSDP_FORMATS if getattr(given, name, None) not in (None, torch.float32)]
+        if formats:
+            found = f"FSDP has a mixed_precision_policy with {formats[0]}={getattr(given, formats[0])}, and would cast "
+            found += "weights and inputs before the region does"
+            advice = "Leave mixed_precision_policy out of FullyShardedDataParallelPlugin: the policy says the formats."
+            raise TrainingError(asked, found, advice=advice)
         if not getattr(accelerator, "is_fsdp2", False):  # its shards are DTensors, which say who has the others
             precision.share_decisions(torch.distributed.group.WORLD)
     scaler = precision.scaler
@@ -189,14 +195,3 @@ def _end_steps_of(optimizer: Any, accelerator: Any, precision: TrainingPrecision
     ending.__narrowcast_precision__ = precision  # type: ignore[attr-defined]
     optimizer.step = MethodType(ending, optimizer)
     return optimizer
-
-
-def _refuse_formats_of_shards(accelerator: Any, asked: str) -> None:
-    """TrainingError where FSDP would choose formats, too."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    given = getattr(plugin, "mixed_precision_policy", None)
-    formats = [name for name in FSDP_FORMATS if getattr(given, name, None) not in (None, torch.float32)]
-    if formats:
-        has = f"FSDP has a mixed_precision_policy with {formats[0]}={getattr(given, formats[0])}"
-        advice = "Leave mixed_precision_policy out of FullyShardedDataParallelPlugin: the policy says the formats."
-        raise TrainingError(asked, f"{has}, and would cast weights and inputs before the region does", advice=advice)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from narrowcast.errors import TrainingError
-from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
+from narrowcast.integrations.training import Settings, TrainingPrecision, dropping_step, find_framework
 from narrowcast.runtime.torch_surface.state import caches
 from narrowcast.training.scaler.scaler import Scaler
 
@@ -65,7 +65,7 @@ class _Plugin:
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """As the framework does it, and LBFGS, which it refuses to scale, with our scaler; then the step has ended."""
-        try:
+        with dropping_step(self.training):
             if kwargs.get("closure") is None:  # a closure runs the forward
                 self.training.before_step(TO_OPEN)
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(self.scaler, Scaler):
@@ -73,9 +73,6 @@ class _Plugin:
                 self.scaler.update()
             else:
                 result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self.training.drop_step()
-            raise
         self.training.end_step()
         return result
 

@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -138,12 +137,8 @@ class TrainingPrecision:
     def training(self) -> Iterator[None]:
         """The region around a forward and its loss in training; begins a step, unless one has begun."""
         self.begin_step()
-        try:
-            with self.region:
-                yield
-        except BaseException:
-            self.drop_step()
-            raise
+        with dropping_step(self), self.region:
+            yield
 
     def around_forward(self) -> Any:
         """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is.
@@ -179,8 +174,12 @@ class TrainingPrecision:
         if self._recording is not None:
             _, ledger = self._recording
             self.drop_step()
-            self.ledger = ledger
-            self._hand_over(ledger)
+            self.ledger, target = ledger, self._settings.get("ledger_to")
+            if callable(target):
+                target(self.steps, ledger)
+            elif target is not None:
+                Path(target).mkdir(parents=True, exist_ok=True)
+                ledger.save(Path(target) / f"step-{self.steps:06}{_rank()}.json")
         self.steps += 1
 
     def drop_step(self) -> None:
@@ -201,15 +200,6 @@ class TrainingPrecision:
         if found is not None:
             text = f"narrowcast: while it trained, {found.in_short()}\n  All of it: print(precision.watching)"
             warn_at(text, loop_line(), TrainingWarning)
-
-    def _hand_over(self, ledger: Ledger) -> None:
-        target = self._settings.get("ledger_to")
-        if callable(target):
-            target(self.steps, ledger)
-        elif target is not None:
-            folder = Path(target)
-            folder.mkdir(parents=True, exist_ok=True)
-            ledger.save(folder / f"step-{self.steps:06}{_rank()}.json")
 
     # -- scaling and stepping, for loops that have no framework to do it ----------------------------------------------
 
@@ -238,16 +228,13 @@ class TrainingPrecision:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
-        try:
+        with dropping_step(self):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
-        except BaseException:
-            self.drop_step()
-            raise
 
     def step(self, *optimizers: Any, clip: Callable[[], object] | None = None) -> None:
         """Step, and end the step. clip: called between unscaling and stepping, so that it sees true gradients."""
         scaler = self.scaler
-        try:
+        with dropping_step(self):
             self.before_step()
             if clip is not None:
                 for optimizer in optimizers if scaler is not None else ():
@@ -257,9 +244,6 @@ class TrainingPrecision:
                 optimizer.step() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-        except BaseException:
-            self.drop_step()
-            raise
         self.end_step()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -286,14 +270,22 @@ class TrainingPrecision:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled without what is open: a process that is started opens its own."""
         return {**self.__dict__, "_recording": None, "_watch": None, "_model": None, "watching": None}
+
+
+@contextmanager
+def dropping_step(precision: TrainingPrecision) -> Iterator[None]:
+    """A part of a step; an error in it ends the step."""
+    try:
+        yield
+    except BaseException:
+        precision.drop_step()
+        raise
 
 
 def find_framework(module: str, package: str, asked: str) -> Any:

@@ -51,9 +51,8 @@ def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, dev
         raise CheckError(asked, refused, where, "Fix the model, or the policy.")
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
-    opened = asked_or_around("take_snapshot", under, found.device_type)
-    resolved = opened.policy.resolve(found.device_type)
-    made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    policy = asked_or_around("take_snapshot", under, found.device_type).policy.resolve(found.device_type)
+    made = snapshot_of(found, policy.rules, minor_of(installed_torch()), torch.is_grad_enabled())
     slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
     return replace(made, notes=found.note.removeprefix(slow).strip())
 
@@ -86,7 +85,12 @@ def assert_formats(
     asked: dict[str, Any] = {"under": under, "device": device}
     if isinstance(given, Mapping):
         found = take_snapshot(model, inputs, **asked)
-        _check_expected(found, given)
+        wrong = unmet(found, given)
+        if wrong:
+            said = f"formats: {len(wrong)} of {len(given)} expected entries do not hold for {found.model} on "
+            said += f"{found.device_type}, policy {found.policy}, low {found.low}"
+            advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its "
+            raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=f"{advice}#NUMBER.")
         return found
     return _held(_check(model, inputs, given, asked, torch_versions))
 
@@ -130,7 +134,8 @@ def check_formats(
     asked: dict[str, Any] = {"under": under, "device": device}
     now = take_snapshot(model, inputs, **asked)
     check_versions(torch_versions, installed_torch())
-    path = _from_here(Path(snapshot))
+    path = Path(snapshot)
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # what a reader is shown
     kept = load_snapshots(path) if not update or is_there(path) else Snapshots(file=str(path))
     if update:
         kept = kept.with_section(now, installed_torch(), torch_versions)
@@ -140,13 +145,7 @@ def check_formats(
     return compare_snapshots(kept.needed(now.device_type, installed_torch()), now)
 
 
-def _from_here(path: Path) -> Path:
-    """The path from the current folder, if it is in there: what a reader is shown."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def _held(check: SnapshotCheck) -> Snapshot:
-    """What was found. CheckError, which says what changed, if it is not as it was."""
     __tracebackhide__ = True
     if check.is_same:
         return check.now
@@ -176,13 +175,3 @@ def _one_of(verb: str, snapshot: str | Path | None, expected: Expected | None) -
         return expected
     found = "neither is given" if snapshot is None else "both are given"
     raise SnapshotError(f"{verb} with a snapshot or with what is expected", found, advice="Give one of them.")
-
-
-def _check_expected(found: Snapshot, expected: Mapping[str, Any]) -> None:
-    __tracebackhide__ = True
-    wrong = unmet(found, expected)
-    if wrong:
-        said = f"formats: {len(wrong)} of {len(expected)} expected entries do not hold for {found.model} on "
-        said += f"{found.device_type}, policy {found.policy}, low {found.low}"
-        advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER."
-        raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=advice)

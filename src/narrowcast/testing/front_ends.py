@@ -104,8 +104,6 @@ def _calls(trial: Trial, region: AbstractContextManager[Any] | None, policy: Pol
 
 
 class _Formats(Observer):
-    """Lists the formats of each call."""
-
     def __init__(self, policies: tuple[Policy, ...]) -> None:
         super().__init__(policies)
         self.calls: list[RanCall] = []

@@ -65,7 +65,12 @@ def assert_close_to(
     where the reference is, or has another shape.
     """
     __tracebackhide__ = True
-    _check_budget(budget, reference)
+    if not budget >= 0 or math.isinf(budget):
+        asked, wrong = f"assert_close_to(budget={budget!r})", "that is no relative error"
+        raise NarrowcastError(asked, wrong, advice="Give 1e-2, for example.")
+    if isinstance(reference, str) and reference not in REFERENCES:
+        advice = f"Give one of {', '.join(REFERENCES)}, or another model."
+        raise NarrowcastError(f"assert_close_to(reference={reference!r})", "no such reference", advice=advice)
     trial = Trial.of("assert_close_to", model, inputs, False)
     opened = observed_region("assert_close_to", trial, under, "native")
     is_own = isinstance(reference, str)
@@ -86,15 +91,6 @@ def assert_close_to(
         advice = "Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32."
         raise CheckError(asked, said, advice=advice)
     return errors
-
-
-def _check_budget(budget: float, reference: Any) -> None:
-    if not budget >= 0 or math.isinf(budget):
-        asked, found = f"assert_close_to(budget={budget!r})", "that is no relative error"
-        raise NarrowcastError(asked, found, advice="Give 1e-2, for example.")
-    if isinstance(reference, str) and reference not in REFERENCES:
-        advice = f"Give one of {', '.join(REFERENCES)}, or another model."
-        raise NarrowcastError(f"assert_close_to(reference={reference!r})", "no such reference", advice=advice)
 
 
 def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> str:

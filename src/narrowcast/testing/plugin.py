@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 
 from narrowcast.testing.updating import VARIABLE
-
-_BEFORE = pytest.StashKey[str | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,19 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The environment says it to whatever runs in this process: the assertions know no pytest."""
     if config.getoption("--narrowcast-update"):
-        config.stash[_BEFORE] = os.environ.get(VARIABLE)
-        os.environ[VARIABLE] = "1"
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """As it was."""
-    if _BEFORE not in config.stash:
-        return
-    before = config.stash[_BEFORE]
-    if before is None:
-        os.environ.pop(VARIABLE, None)
-    else:
-        os.environ[VARIABLE] = before
+        environment = pytest.MonkeyPatch()
+        environment.setenv(VARIABLE, "1")
+        config.add_cleanup(environment.undo)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

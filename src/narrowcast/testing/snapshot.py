@@ -237,11 +237,9 @@ def _is_list(versions: str) -> bool:
 
 
 def _is_inside(section: Snapshot, device_type: str, versions: str) -> bool:
-    """Whether all that a section is for is in a range."""
-    minors = section.torch.split(OR)
-    return (
-        section.device_type == device_type and _is_list(section.torch) and all(holds_for(versions, v) for v in minors)
-    )
+    if section.device_type != device_type or not _is_list(section.torch):
+        return False
+    return all(holds_for(versions, minor) for minor in section.torch.split(OR))
 
 
 def check_versions(versions: str, torch: str) -> None:

@@ -138,8 +138,12 @@ def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCall
         if there and path not in new:
             to = there.pop(0)
             moved |= {path, to}
-            src, dst = _without_common_end(path, to)
-            counts[src, dst] = counts.get((src, dst), 0) + len(calls)
+            src, dst = (name.split(".") if name else [] for name in (path, to))
+            while src and dst and src[-1] == dst[-1]:  # `encoder.layer.0`, `enc.layer.0` -> `encoder`, `enc`
+                src.pop()
+                dst.pop()
+            key = ".".join(src), ".".join(dst)
+            counts[key] = counts.get(key, 0) + len(calls)
     left = [c for c in changes if c.kind == CHANGED or c.id.module_path not in moved]
     return left, tuple(MovedCalls(src, dst, calls) for (src, dst), calls in counts.items())
 
@@ -155,15 +159,6 @@ def _by_path(changes: list[Change], kind: str) -> dict[str, list[CallFormats]]:
 
 def _signature(calls: list[CallFormats]) -> tuple[object, ...]:
     return tuple((replace(call.id, module_path=""), call.facts) for call in calls)
-
-
-def _without_common_end(src: str, dst: str) -> tuple[str, str]:
-    """`encoder.layer.0`, `enc.layer.0` -> `encoder`, `enc`."""
-    a, b = src.split(".") if src else [], dst.split(".") if dst else []
-    while a and b and a[-1] == b[-1]:
-        a.pop()
-        b.pop()
-    return ".".join(a), ".".join(b)
 
 
 def _new_casts(change: Change) -> tuple[str, ...]:
@@ -194,22 +189,16 @@ def unmet(snapshot: Snapshot, expected: Mapping[str, Any]) -> list[Unmet]:
     found = []
     for pattern, value in expected.items():
         wanted = frozenset(str(parse_format(part.strip())) for part in str(value).split(","))
-        calls = _calls_of(snapshot, pattern)
+        named, _, number = pattern.partition(" #")
+        module, _, op = named.rpartition(" ")
+        rule = Rule(op, "full", module=module or None)  # a text is read as an action
+        calls = [c for c in snapshot.calls if rule.matches_op(c.id.op) and rule.matches_site(Site(c.id.module_path))]
+        if number:
+            calls = [c for c in calls if c.id.number == int(number) and c.id.module_path == module]
         wrong = tuple(c for c in calls if frozenset(filter(None, c.computes.split(","))) != wanted)
         if wrong or not calls:
             found.append(Unmet(pattern, ",".join(sorted(wanted)), wrong))
     return found
-
-
-def _calls_of(snapshot: Snapshot, pattern: str) -> list[CallFormats]:
-    named, _, number = pattern.partition(" #")
-    module, _, op = named.rpartition(" ")
-    rule = Rule(op, "full", module=module or None)  # a text is read as an action
-    return [
-        call for call in snapshot.calls
-        if rule.matches_op(call.id.op) and rule.matches_site(Site(call.id.module_path))
-        and (not number or (call.id.number == int(number) and call.id.module_path == module))
-    ]  # fmt: skip
 
 
 # -- as text and JSON --------------------------------------------------------------------------------------------------

@@ -22,14 +22,8 @@ from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
 from narrowcast.runtime.regions.native_state import CARRIERS
+from narrowcast.runtime.torch_surface import state
 from narrowcast.runtime.torch_surface.dynamo import functorch_config, never_trace
-from narrowcast.runtime.torch_surface.state import (
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    any_autocast,
-    autocast_device_types,
-    autocast_off,
-)
 
 AS_EAGER, OFF, SAME, LISTED = "as_eager", "off", "same_as_forward", "listed"
 State = tuple[tuple[str, torch.dtype], ...]
@@ -54,12 +48,12 @@ class Backward:
         Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
         """
         if self.runs_as_inputs:
-            with autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
+            with state.autocast_off(), functorch_config.patch(backward_pass_autocast="off"):
                 yield ()
             return
         with ExitStack() as stack:
             if self.kind == LISTED:
-                stack.enter_context(autocast_off())
+                stack.enter_context(state.autocast_off())
                 for pairs in self.regions:
                     stack.enter_context(torch.autocast(**dict(pairs)))
             expected = autocast_state()
@@ -88,20 +82,17 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
             try:
                 torch.autocast(**region)
             except (TypeError, RuntimeError) as error:
-                raise RegionError(
-                    asked=f"backward=[{region}]", found=str(error), advice="Write what torch.autocast takes."
-                ) from None
+                advice = "Write what torch.autocast takes."
+                raise RegionError(f"backward=[{region}]", str(error), advice=advice) from None
         return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in regions))
-    raise RegionError(
-        asked=f"backward={wanted!r}",
-        found="no such choice",
-        advice="Write 'as_eager', 'off', 'same_as_forward', or a list of keyword sets of torch.autocast.",
-    )
+    advice = "Write 'as_eager', 'off', 'same_as_forward', or a list of keyword sets of torch.autocast."
+    raise RegionError(f"backward={wanted!r}", "no such choice", advice=advice)
 
 
 def autocast_state() -> State:
     """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
-    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_device_types() if torch.is_autocast_enabled(d))
+    on = filter(torch.is_autocast_enabled, state.autocast_device_types())
+    return tuple((device, torch.get_autocast_dtype(device)) for device in on)
 
 
 @contextmanager
@@ -116,9 +107,9 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
     for device in devices:
         low = torch.get_autocast_dtype(device)
         with code.inserting_before(first):
-            enter = code.call_function(ENTER_AUTOCAST, (device, low, False, False))
+            enter = code.call_function(state.ENTER_AUTOCAST, (device, low, False, False))
         with code.inserting_before(code.output_node()):
-            leave = code.call_function(EXIT_AUTOCAST, (enter,))
+            leave = code.call_function(state.EXIT_AUTOCAST, (enter,))
         added += [leave, enter]
     graph.recompile()
     try:
@@ -130,18 +121,16 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
 
 
 def _check(expected: State, choice: Backward, gradients: Any) -> None:
-    if not expected and not any_autocast():
+    if not expected and not state.any_autocast():
         return
     found = autocast_state()
     if found != expected:
         another = ", of another policy" if found and _own(found) == _own(expected) else ""
-        raise BackwardError(
-            asked=f"a backward compiled for {_text(expected)} (backward={choice.kind!r})",
-            found=f"it was called under {_text(found)}{another}",
-            advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
-            "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
-            "for; or give a list of keyword sets of torch.autocast.",
-        )
+        asked = f"a backward compiled for {_text(expected)} (backward={choice.kind!r})"
+        advice = "Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
+        advice += "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
+        advice += "for; or give a list of keyword sets of torch.autocast."
+        raise BackwardError(asked, f"it was called under {_text(found)}{another}", advice=advice)
 
 
 never_trace(_check)  # where Dynamo meets the backward in the code that it traces
@@ -149,8 +138,7 @@ never_trace(_check)  # where Dynamo meets the backward in the code that it trace
 
 def _text(state: State) -> str:
     """The state in words; without device types that are not here, whose state carries a policy's identity."""
-    said = " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state))
-    return said or "no autocast"
+    return " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state)) or "no autocast"
 
 
 def _own(state: State) -> State:

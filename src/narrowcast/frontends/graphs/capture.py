@@ -60,9 +60,8 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
         torch.fx.traceback.preserve_node_meta(), fx.same_random_numbers(), transforms_as_they_were(),
         closing_marked(),
     ):  # fmt: skip
-        made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *[_fresh(value) for value in inputs]
-        )
+        tracer = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)
+        made = tracer(*map(_fresh, inputs))
     _refuse_constants(made)
     _copy_placeholders(graph, made)
     captured.graph = made
@@ -99,14 +98,11 @@ def _refuse_constants(graph: torch.fx.GraphModule) -> None:
     """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
     for name, module in graph.named_modules():
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-            if isinstance(value, fx.FakeTensor) or (
-                isinstance(value, torch.Tensor) and fx.is_functorch_wrapped_tensor(value)
-            ):
-                raise CaptureError(
-                    asked="a graph with explicit casts",
-                    found=f"the tracer lost sight of a value ({name}{key})",
-                    advice="Transforms of torch.func (vmap, grad) are not followed, nor is x.data: x.detach() is.",
-                )
+            wrapped = isinstance(value, torch.Tensor) and fx.is_functorch_wrapped_tensor(value)
+            if wrapped or isinstance(value, fx.FakeTensor):
+                found = f"the tracer lost sight of a value ({name}{key})"
+                advice = "Transforms of torch.func (vmap, grad) are not followed, nor is x.data: x.detach() is."
+                raise CaptureError("a graph with explicit casts", found, advice=advice)
 
 
 def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> None:
@@ -143,10 +139,8 @@ class _GraphRunner(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in INFERENCE_MODE:
-            raise CaptureError(
-                asked="a graph with explicit casts", found=f"{target.__name__} inside it",
-                advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
-            )  # fmt: skip
+            advice = "Enter inference mode around the compiled call, or use torch.no_grad inside."
+            raise CaptureError("a graph with explicit casts", f"{target.__name__} inside it", advice=advice)
         if target is state.ENTER_AUTOCAST:
             return self._enter(args)
         if target is state.EXIT_AUTOCAST:
@@ -228,9 +222,7 @@ class _GraphRunner(torch.fx.Interpreter):
         unwrapped = dispatch.tree_map(tracer.unwrap_proxy, (args, kwargs))
         out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
         out.node.meta.update(node.meta)
-        if any(user not in self.batched for user in node.users):
-            return self._track(out)
-        return out
+        return self._track(out) if any(user not in self.batched for user in node.users) else out
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         """What torch.export made of a region: its calls, in the region, without the wrapper."""
@@ -305,7 +297,6 @@ def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> fx.FakeTensorMo
 
 @contextmanager
 def _not_recorded() -> Iterator[None]:
-    """Calls inside are not part of the graph that is being captured."""
     with disable_proxy_modes_tracing(), fx.without_pre_dispatch_mode():
         yield
 

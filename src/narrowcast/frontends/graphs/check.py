@@ -30,10 +30,7 @@ def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
     With the Python dispatcher, as tracing has it: some ops take symbolic sizes there alone.
     """
     runner = _Checker(graph)
-    with (
-        torch.no_grad(), autocast_off(), same_random_numbers(),
-        enable_python_dispatcher(),
-    ):  # fmt: skip
+    with torch.no_grad(), autocast_off(), same_random_numbers(), enable_python_dispatcher():
         runner.run(*[detached(v) if isinstance(v, torch.Tensor) else v for v in inputs])
 
 
@@ -57,12 +54,9 @@ class _Checker(torch.fx.Interpreter):
 
 def _difference(node: Node, found: str) -> CaptureError:
     site = node_site(node.meta)
-    return CaptureError(
-        asked=f"{node.target} with explicit casts",
-        found=found,
-        where=(Origin(site.file, site.line),) if site.file else (),
-        advice="The graph runs as eager would run it instead. Please report this with the model.",
-    )
+    where = (Origin(site.file, site.line),) if site.file else ()
+    advice = "The graph runs as eager would run it instead. Please report this with the model."
+    return CaptureError(f"{node.target} with explicit casts", found, where, advice)
 
 
 # -- modules that take another path when they are traced than in eager code --------------------------------------------
@@ -73,19 +67,14 @@ def _difference(node: Node, found: str) -> CaptureError:
 
 def tell_other_paths(model: torch.nn.Module, program: Program) -> None:
     """Warn of each attention of the model that a captured program computes otherwise than eager code does."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.MultiheadAttention) and _may_be_fused(module) and _takes_weights(program, name)
-    ]
+    attentions = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.MultiheadAttention))
+    names = [name for name, module in attentions if _may_be_fused(module) and _takes_weights(program, name)]
     if names:
         where = ", ".join(name or "the model itself" for name in names)
-        warnings.warn(
-            "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, and "
-            f"takes torch's unfused path when it is traced: {where}. The last bits differ, in fp32, too. "
-            "torch.backends.mha.set_fastpath_enabled(False) has eager code take the same path",
-            stacklevel=3,
-        )
+        said = "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, "
+        said += f"and takes torch's unfused path when it is traced: {where}. The last bits differ, in fp32, too. "
+        said += "torch.backends.mha.set_fastpath_enabled(False) has eager code take the same path"
+        warnings.warn(said, stacklevel=3)
 
 
 def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.fx import GraphModule
 
-from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.core.policy import NOWHERE
 from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.sites.graph_nodes import node_site
@@ -35,7 +35,9 @@ def watch_graphs() -> Iterator[list[CompiledGraph]]:
 
 def report_graph(graph: GraphModule) -> CompiledGraph:
     """A new graph, told to those who watch; the caller fills it in."""
-    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, _first_site(graph))
+    calls = (n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and n.meta.get("stack_trace"))
+    first = next((node_site(node.meta) for node in calls), NOWHERE)
+    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, first)
     for found in _watching.lists:
         found.append(made)
     return made
@@ -45,11 +47,3 @@ def note_reading(report: CompiledGraph, reading: ReadGraph) -> None:
     """Note what was read: the program before anything was decided, its policies, and casts at modules' boundaries."""
     report.before, report.policies, report.boundaries = reading.program, reading.policies, reading.boundaries
     report.hidden = reading.hidden
-
-
-def _first_site(graph: GraphModule) -> Site:
-    """The place of the first call of a graph that has one."""
-    for node in graph.graph.nodes:
-        if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
-            return node_site(node.meta)
-    return NOWHERE

@@ -146,11 +146,9 @@ def _scaled_mm(matrix: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _tell(what: str, how: str) -> None:
-    warnings.warn(
-        f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
-        "Call it on x.float() outside of the region, or give it a rule of its own",
-        stacklevel=3,
-    )
+    said = f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
+    said += "Call it on x.float() outside of the region, or give it a rule of its own"
+    warnings.warn(said, stacklevel=3)
 
 
 INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {
@@ -213,20 +211,17 @@ def _is_repaired(op: str, region: OpenRegion, site: Site, tensors: list[torch.Te
     return decide(Call(op, arguments, site), prepared.policy, prepared.facts).rule is not None
 
 
-def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _dropout(value: torch.Tensor, p: float, train: bool) -> Any:
     """What eager code computes in dropout, without its in-place ops.
 
     On the cpu it divides a mask of the value's own format by 1 - p, which rounds; made functional, its in-place
     `bernoulli_` would draw other numbers for a tensor that is not contiguous. native_dropout draws the same ones.
     """
     aten = torch.ops.aten
-    result: torch.Tensor
     if value.device.type != "cpu" or not train or not 0 < p < 1 or value.numel() == 0:
-        result = composite_kernel(aten.dropout.default)(value, p, train)
-        return result
+        return composite_kernel(aten.dropout.default)(value, p, train)
     mask = aten.native_dropout.default(value.detach(), p, True)[1]
-    result = value * aten.div.Scalar(mask.to(value.dtype), 1 - p)
-    return result
+    return value * aten.div.Scalar(mask.to(value.dtype), 1 - p)
 
 
 @cache
@@ -236,8 +231,7 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
         return True
     if not can_decompose(op):
         return False
-    own = (device_type.upper(), f"Autograd{device_type.upper()}")
-    return not any(has_kernel(op, key) for key in own)
+    return not any(has_kernel(op, key) for key in (device_type.upper(), f"Autograd{device_type.upper()}"))
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:

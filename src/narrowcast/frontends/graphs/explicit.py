@@ -94,12 +94,10 @@ def _is_dense(value: torch.Tensor) -> bool:
 def refuse_scripts(verb: str, model: object) -> None:
     """CaptureError for a script, which has no Python code to capture."""
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        raise CaptureError(
-            asked=f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})",
-            found="there is no Python code in it, which is what torch captures",
-            advice="Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
-            "casts into the script itself.",
-        )
+        asked = f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})"
+        found = "there is no Python code in it, which is what torch captures"
+        advice = "Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
+        raise CaptureError(asked, found, advice=f"{advice}casts into the script itself.")
 
 
 # -- the joint graph of forward and backward, after autograd: equal casts are made once; the backward has its rules ----
@@ -128,11 +126,8 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
     A call that computes makes a weight's gradient (wgrad) if its result becomes that gradient by views, casts and
     additions alone; other calls that compute make gradients that flow on (dgrad).
     """
-    found = {
-        node: "dgrad" if _computes(node) else "backward"
-        for node in graph.graph.nodes
-        if node.meta.get("partitioner_tag") == "is_backward"
-    }
+    ours = [node for node in graph.graph.nodes if node.meta.get("partitioner_tag") == "is_backward"]
+    found = {node: "dgrad" if _computes(node) else "backward" for node in ours}
     outputs = graph.graph.output_node().args[0]
     primals = [n for n in graph.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
     gradients = list(outputs)[-len(primals) :] if isinstance(outputs, (list, tuple)) and primals else []

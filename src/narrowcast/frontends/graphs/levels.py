@@ -63,10 +63,9 @@ class Levels:
     def _opened(self, prepared: Prepared) -> Open:
         digest = prepared.policy.digest[:16]
         self.policies.setdefault(digest, prepared.policy)
-        numbers = [
-            self.numbers.setdefault(OpenedRegion(prepared.facts, digest, 2 * self.session + ours), len(self.numbers))
-            for ours in ((0, 1) if prepared.changed else (0,))
-        ]
+        sessions = [2 * self.session, 2 * self.session + 1] if prepared.changed else [2 * self.session]
+        opened = [OpenedRegion(prepared.facts, digest, session) for session in sessions]
+        numbers = [self.numbers.setdefault(one, len(self.numbers)) for one in opened]
         return Open(prepared, numbers[0], numbers[-1])
 
     def open(self, prepared: Prepared, find_site: Callable[[], Site]) -> None:

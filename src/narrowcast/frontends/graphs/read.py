@@ -21,19 +21,13 @@ from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, node_site
 from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.torch_bridge import is_random, is_weight, op_facts, short_type
 from narrowcast.runtime.torch_bridge.ops import alias_names
+from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import SET_GRAD_ENABLED
-from narrowcast.runtime.torch_surface.dispatch import (
-    TO_COPY,
-    HigherOrderOperator,
-    OpOverload,
-    higher_order_name,
-    schema_of,
-)
 from narrowcast.runtime.torch_surface.modules import STACK
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 
 _TO = torch.ops.aten.to.dtype
-_CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
+_CASTS = (dispatch.TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
 
 Flags = Mapping[Node, tuple[bool, bool]]
 
@@ -138,11 +132,13 @@ class _GraphReader:
         if target is ENTER_AUTOCAST or target is enter_marked:
             return self._enter(node)
         if target is EXIT_AUTOCAST or target is exit_marked:
-            return self._exit(node)
+            self.levels.leave()
+            regions = tuple(Operand("region", self.ids[n]) for n in node.all_input_nodes)
+            return Step(self._value(node, False), EXIT, regions, effects=("order",))
         if target is SET_GRAD_ENABLED:
             self.grad_mode = bool(node.args[0])
             return Step(self._value(node, False), "set_grad_enabled", constants=str(node.args[0]), effects=("order",))
-        if isinstance(target, OpOverload):
+        if isinstance(target, dispatch.OpOverload):
             return self._call(node, target)
         return self._other(graph, node)
 
@@ -159,12 +155,7 @@ class _GraphReader:
         site = partial(self._site_from, node)
         self.levels.open_native(str(device), dtype, bool(enabled), cached is not False, site)
 
-    def _exit(self, node: Node) -> Step:
-        self.levels.leave()
-        operands = tuple(Operand("region", self.ids[n]) for n in node.all_input_nodes)
-        return Step(self._value(node, False), EXIT, operands, effects=("order",))
-
-    def _call(self, node: Node, op: OpOverload) -> Step:
+    def _call(self, node: Node, op: dispatch.OpOverload) -> Step:
         facts = op_facts(op)
         written = facts.written
         operands = tuple(Operand(name, self.ids[n], name in written) for name, n in operands_of(node))
@@ -190,14 +181,12 @@ class _GraphReader:
         region = self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None])
         counts = self.joint.get(node, "forward") == "forward" and self.levels.is_on(region)
         effects = ("random",) if is_random(op) else ()
-        made = Step(
-            value, facts.id, operands, constants, given, facts.computes, region, aliases=shared, effects=effects
-        )
+        known = (value, facts.id, operands, constants, given, facts.computes, region)
+        made = Step(*known, aliases=shared, effects=effects)
         number = self.numbering.number(node.meta, facts.id) if counts else 1
         return self._placed(node, made, number)
 
     def _placed(self, node: Node, made: Step, number: int = 1) -> Step:
-        """A step with what its node says of the place and the direction."""
         direction, site = self.joint.get(node, "forward"), self._site(node)
         return replace(made, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
@@ -233,9 +222,8 @@ class _GraphReader:
         constants = str(node.args[1]) if name == "getitem" else ""
         effects, aliases = () if pure else ("order",), tuple(range(len(operands)))
         value = self._value(node, gradient)
-        return self._placed(
-            node, Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
-        )
+        made = Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
+        return self._placed(node, made)
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
         name = _target_name(node)
@@ -303,22 +291,20 @@ def _attribute(graph: GraphModule, node: Node) -> Any:
 
 def _target_name(node: Node) -> str:
     target = node.target
-    if isinstance(target, HigherOrderOperator):
-        return f"higher_order.{higher_order_name(target)}"
+    if isinstance(target, dispatch.HigherOrderOperator):
+        return f"higher_order.{dispatch.higher_order_name(target)}"
     return str(getattr(target, "__qualname__", target)).replace(" ", "_").replace("(", "[").replace(")", "]")
 
 
 def _type_of(found: Any) -> str:
     if found is None:
         return "none"
-    if isinstance(found, (tuple, list)):
-        return "tuple"
-    return type(found).__name__.lower()
+    return "tuple" if isinstance(found, (tuple, list)) else type(found).__name__.lower()
 
 
-def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
+def _constants(node: Node, op: dispatch.OpOverload) -> tuple[frozenset[str], str]:
     """Names of arguments that were given and are no tensors, and all of them as text."""
-    names = (argument.name for argument in schema_of(op).arguments)
+    names = (argument.name for argument in dispatch.schema_of(op).arguments)
     pairs = [*zip(names, node.args, strict=False), *node.kwargs.items()]
     found = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
     return _MATTERS & found.keys(), ", ".join(f"{name}={value}" for name, value in found.items())
@@ -327,7 +313,7 @@ def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
 _MATTERS = frozenset(["dtype"])
 
 
-def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOverload, node: Node) -> bool:
+def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: dispatch.OpOverload, node: Node) -> bool:
     """Whether a conversion changes the floating format, and nothing else."""
     if len(inputs) != 1 or value.format is None or inputs[0].format is None or value.device != inputs[0].device:
         return False
@@ -367,8 +353,9 @@ def replace_operands(node: Node, new: list[Node]) -> None:
 
 def _names(node: Node) -> list[str]:
     """The names of an op's arguments; of what is no op, those given by name."""
-    op = node.target
-    return [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
+    if not isinstance(node.target, dispatch.OpOverload):
+        return list(node.kwargs)
+    return [argument.name for argument in dispatch.schema_of(node.target).arguments]
 
 
 def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:

@@ -58,8 +58,7 @@ class Resting:
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """The inputs to compile with: fake tensors for the new ones, which have the sizes of weights and no others."""
-    more = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
-    return [*inputs, *(node.meta["val"] for node in more)]
+    return [*inputs, *(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(inputs) :])]
 
 
 def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
@@ -80,7 +79,6 @@ def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int
 
 
 def _memory(value: Any) -> int | None:
-    """Where a tensor's storage begins; None if it has none."""
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return None
     try:
@@ -106,11 +104,9 @@ def rest_weights(
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
-        if (
-            source not in weights
-            or (step.value.gradient and goal.weights != WORKING)
-            or writes.memories(step.id) & kept_out
-        ):
+        if source not in weights or (step.value.gradient and goal.weights != WORKING):
+            continue
+        if writes.memories(step.id) & kept_out:
             continue
         if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
             continue

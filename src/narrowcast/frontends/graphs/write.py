@@ -80,7 +80,6 @@ def _write_block(graph: Graph, old: Block, new: Block, nodes: dict[int, Node], l
 
 
 def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | None, lowered: bool) -> Node:
-    """A new cast behind the cursor."""
     source = nodes[step.operands[0].value]
     dtype = DTYPES[parse_format(step.value.type)]
     site = graph.inserting_after(cursor) if cursor is not None else graph.inserting_before(next(iter(graph.nodes)))
@@ -96,7 +95,6 @@ def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | Non
 
 
 def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
-    """The node with the step's operands, and the dtype or overload that it was given."""
     if old.operands != new.operands:
         _note(old, new, node, nodes)
         if isinstance(node.target, OpOverload):

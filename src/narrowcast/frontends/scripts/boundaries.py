@@ -171,17 +171,14 @@ def enter_call(scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Sc
         return None if scopes is before else (Frame({}), scopes)
     for name in facts.get("containers", ()):
         if any(call.plan(name).formats != (None,) for call in calls.values()):
-            raise ScriptError(
-                asked=f"argument {name!r} of {site.module_path or 'a pinned function'} in another format",
-                found="it may be None, or it holds tensors, and a script casts only what is always a tensor",
-                where=shown_from(mark), advice=f'Leave it as it is: keep=("{name}",), or action = "follow".',
-            )  # fmt: skip
+            asked = f"argument {name!r} of {site.module_path or 'a pinned function'} in another format"
+            found = "it may be None, or it holds tensors, and a script casts only what is always a tensor"
+            advice = f'Leave it as it is: keep=("{name}",), or action = "follow".'
+            raise ScriptError(asked, found, shown_from(mark), advice)
     if facts["call"] == "container" and any(plan.results for plan in plans.values()):
-        raise ScriptError(
-            asked=f"the results of {site.module_path or 'the module'} in another format",
-            found="they are in a container that a script takes apart only when it runs",
-            where=shown_from(mark), advice="Return a tensor or a tuple of tensors.",
-        )  # fmt: skip
+        asked = f"the results of {site.module_path or 'the module'} in another format"
+        found = "they are in a container that a script takes apart only when it runs"
+        raise ScriptError(asked, found, shown_from(mark), "Return a tensor or a tuple of tensors.")
     return Frame(around), _inside(scopes, calls, plans, scanner)
 
 

@@ -171,12 +171,9 @@ def _mark(graph: Any, text: str) -> Any:
 
 def _path_in_hierarchy(node: Any) -> str:
     """What TorchScript itself keeps of the submodules."""
-    parts = []
-    for part in node.getModuleHierarchy().split("."):
-        name, _, kind = part.partition("(")
-        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
-            parts.append(name)
-    return ".".join(parts)
+    parts = (part.partition("(") for part in node.getModuleHierarchy().split("."))
+    unnamed = ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", "")
+    return ".".join(name for name, _, kind in parts if kind and name not in unnamed)
 
 
 # -- norms that write to running statistics ----------------------------------------------------------------------------

@@ -173,5 +173,4 @@ def dtype_argument(node: Any, facts: OpFacts) -> Any:
     known = constant(value)
     if known is not None:
         return known
-    kind = value.type().kind()
-    return None if kind in ("NoneType", "OptionalType") else value
+    return None if value.type().kind() in ("NoneType", "OptionalType") else value

@@ -45,7 +45,6 @@ def has_cast(region: Any) -> bool:
 
 
 def _setting(region: Any, name: str) -> list[Any]:
-    """The nodes that set an attribute of a region."""
     users = [use.user for use in region.uses()]
     return [user for user in users if user.kind() == "prim::SetAttr" and user.s("name") == name]
 

@@ -95,12 +95,9 @@ def tell_closed(section: Section) -> None:
         closed = name.removeprefix("aten.") in named("inside.closed")
         if on and closed and decided_as_itself(overload.replace("::", ".")):
             site = site_in(item.caller, item.node)
-            warnings.warn(
-                f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
-                "in a script it follows its input dtype. Write what it does, or give it a rule of its own",
-                ScriptWarning,
-                stacklevel=2,
-            )
+            said = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
+            said += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
+            warnings.warn(said, ScriptWarning, stacklevel=2)
 
 
 def _is_named(policy: Policy, node: Any) -> bool:

@@ -99,8 +99,7 @@ def make_graph_explicit(
 
     Raises ScriptError for what cannot be cast.
     """
-    changed = set_names(graph)
-    attribute = partial(attribute_of, module=module, changed=changed)
+    attribute = partial(attribute_of, module=module, changed=set_names(graph))
     _know_tensors(graph, attribute)
     _simplify(graph)
     scanner = Scanner(graph, around, caller, enter_call)
@@ -128,8 +127,13 @@ def make_graph_explicit(
     forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
     writer.write(outcome.program)
     _convert_forks(forks, module, writer.cast_before)
-    if marked:
-        _mark(graph, scanner)
+    if marked:  # what the regions of the graph, and those around it, ruled is cast already
+        for start, last, device_types in scanner.ruled:
+            graph.setInsertPoint(start)
+            instances = enter_off(graph, _known(device_types))
+            graph.setInsertPoint(last)
+            leave_off(graph, instances)
+        switch_off(graph, _known(scanner.around))
     scanner.finish()
     jit.forget_shapes(graph)
     with norms_kept(graph):
@@ -148,16 +152,6 @@ def _simplify(graph: Any) -> None:
         if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
             node.output().replaceAllUsesWith(node.input())
             node.destroy()
-
-
-def _mark(graph: Any, scanner: Scanner) -> None:
-    """What the regions of a graph, and those around it, ruled is cast already."""
-    for first, last, device_types in scanner.ruled:
-        graph.setInsertPoint(first)
-        instances = enter_off(graph, _known(device_types))
-        graph.setInsertPoint(last)
-        leave_off(graph, instances)
-    switch_off(graph, _known(scanner.around))
 
 
 def _known(device_types: Iterable[str]) -> list[str]:
@@ -241,7 +235,6 @@ _UNSEEN = {
 
 
 def _refuse_unseen(section: Section) -> None:
-    """ScriptError for code in a region that nobody can cast."""
     for item in section.walk():
         kind = item.node.kind()
         on = [s for s in item.scopes.values() if s.enabled is not False]

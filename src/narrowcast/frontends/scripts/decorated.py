@@ -9,7 +9,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -74,11 +74,9 @@ def check_pins(function: Any) -> None:
     *around, inner = _layers(function)
     ours = [layer for layer in around if _is_pin(layer) or _is_decorator(layer)]
     if len(ours) > 1 and any(map(_is_pin, ours)):
-        raise ScriptError(
-            asked=f"a script of {inner.__qualname__}", found="it has a pin, and another pin or a region around it",
-            where=(Origin(inner.__code__.co_filename, inner.__code__.co_firstlineno),),
-            advice="Keep one of them; open the region in the function that calls it.",
-        )  # fmt: skip
+        found, where = "it has a pin, and another pin or a region around it", (_origin(inner.__code__),)
+        advice = "Keep one of them; open the region in the function that calls it."
+        raise ScriptError(f"a script of {inner.__qualname__}", found, where, advice)
 
 
 def check_methods(module: torch.nn.Module) -> None:
@@ -97,13 +95,10 @@ def check_methods(module: torch.nn.Module) -> None:
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
                 if callable(found) and hasattr(found, "__narrowcast_pinned__"):
-                    code = found.__wrapped__.__code__
-                    raise ScriptError(
-                        asked=f"a script of {kind.__qualname__}.{name}, which is pinned",
-                        found="TorchScript compiles methods without their decorators",
-                        where=(Origin(code.co_filename, code.co_firstlineno),),
-                        advice="Pin the module, or a function that the method calls.",
-                    )
+                    asked = f"a script of {kind.__qualname__}.{name}, which is pinned"
+                    said, where = "TorchScript compiles methods without their decorators", found.__wrapped__.__code__
+                    advice = "Pin the module, or a function that the method calls."
+                    raise ScriptError(asked, said, (_origin(where),), advice)
 
 
 def _check_compiled(part: Any) -> None:
@@ -146,24 +141,15 @@ def _check_own(part: torch.nn.Module) -> None:
             found = "its attribute forward is a function without self, and a script compiles it as a method"
         else:
             continue
-        raise ScriptError(
-            asked=f"a script of {part.original_name if is_script else type(part).__qualname__}",
-            found=found,
-            where=places_of(undecorated(value), value),
-            advice="Write a method of the class, with the region inside: with torch.autocast(...): ...",
-        )
+        asked = f"a script of {part.original_name if is_script else type(part).__qualname__}"
+        advice = "Write a method of the class, with the region inside: with torch.autocast(...): ..."
+        raise ScriptError(asked, found, places_of(undecorated(value), value), advice)
 
 
 def namespace(function: Any) -> dict[str, Any]:
     """The names that a function sees: its module's, and those it closes over."""
     inner = undecorated(function)
     return {**getattr(inner, "__globals__", {}), **_captured(inner)}
-
-
-def is_of_contextlib(function: Any) -> bool:
-    """A function that contextlib.contextmanager decorates, or one of its own classes."""
-    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
-    return home == nullcontext.__module__ and function is not nullcontext
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -206,12 +192,9 @@ def _check_wrapper(function: Any, layer: Any) -> None:
         found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
         raise _refused(function, layer, found)
     if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
-        warnings.warn(
-            f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
-            f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
-            ScriptWarning,
-            stacklevel=2,
-        )
+        said = f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
+        said += f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators"
+        warnings.warn(said, ScriptWarning, stacklevel=2)
 
 
 def _may_open(wrapper: Any) -> bool:
@@ -262,19 +245,20 @@ def places_of(*values: Any) -> tuple[Origin, ...]:
     pairs = zip(values, known, strict=True)
     calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
-    found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
+    found = tuple(_origin(code) for code in codes if is_user_file(code.co_filename))
     site = find_site()
     return found or ((Origin(site.file, site.line),) if site.file else ())
 
 
+def _origin(code: types.CodeType) -> Origin:
+    return Origin(code.co_filename, code.co_firstlineno)
+
+
 def _refused(function: Any, layer: Any, found: str, advice: str = "") -> ScriptError:
     inner = undecorated(function)
-    return ScriptError(
-        asked=f"a script of {getattr(inner, '__qualname__', None) or 'a decorated ' + type(inner).__name__}",
-        found=found,
-        where=places_of(inner, layer),
-        advice=advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ...",
-    )
+    asked = f"a script of {getattr(inner, '__qualname__', None) or 'a decorated ' + type(inner).__name__}"
+    advice = advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ..."
+    return ScriptError(asked, found, places_of(inner, layer), advice)
 
 
 # -- classes that are no modules ---------------------------------------------------------------------------------------
@@ -315,12 +299,10 @@ def check_class(call: Any) -> None:
 def _check_method(name: str, call: Any) -> None:
     if name in _dropped:
         method = _dropped[name]
-        raise ScriptError(
-            asked=f"a script of {undecorated(method).__qualname__}",
-            found="torch.jit.script compiled its class before, without the region that decorates the method",
-            where=(*shown_at(call), *places_of(undecorated(method), method)),
-            advice="Open the region in the method: with torch.autocast(...): ...",
-        )
+        found = "torch.jit.script compiled its class before, without the region that decorates the method"
+        where = (*shown_at(call), *places_of(undecorated(method), method))
+        advice = "Open the region in the method: with torch.autocast(...): ..."
+        raise ScriptError(f"a script of {undecorated(method).__qualname__}", found, where, advice)
     if name.rpartition(".")[0] in _seen:
         for inner in jit.class_method(name).graph.findAllNodes("prim::CallMethod"):
             if inner.inputsAt(0).type().kind() == "ClassType":

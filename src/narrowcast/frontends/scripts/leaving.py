@@ -122,11 +122,9 @@ class Flattener:
         for n, item in enumerate(statement.items):
             if self._is_other(item.context_expr):
                 if _leaves(statement.body):
-                    raise self.meanings.error(
-                        f"a with statement in a script, {ast.unparse(item.context_expr)}",
-                        "a return, break or continue leaves it, and TorchScript knows that of regions alone",
-                        item.context_expr, "Return behind the with statement.",
-                    )  # fmt: skip
+                    asked = f"a with statement in a script, {ast.unparse(item.context_expr)}"
+                    found = "a return, break or continue leaves it, and TorchScript knows that of regions alone"
+                    raise self.meanings.error(asked, found, item.context_expr, "Return behind the with statement.")
                 outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
                 inner.body = statement.body
                 statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
@@ -149,7 +147,6 @@ class Flattener:
         return made + self._inside(items, statement.body)
 
     def _inside(self, items: list[str], body: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements, each in the regions with these names."""
         made: list[ast.stmt] = []
         whole: list[ast.stmt] = []
 
@@ -200,7 +197,6 @@ class Flattener:
         return isinstance(expression, ast.Call) and self.meanings.value(expression.func) is torch.no_grad
 
     def _is_other(self, expression: ast.expr) -> bool:
-        """Whether it is known to be no region."""
         value = self.meanings.value(expression.func) if isinstance(expression, ast.Call) else None
         is_class = isinstance(value, type) and value is not torch.no_grad
         return is_class and signature_of(value) is None
@@ -245,9 +241,7 @@ def kept(what: str, value: ast.expr, place: ast.stmt) -> tuple[str, ast.stmt]:
 def _leaves(body: list[ast.stmt], in_loop: bool = False) -> bool:
     """Whether return, or break and continue of a loop outside, occur in the statements."""
     for statement in body:
-        if isinstance(statement, ast.Return):
-            return True
-        if isinstance(statement, ast.Break | ast.Continue) and not in_loop:
+        if isinstance(statement, ast.Return) or (isinstance(statement, ast.Break | ast.Continue) and not in_loop):
             return True
         loop = in_loop or isinstance(statement, ast.For | ast.While)
         if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
@@ -274,14 +268,6 @@ def _counts(expression: ast.expr) -> bool:
     """Whether it is a number of Python's, and no tensor."""
     called = getattr(expression, "func", None)
     return getattr(called, "attr", getattr(called, "id", "")) in ("dim", "size", "len") and not _computes(expression)
-
-
-def without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """The docstring of a function, if it has one, and the rest of its body."""
-    first = body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
-        return body[:1], body[1:]
-    return [], body
 
 
 def at(node: Any, place: Any) -> Any:
@@ -323,7 +309,6 @@ def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]
 
 
 def _mark_of(node: Node) -> str | None:
-    """The mark, if an assignment marks the edge of a region."""
     read = node.inputsAt(1).node()
     if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
         return None

@@ -27,7 +27,9 @@ def shown_in(text: str) -> tuple[Origin, ...]:
     lines = text.splitlines()
     head = next((line for line in lines if line.strip().startswith('File "')), None)
     if head is None:
-        return _shown_in_trace(lines)
+        frames = [found for line in lines if (found := _FRAME.match(line))]  # traced: the Python stack, innermost first
+        inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
+        return (Origin(inner[1], int(inner[2])),) if inner else ()
     file, _, rest = head.strip().removeprefix('File "').partition('", line ')
     marks = next((n for n, line in enumerate(lines) if "~" in line and line.strip(" ~") in ("", "<--- HERE")), None)
     note = ""
@@ -35,13 +37,6 @@ def shown_in(text: str) -> tuple[Origin, ...]:
         source, caret = lines[marks - 1], lines[marks].replace(" <--- HERE", "")
         note = f"column {caret.index('~') + 1}\n    {source}\n    {caret.replace('~', '^', 1).rstrip()}"
     return (Origin(file, int(rest.partition(" ")[0]), note),)
-
-
-def _shown_in_trace(lines: list[str]) -> tuple[Origin, ...]:
-    """Of a traced node, whose lines are the Python stack, the user's innermost."""
-    frames = [found for line in lines if (found := _FRAME.match(line))]
-    inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
-    return (Origin(inner[1], int(inner[2])),) if inner else ()
 
 
 def site_of(node: Any) -> tuple[str, int]:

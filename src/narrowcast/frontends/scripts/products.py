@@ -268,7 +268,6 @@ def _rows_first(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def _between(x: Tensor, dropout: float, train: bool) -> Tensor:
-    """What a layer gives to the next."""
     return torch.dropout(x, dropout, True) if dropout != 0.0 and train else x
 
 

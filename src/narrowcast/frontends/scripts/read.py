@@ -98,22 +98,17 @@ class ReadScript:
         for value in section.block.inputs():
             self.types.setdefault(value.unique(), self._type(value))
         for item in section.items:
-            self._propagate_through(item)
-
-    def _propagate_through(self, item: Item) -> None:
-        node = item.node
-        kind = node.kind()
-        if kind == "prim::Loop":
-            self._propagate_loop(item)
-            return
-        for inner in item.blocks:
-            self._propagate(inner)
-        if kind == "prim::If":
+            if item.node.kind() == "prim::Loop":
+                self._propagate_loop(item)
+                continue
+            for inner in item.blocks:
+                self._propagate(inner)
+            if item.node.kind() != "prim::If":
+                self._propagate_call(item)
+                continue
             ends = [list(inner.block.outputs()) for inner in item.blocks]
-            for n, output in enumerate(node.outputs()):
+            for n, output in enumerate(item.node.outputs()):
                 self.types[output.unique()] = join(self._type(end[n]) for end in ends)
-        else:
-            self._propagate_call(item)
 
     def _propagate_loop(self, item: Item) -> None:
         node, (body,) = item.node, item.blocks
@@ -154,8 +149,7 @@ class ReadScript:
         if not isinstance(tensor, torch.Tensor):
             return False
         self.known[value.unique()] = tensor
-        floats = tensor.dtype in FORMATS
-        self.types[value.unique()] = FORMATS[tensor.dtype].name if floats else OTHER
+        self.types[value.unique()] = FORMATS[tensor.dtype].name if tensor.dtype in FORMATS else OTHER
         return True
 
     def _type_without_schema(self, node: Any, output: Any) -> str:
@@ -166,7 +160,6 @@ class ReadScript:
         return TENSOR
 
     def _result(self, item: Item, facts: OpFacts) -> str:
-        """The type of what a call gives, after its casts."""
         node = item.node
         name = op_name(facts.op)
         found = _sources(item, facts)
@@ -220,12 +213,10 @@ class ReadScript:
         if plan.undecided is not None:
             return TENSOR
         if kind is Kind.PROMOTE:
-            cast = [p.name if p is not None else t for p, t in zip(plan.formats, given, strict=True)]
-            return promoted(cast)
+            return promoted(p.name if p is not None else t for p, t in zip(plan.formats, given, strict=True))
         return None
 
     def _after_passage(self, plan: Plan, passed: Mapping[str, str], opened: OpenedRegion, given: list[str]) -> str:
-        """The format of what has gone into a module's call, or come out of it."""
         if "argument" in passed:
             (dst,) = plan.formats
             after = given[0] if dst is None else dst.name
@@ -257,7 +248,6 @@ class ReadScript:
         return made
 
     def _looked(self, value: Any, number: int) -> Value:
-        """What is known of a value."""
         if calls.is_optional_tensor(value) or calls.is_tensor_list(value):
             return Value(number, TENSOR, _ANY_SHAPE, "", True)
         if not calls.is_tensor(value):
@@ -331,8 +321,7 @@ class ReadScript:
     def _other(self, item: Item, blocks: tuple[Block, ...]) -> Step:
         """What is no op of a library: control flow, attributes, lists, calls into Python."""
         node = item.node
-        reads = [v for v in node.inputs() if v.unique() in self.ids]
-        numbers = [self.ids[v.unique()] for v in reads]
+        numbers = [self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids]
         inner = [o for b in blocks for _, s in b.walk() for o in s.operands]
         within = [*blocks, *[inner for b in blocks for _, s in b.walk() for inner in s.blocks]]
         made_inside = {s.id for b in within for s in b.steps} | {v.id for b in within for v in b.parameters}

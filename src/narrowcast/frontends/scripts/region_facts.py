@@ -37,10 +37,8 @@ REGION = "narrowcast.frontends.eager.region.autocast"
 def number_of(dtype: torch.dtype) -> int:
     """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
     if dtype not in _NUMBERS:
-        advice = "Give torch.bfloat16 or torch.float16."
-        raise RegionError(
-            f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format", advice=advice
-        )
+        asked, found = f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format"
+        raise RegionError(asked, found, advice="Give torch.bfloat16 or torch.float16.")
     return _NUMBERS[dtype]
 
 
@@ -119,10 +117,8 @@ def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node
         place = shown_at(maker)  # TorchScript has none for what a with statement finds by its name alone
         raise ScriptError(asked if place else f"{asked}, around this line", found, place or shown_from(node), advice)
     if device not in DEVICE_TYPES:
-        raise ScriptError(
-            asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
-            where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
-        )  # fmt: skip
+        found, advice = "no autocast lists are known for it", f"Give one of: {', '.join(DEVICE_TYPES)}."
+        raise ScriptError(f"a region on device type {device!r}", found, shown_at(instance.node()), advice)
     return str(device)
 
 
@@ -131,10 +127,8 @@ def low_format(low: Any, instance: Value) -> Any:
     if not isinstance(low, int):
         return low
     if low not in DTYPES:
-        raise ScriptError(
-            asked=f"a region in a script with dtype number {low}", found="it is no floating format",
-            where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
-        )  # fmt: skip
+        asked, where = f"a region in a script with dtype number {low}", shown_at(instance.node())
+        raise ScriptError(asked, "it is no floating format", where, "Give torch.bfloat16 or torch.float16.")
     return DTYPES[low]
 
 

@@ -17,24 +17,10 @@ import torch
 from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.errors import ScriptError
+from narrowcast.frontends.scripts import region_facts
 from narrowcast.frontends.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.frontends.scripts.places import shown_at
-from narrowcast.frontends.scripts.region_facts import (
-    DEFAULT_LOW,
-    MADE,
-    POLICY,
-    Node,
-    Value,
-    constant,
-    device_of,
-    low_format,
-    makers_of,
-    number_of,
-    region_class,
-    remove_unused_objects,
-    the_same,
-    told_policy,
-)
+from narrowcast.frontends.scripts.region_facts import Node, Value, constant, region_class, the_same, told_policy
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.torch_bridge import check_ops, to_dtype
 from narrowcast.runtime.torch_surface.jit import BOOL, INT
@@ -71,7 +57,7 @@ class Scope:
 def value_of(graph: Any, fact: Any) -> Value:
     """A fact of a region as a value of the script, which it may be already, where the graph is written to."""
     if isinstance(fact, torch.dtype):
-        fact = number_of(fact)
+        fact = region_facts.number_of(fact)
     return graph.insertConstant(fact) if isinstance(fact, bool | int) else fact
 
 
@@ -155,7 +141,7 @@ class Scanner:
             node.destroy()
         for node in self.passages:
             close_passage(node)
-        remove_unused_objects(self.graph)
+        region_facts.remove_unused_objects(self.graph)
 
     def _section(self, block: Any, stack: list[Scopes], caller: Site) -> Section:
         section = Section(block, [])
@@ -193,7 +179,7 @@ class Scanner:
                     self.made_cached[node.output().unique()] = next((s.cached for s in stack[-1].values()), True)
                 continue
             self._follow_grad_mode(node)
-            if node.kind() == DEFAULT_LOW:
+            if node.kind() == region_facts.DEFAULT_LOW:
                 self._take_low(node, stack[-1])
             scopes = stack[-1] if self.grad_mode is not None else self._uncached(stack[-1])
             item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False, call=self.calls[-1])
@@ -202,10 +188,8 @@ class Scanner:
         while len(stack) > depth and block.findAllNodes("prim::RaiseException"):  # what follows that is gone
             self._left(entered.pop(), block.returnNode(), stack)
         if len(stack) != depth:
-            raise ScriptError(
-                asked="a region in a script", found="it is left in another block than it was entered in",
-                where=shown_at(block.returnNode()), advice="Write it as a with statement.",
-            )  # fmt: skip
+            found, where = "it is left in another block than it was entered in", shown_at(block.returnNode())
+            raise ScriptError("a region in a script", found, where, "Write it as a with statement.")
         self.inside.pop()
         return section
 
@@ -276,16 +260,15 @@ class Scanner:
     def _entered(self, node: Node, stack: list[Scopes], caller: Site) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
         before, instance = stack[-1], node.inputsAt(0)
-        makers = makers_of(instance, set())
-        device = device_of(makers, instance, node)
+        makers = region_facts.makers_of(instance, set())
+        device = region_facts.device_of(makers, instance, node)
         session = self._session(node, before)
         around = before.get(device)
-        named = the_same(makers, POLICY, missing="")
+        named = the_same(makers, region_facts.POLICY, missing="")
         if named is None:
-            raise ScriptError(
-                asked="a region in a script", found="its policy depends on a condition",
-                where=shown_at(instance.node()), advice="Write one with statement for each policy, chosen by an if.",
-            )  # fmt: skip
+            found, where = "its policy depends on a condition", shown_at(instance.node())
+            advice = "Write one with statement for each policy, chosen by an if."
+            raise ScriptError("a region in a script", found, where, advice)
         ruling = None if named or around is None else told_policy(around.policy)
         holds_on = ruling is not None and ruling.effective_inner == "policy"  # in torch's own regions inside it, too
         policy = around.policy if holds_on and around is not None else named
@@ -294,11 +277,12 @@ class Scanner:
         told = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
         if told in (-1, None):  # as it was where it was made
-            cached = caches and all(self.made_cached.get(m[MADE].unique(), True) for m in makers or ())
+            cached = caches and all(self.made_cached.get(m[region_facts.MADE].unique(), True) for m in makers or ())
         else:
             cached = bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
-        return {**before, device: Scope(device, enabled, low_format(low, instance), policy, cached, session, hiding)}
+        low = region_facts.low_format(low, instance)
+        return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
 
     def _take_low(self, node: Node, scopes: Scopes) -> None:
         """The low format of a region that names none: its policy's, or that of the region in which it is made."""
@@ -306,7 +290,8 @@ class Scanner:
         low: Any = None if around is None else around.low
         for use in node.output().uses():
             if use.user.kind() == "prim::SetAttr":
-                chosen = told_policy(the_same(makers_of(use.user.inputsAt(0), set()), POLICY, missing="") or "")
+                makers = region_facts.makers_of(use.user.inputsAt(0), set())
+                chosen = told_policy(the_same(makers, region_facts.POLICY, missing="") or "")
                 wanted = None if chosen is None else chosen.effective_low
                 low = low if wanted is None else to_dtype(wanted)
         if low is not None:
@@ -383,7 +368,6 @@ def _is_no_grad(value: Value) -> bool:
 
 
 def _is_machinery(node: Node) -> bool:
-    """Whether a node makes a region or fills it."""
     if node.kind() == "prim::CreateObject":
         return region_class(node.output()) is not None
     return node.kind() == "prim::SetAttr" and region_class(node.inputsAt(0)) is not None

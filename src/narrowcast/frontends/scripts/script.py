@@ -77,23 +77,18 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
     asked = asked_region("script", under)
     scopes, made_on = _scopes(script, asked, made_for)
     if any(rule.function for rule in asked.policy.rules):
-        warnings.warn(
-            "narrowcast: a script that exists already does not say which functions it was made of: rules about "
-            "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all",
-            ScriptWarning,
-            stacklevel=2,
-        )
+        said = "narrowcast: a script that exists already does not say which functions it was made of: rules about "
+        said += "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all"
+        warnings.warn(said, ScriptWarning, stacklevel=2)
     if scopes and set(scopes) <= cast_for_all(script):
-        warnings.warn(
-            "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to rule. "
-            "Give the original instead: nc.script(what was scripted, traced or loaded before it was cast, ...)",
-            ScriptWarning,
-            stacklevel=2,
+        said = "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to "
+        said += (
+            "rule. Give the original instead: nc.script(what was scripted, traced or loaded before it was cast, ...)"
         )
+        warnings.warn(said, ScriptWarning, stacklevel=2)
     with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
-            copied = function_from_graph(str(script.name), script.graph.copy())
-            return explicit_function(copied, scopes)
+            return explicit_function(function_from_graph(str(script.name), script.graph.copy()), scopes)
         check_methods(script)
         return add_text(explicit_module(_copied(script), scopes), TARGET, made_on)
 
@@ -121,11 +116,9 @@ def _explained(target: Any) -> Iterator[None]:
             found = f"its {mistyped[2]} is of type {mistyped[3]}"
             raise ScriptError("a region in a script", found, shown_in(text), f"Give {wanted}.") from None
         if "INTERNAL ASSERT FAILED" in text:
-            raise ScriptError(
-                asked, f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}", places_of(place),
-                "It does so at a with statement that is no region and follows an early return: move it into a "
-                "function of its own.",
-            ) from error  # fmt: skip
+            found = f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}"
+            advice = "It does so at a with statement that is no region and follows an early return: move it into a "
+            raise ScriptError(asked, found, places_of(place), f"{advice}function of its own.") from error
         where = "".join(f" ({origin})" for origin in places_of(place))
         error.add_note(
             f"narrowcast: {asked}{where}: this is an error of TorchScript itself. Write it in other words, or take "
@@ -145,25 +138,18 @@ def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
     kind = "a class" if inspect.isclass(target) else f"an object of type {type(target).__name__}"
     if inspect.isfunction(target):
         kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator or a coroutine"
-    return ScriptError(
-        asked=f"{asked}({getattr(target, '__qualname__', None) or type(target).__name__})",
-        found=f"it is {kind}",
-        where=places_of(undecorated(target), target),
-        advice=advice,
-    )
+    asked = f"{asked}({getattr(target, '__qualname__', None) or type(target).__name__})"
+    return ScriptError(asked, f"it is {kind}", places_of(undecorated(target), target), advice)
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:
     """The same module with types of its own, in the same mode. ScriptError for one that cannot be copied."""
     fused = next((n for graph in graphs_of(script) for n in graph.findAllNodes(PREPACKED)), None)
     if fused is not None:
-        raise ScriptError(
-            asked="script(what torch.jit.optimize_for_inference made)",
-            found="its weights are packed for oneDNN's fp32 kernels, and are no tensors any more",
-            where=shown_at(fused),
-            advice="Give what torch.jit.freeze makes, and optimize the result: "
-            "torch.jit.optimize_for_inference(torch.jit.freeze(nc.script(frozen, ...).eval())).",
-        )
+        found = "its weights are packed for oneDNN's fp32 kernels, and are no tensors any more"
+        advice = "Give what torch.jit.freeze makes, and optimize the result: "
+        advice += "torch.jit.optimize_for_inference(torch.jit.freeze(nc.script(frozen, ...).eval()))."
+        raise ScriptError("script(what torch.jit.optimize_for_inference made)", found, shown_at(fused), advice)
     buffer = io.BytesIO()
     torch.jit.save(script, buffer)
     buffer.seek(0)
@@ -239,7 +225,6 @@ def trace(
 
 
 def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """ScriptWarning if the trace gives something else than the code that was traced."""
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
@@ -247,12 +232,7 @@ def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str
         found = tensors_in(made(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     torch.clear_autocast_cache()
     pairs = zip(expected, found, strict=False)
-    if len(expected) != len(found) or not all(
-        a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs
-    ):
-        warnings.warn(
-            "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, or "
-            "on what it has done before",
-            ScriptWarning,
-            stacklevel=3,
-        )
+    same = (a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs)
+    if len(expected) != len(found) or not all(same):
+        said = "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, "
+        warnings.warn(f"{said}or on what it has done before", ScriptWarning, stacklevel=3)

@@ -177,8 +177,7 @@ _NAMES = frozenset(("module", "module_class", "function"))
 @functools.cache
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
     """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
-    names = (*_NAMES, "call")
-    return frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
+    return frozenset(n for n in (*_NAMES, "call") for rule in policy.rules if getattr(rule, n) is not None)
 
 
 class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
@@ -271,10 +270,8 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
     methods = {}
     for (kind, name), plain in found.items():
         regions, owner = (around, module) if kind == jit.find_type(module) else ({}, None)
-        caller = caller_of(parts[kind], name)
-        methods[kind, name] = Method(
-            name, plain.schema, plain.graph.copy(), regions, owner, caller, called=name in called
-        )
+        made_of = (name, plain.schema, plain.graph.copy())
+        methods[kind, name] = Method(*made_of, regions, owner, caller_of(parts[kind], name), called=name in called)
     for key, plain in found.items():
         methods[key].convert_own(plain.graph)
     for graph in graphs:
@@ -303,7 +300,6 @@ def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 
 def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
-    """A copy of a module with these methods."""
     copies = {n: replace(m, module=module, variants={}, lock=threading.Lock()) for n, m in methods.items()}
     return with_methods(module, copies)
 

@@ -29,25 +29,8 @@ import torch
 from narrowcast.core.policy import DEVICE_TYPES, as_policy
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import fp32 as _fp32
-from narrowcast.frontends.scripts.decorated import (
-    described,
-    is_of_contextlib,
-    is_region,
-    regions_around,
-    signature_of,
-    undecorated,
-)
-from narrowcast.frontends.scripts.leaving import (
-    OURS,
-    TORCH,
-    UNKNOWN,
-    Flattener,
-    Meanings,
-    at,
-    exits_early,
-    kept,
-    without_docstring,
-)
+from narrowcast.frontends.scripts.decorated import described, is_region, regions_around, signature_of, undecorated
+from narrowcast.frontends.scripts.leaving import OURS, TORCH, UNKNOWN, Flattener, Meanings, at, exits_early, kept
 from narrowcast.frontends.scripts.region_facts import hold_policy, number_of
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 from narrowcast.runtime.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
@@ -72,8 +55,6 @@ def rewriting(device_types: tuple[str, ...]) -> AbstractContextManager[None]:
 
 
 class _Rewriter:
-    """One function's rewriting, in its own syntax tree."""
-
     def __init__(self, function: Any, parsed: Any, device_types: tuple[str, ...]) -> None:
         self.function = function
         self.definition = parsed.ast.body[0]
@@ -100,9 +81,11 @@ class _Rewriter:
                 self._check_called(node)
                 self._make_ours(node)
         if made:
-            docstring, body = without_docstring(definition.body)
+            first, *rest = definition.body
+            is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and rest
+            docstring, body = ([first], rest) if is_docstring else ([], [first, *rest])
             items = [ast.withitem(context_expr=region) for region in made]
-            definition.body = [*docstring, at(ast.With(items=items, body=body), definition.body[0])]
+            definition.body = [*docstring, at(ast.With(items=items, body=body), first)]
         if exits_early(definition.body):
             definition.body = Flattener(self.meanings).flattened(definition.body)
         ast.fix_missing_locations(definition)
@@ -113,15 +96,14 @@ class _Rewriter:
         """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
             function = self.value(expression.func)
-            if is_of_contextlib(function):
-                raise self.error(
-                    f"a with statement in a script, {ast.unparse(expression)}",
-                    "TorchScript cannot compile this context manager", expression,
-                    "Open the region itself, with torch.autocast(...): ..., and write out what else it does.",
-                )  # fmt: skip
-            whole = any(isinstance(a, ast.Starred) for a in expression.args) or not all(
-                k.arg for k in expression.keywords
-            )
+            home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+            if home == nullcontext.__module__ and function is not nullcontext:  # what contextmanager decorates, too
+                asked = f"a with statement in a script, {ast.unparse(expression)}"
+                found = "TorchScript cannot compile this context manager"
+                advice = "Open the region itself, with torch.autocast(...): ..., and write out what else it does."
+                raise self.error(asked, found, expression, advice)
+            starred = any(isinstance(a, ast.Starred) for a in expression.args)
+            whole = starred or not all(k.arg for k in expression.keywords)
             made_here = hasattr(function, "__code__") or (signature_of(function) is not None and not whole)
             if function is UNKNOWN or made_here:
                 return None
@@ -209,9 +191,8 @@ class _Rewriter:
                 raise TypeError(f"enabled is of type {type(known['enabled']).__name__}, and regions take a bool")
             advice = "Give torch.bfloat16 or torch.float16."
             if not isinstance(known.get("dtype"), torch.dtype | None) and issubclass(kind, torch.autocast):
-                raise TypeError(
-                    f"dtype is of type {type(known['dtype']).__name__}, and torch's regions take a torch.dtype"
-                )
+                wrong = type(known["dtype"]).__name__
+                raise TypeError(f"dtype is of type {wrong}, and torch's regions take a torch.dtype")
             if known.get("enabled") is not False:
                 number_of(to_dtype(known.get("dtype") or torch.bfloat16))
         except Exception as error:
@@ -300,7 +281,6 @@ class _Rewriter:
         return [statement]
 
     def _branched(self, statement: ast.With, n: int, chosen: ast.IfExp) -> list[ast.stmt]:
-        """A with statement whose n-th item a condition chooses, as one in each branch."""
         bodies = []
         for expression in (chosen.body, chosen.orelse):
             item = ast.withitem(context_expr=expression, optional_vars=statement.items[n].optional_vars)
@@ -330,7 +310,6 @@ class _Rewriter:
 
 
 def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]:
-    """The body in the first n items of a with statement."""
     return [at(ast.With(items=statement.items[:n], body=body), statement)] if n else body
 
 

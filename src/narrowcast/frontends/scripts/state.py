@@ -21,13 +21,11 @@ class ScriptState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        values = _attributes(model)
-        weights = list(model.parameters())
-        identities = {id(weight) for weight in weights}
+        values, weights = _attributes(model), set(map(id, model.parameters()))
         self._kept = [
             (owner, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
             for owner, name, value in values
-            if not isinstance(value, _NOT_KEPT) and id(value) not in identities
+            if not isinstance(value, _NOT_KEPT) and id(value) not in weights
         ]
 
     def put_back(self) -> None:
@@ -62,14 +60,12 @@ def scripts_in(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
 
 
 def _attributes(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
-    """Owner, name and value of what the methods of scripts read or set."""
     scripts = scripts_in(model)
     found = [(_owner(script, path), path[-1]) for script in scripts for path in sorted(_named_attributes(script))]
     return [(owner, name, owner.getattr(name)) for owner, name in found if owner is not None]
 
 
 def _named_attributes(script: torch.jit.ScriptModule) -> set[Path]:
-    """The paths of the attributes that the methods of a script read or set."""
     found: set[Path | None] = set()
     for method in method_names(script):
         graph = compiled_method(script, method).graph

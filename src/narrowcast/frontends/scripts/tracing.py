@@ -56,13 +56,10 @@ def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
 
 
 class _Forked:
-    """What was forked in a trace, and is done."""
-
     def __init__(self, result: Any) -> None:
         self.result = result
 
     def wait(self) -> Any:
-        """The result."""
         return self.result
 
     value = wait
@@ -93,14 +90,12 @@ class _Marker:
         self.open: dict[int, list[Any]] = {}
 
     def entered(self, region: Any) -> None:
-        """A region is entered, torch's or ours."""
         state = jit.tracing_state()
         if state is not None:
             marks = enter_off(jit.traced_graph(state), [region.device], is_enabled(region))
             self.open.setdefault(id(region), []).append(marks)
 
     def left(self, region: Any, raised: bool) -> None:
-        """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
             marks, state = self.open[id(region)].pop(), jit.tracing_state()
             if state is not None:
@@ -168,10 +163,6 @@ def _tell_inside(graph: Any) -> None:
             marks.pop()
         elif marks and marks[-1] and casts_inside(node, ()):
             name = node.kind().replace("::", ".")
-            warnings.warn(
-                f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, "
-                "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
-                "the region around nc.trace, or use nc.script",
-                ScriptWarning,
-                stacklevel=4,
-            )
+            said = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
+            said += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
+            warnings.warn(f"{said}nc.trace, or use nc.script", ScriptWarning, stacklevel=4)

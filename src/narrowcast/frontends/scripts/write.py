@@ -187,12 +187,10 @@ class Writer:
         return DTYPES[step.value.format] if step.value.format is not None else torch.float32
 
     def _is_low(self, step: Step) -> bool:
-        """Whether a cast is one to the low format of its region."""
         dst, low = self._format(step), self._scope(step).low
         return dst is not torch.float32 and (dst is low or not isinstance(low, torch.dtype))
 
     def _cast(self, value: Any, src: str, step: Step) -> Any:
-        """A value of the script, cast to what the step gives."""
         scope = self._scope(step)
         dst, is_low = self._format(step), self._is_low(step)
         exactly = step.constants == EXACTLY
@@ -202,18 +200,17 @@ class Writer:
         plain = not exactly and value.type().kind() == "TensorType" and scope.device_type in ("cpu", "cuda")
         if plain and is_low:
             flags, low = self._flags(scope), self._low(scope)
-            dtypes = self._per_device(scope, low, {"cuda": torch.float16, "cpu": torch.bfloat16})
+            others = {"cuda": torch.float16, "cpu": torch.bfloat16}
+            dtypes = [low if d == scope.device_type else self._constant(number_of(t)) for d, t in others.items()]
             if src == "fp32":
-                return jit.inserted(
-                    self.graph, "aten::_autocast_to_reduced_precision", [value, *flags, *dtypes], value.type()
-                )
+                op = "aten::_autocast_to_reduced_precision"
+                return jit.inserted(self.graph, op, [value, *flags, *dtypes], value.type())
             if isinstance(scope.low, torch.dtype):
                 other = torch.float16 if scope.low is torch.bfloat16 else torch.bfloat16
                 return self._call(runtime.lower, [value, *flags, *dtypes, self._constant(number_of(other))])
         if plain and dst is torch.float32:
-            return jit.inserted(
-                self.graph, "aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type()
-            )
+            inputs = [value, *self._flags(scope)]
+            return jit.inserted(self.graph, "aten::_autocast_to_full_precision", inputs, value.type())
         function: Callable[..., Any] = runtime.cast_exactly if exactly else runtime.cast
         if is_optional_tensor(value):
             function = runtime.cast_optional
@@ -244,7 +241,6 @@ class Writer:
     # -- calls that change
 
     def _change(self, step: Step, node: Any) -> None:
-        """Let a call read what its step reads now, with the dtype that the step has now."""
         before = self.before[step.id]
         self.graph.setInsertPoint(node)
         sources = self.reading.operands[step.id]
@@ -282,10 +278,8 @@ class Writer:
         first = next(iter(node.inputs()))
         if facts is not None and step.op == self.before[step.id].op:  # not another overload
             position = facts.dtype_position or 0
-            given = list(node.inputs())[position]
-            kind = jit.OptionalType(jit.INT)
-            chosen = self._call(runtime.chosen_dtype, [first, given, on, device])
-            chosen.setType(kind)
+            chosen = self._call(runtime.chosen_dtype, [first, list(node.inputs())[position], on, device])
+            chosen.setType(jit.OptionalType(jit.INT))
             node.replaceInput(position, chosen)
             return
         whether = self._call(runtime.is_eligible, [first, on, device])
@@ -337,6 +331,3 @@ class Writer:
     def _flags(self, scope: Scope) -> list[Any]:
         """The flags for cuda and for cpu, in the order of the two ops."""
         return [self._on(scope) if d == scope.device_type else self._constant(False) for d in ("cuda", "cpu")]
-
-    def _per_device(self, scope: Scope, low: Any, others: dict[str, torch.dtype]) -> list[Any]:
-        return [low if d == scope.device_type else self._constant(number_of(others[d])) for d in ("cuda", "cpu")]

@@ -20,23 +20,8 @@ from narrowcast.core.refusals import check_counted, origins, refusal
 from narrowcast.errors import RefusedError
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.programs.passes.readers import Readers, find_readers
-from narrowcast.programs.program import (
-    ENTER,
-    EXIT,
-    TENSOR,
-    Block,
-    CastResult,
-    CastTogether,
-    Edit,
-    Follow,
-    InsertCast,
-    Program,
-    Remove,
-    SetDtype,
-    Step,
-    Value,
-    Why,
-)
+from narrowcast.programs.program import ENTER, EXIT, TENSOR, Block, Program, Step, Value
+from narrowcast.programs.program.edits import CastResult, CastTogether, Edit, Follow, InsertCast, Remove, SetDtype, Why
 
 NAME = "assign"
 _MEETING = (Kind.PROMOTE, Kind.ALIGN)
@@ -176,13 +161,12 @@ def _followed_from(block: Block, step: Step, before: Format, now: Format, why: W
     if any(number in block.returns for number in reached):
         yield CastResult(step.id, now, before, why)
         return
+    as_others = Why(NAME, "its other operands have this format", why.rule)
     for number in reached:
         yield Follow(number, now, why)
         for reader, position in readers.get(number, ()):
             if not _is_view(reader) and not reader.is_cast:
-                yield InsertCast(
-                    reader.id, position, before, Why(NAME, "its other operands have this format", why.rule)
-                )
+                yield InsertCast(reader.id, position, before, as_others)
 
 
 def _is_view(step: Step) -> bool:

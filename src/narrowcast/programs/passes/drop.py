@@ -47,9 +47,7 @@ def _is_idle(
     program: Program, block: Block, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool
 ) -> bool:
     source = step.operands[0].value
-    if program.open_region(step) is not None:
-        return False
-    if program.values[source].format is not step.value.format:
+    if program.open_region(step) is not None or program.values[source].format is not step.value.format:
         return False
     if step.id in block.returns:
         outside = [v.id for v in block.parameters] + [r for r in block.returns if r != step.id]

@@ -65,8 +65,6 @@ def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int]
 
 
 class _Home:
-    """The block in which a session begins: where its steps are, and what is made in it."""
-
     def __init__(self, block: Block) -> None:
         self.block = block
         self.position: dict[int, int] = {}  # of each step in it, or of the step around that
@@ -86,8 +84,7 @@ class _Home:
                 self._enter(inner, position)
 
     def first_with(self, casts: list[Step]) -> Step | None:
-        found = [self.position.get(cast.id) for cast in casts]
-        known = [n for n in found if n is not None]
+        known = [self.position[cast.id] for cast in casts if cast.id in self.position]
         return self.block.steps[min(known)] if len(known) == len(casts) else None
 
 

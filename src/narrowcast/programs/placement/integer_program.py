@@ -16,8 +16,7 @@ SECONDS = 60.0
 
 def minimise_by_integer_program(energy: Energy, seconds: float = SECONDS) -> Optimum:
     """The optimum, or the best placement found in that time. EnergyError if every placement is forbidden."""
-    model = _Model(energy)
-    chosen, bound = model.solve(seconds)
+    chosen, bound = _Model(energy).solve(seconds)
     cost = energy.evaluate(chosen)
     if cost is None:
         raise EnergyError("a placement of least cost", "every placement is forbidden")
@@ -101,8 +100,7 @@ class _Model:
 
         cells = [(value, n, column) for n, (row, _, _) in enumerate(self.rows) for column, value in row.items()]
         data, row_of, column_of = zip(*cells, strict=True)
-        shape = (len(self.rows), len(self.costs))
-        matrix = csr_matrix((data, (row_of, column_of)), shape=shape)
+        matrix = csr_matrix((data, (row_of, column_of)), shape=(len(self.rows), len(self.costs)))
         kinds = np.zeros(len(self.costs))
         kinds[: self.whole] = 1
         limits = LinearConstraint(matrix, [r[1] for r in self.rows], [r[2] for r in self.rows])

@@ -149,8 +149,7 @@ class _Network:
         most = total + 1  # more than any cut that is allowed
         rows = [*self.edges, *((start, end, most) for start, end in self.never)]
         edges = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
-        shape = (self.nodes, self.nodes)
-        capacities = csr_matrix((edges[:, 2], (edges[:, 0], edges[:, 1])), shape=shape)
+        capacities = csr_matrix((edges[:, 2], (edges[:, 0], edges[:, 1])), shape=(self.nodes, self.nodes))
         capacities.data = np.minimum(capacities.data, most)
         capacities = capacities.astype(np.int32)
         result: Any = maximum_flow(capacities, self.source, self.sink, method="dinic")

@@ -99,20 +99,15 @@ def place_formats(
     """
     with collector_paused():
         question = find_choices(program, prices, mode, ours, after_autograd, dense)
-        return _answer(question, prices, mode, choose)
-
-
-def _answer(question: Question, prices: Prices, mode: str, choose: Chooser) -> tuple[list[Edit], Placement]:
-    energy = question.energy
-    optimum = choose(question)
-    policy = tuple(c.formats[0] for c in energy.choices)
-    policy_cost = energy.evaluate(policy) or 0  # it never forbids itself
-    if mode == EXACT and optimum.cost >= policy_cost:
-        optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
-    fixed, calls = question.fixed, _calls(question, optimum, prices)
-    cost, of_policy, bound = (n * energy.unit + fixed for n in (optimum.cost, policy_cost, optimum.bound))
-    placement = Placement(calls, prices.unit, cost, of_policy, bound, optimum.method, fixed)
-    return _edits(question, optimum.chosen), placement
+        energy, optimum = question.energy, choose(question)
+        policy = tuple(c.formats[0] for c in energy.choices)
+        policy_cost = energy.evaluate(policy) or 0  # it never forbids itself
+        if mode == EXACT and optimum.cost >= policy_cost:
+            optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
+        fixed, calls = question.fixed, _calls(question, optimum, prices)
+        cost, of_policy, bound = (n * energy.unit + fixed for n in (optimum.cost, policy_cost, optimum.bound))
+        placement = Placement(calls, prices.unit, cost, of_policy, bound, optimum.method, fixed)
+        return _edits(question, optimum.chosen), placement
 
 
 def move_casts(program: Program, after_autograd: bool = False, dense: Set[int] | None = None) -> list[Edit]:
@@ -179,10 +174,8 @@ def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
 
 def _for_reader(value: int, own: Format, read: Read, need: Format, why: Why) -> list[Edit]:
     """What one reader needs: nothing, the value itself, or a cast of it."""
-    if read.step is None:
-        if read.cast is not None or need is own:
-            return []  # a cast that is returned stays, idle perhaps
-        return [CastReturn(value, read.position, need, why)]
+    if read.step is None:  # a cast that is returned stays, idle perhaps
+        return [] if read.cast is not None or need is own else [CastReturn(value, read.position, need, why)]
     if read.step.is_cast:
         return []  # it casts by itself
     if read.cast is not None and need is read.cast.value.format and need is not own:

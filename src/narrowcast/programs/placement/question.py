@@ -155,10 +155,8 @@ class _Finder:
                 self.members.append([step])
         self._join_elements()
         self._join_written()
-        costs = [
-            [sum(self._cost(s, f) for s in members) for f in formats]
-            for formats, members in zip(self.formats, self.members, strict=True)
-        ]
+        pairs = zip(self.formats, self.members, strict=True)
+        costs = [[sum(self._cost(s, f) for s in members) for f in formats] for formats, members in pairs]
         reads: dict[int, list[Read]] = {}
         flows: list[Priced] = []
         for value in self.values.values():
@@ -174,7 +172,9 @@ class _Finder:
     def _choice(self, step: Step) -> tuple[Format, ...]:
         """The formats that a step may have, the policy's first; none if it is tied."""
         kind, read, given = op_kind(step.op), [self.values[o.value] for o in step.operands], self._results(step)
-        if not kind.is_known or self._is_tied(step) or self._would_show([*read, step.value], given):
+        tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
+        tied = tied or self.program.open_region(step) is not None
+        if not kind.is_known or tied or self._would_show([*read, step.value], given):
             return ()
         came, results = ([v.format for v in values if v.format is not None] for values in (read, given))
         if not came or not {*came, *results} <= {fp32, *self.lows}:
@@ -184,11 +184,6 @@ class _Finder:
         lows = {f for f in came if f is not fp32}
         runs_low = len(lows) == 1 and lows.issuperset(results[:1])
         return (*lows, fp32) if runs_low and self.mode != EXACT else ()
-
-    def _is_tied(self, step: Step) -> bool:
-        """Whether something else than the policy says in which format it runs."""
-        tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
-        return bool(tied) or self.program.open_region(step) is not None
 
     def _would_show(self, values: list[Value], results: list[Value]) -> bool:
         """Whether another format would change more than rounding: how gradients add up, or the strides of results."""
@@ -230,7 +225,6 @@ class _Finder:
                 self._join(variable, known[0])
 
     def _join(self, variable: int, into: int | None) -> None:
-        """Give all members of a choice to another one, or tie them."""
         members, self.members[variable] = self.members[variable], []
         for step in members:
             if into is None:

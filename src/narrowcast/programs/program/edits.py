@@ -270,7 +270,6 @@ class _Editor:
             self.instead[step] = instead
 
     def _now(self, value: int) -> int:
-        """The value that is read in the place of this one."""
         seen = []
         while value in self.instead:
             seen.append(value)
@@ -307,7 +306,6 @@ class _Editor:
                 self.sources[other] = value.id
 
     def _add(self, step: Step, steps: list[Step]) -> None:
-        """The step as it is after the edits, with the casts before and after it."""
         for hoist in self.hoists.get(step.id, ()):
             self._hoist(hoist, steps, step)
         if step.id in self.gone:
@@ -334,7 +332,9 @@ class _Editor:
         steps.append(made)
         if result is not None:
             if result.dst is None:
-                cast = self._cast_back(step, [self._now(value) for value in result.like])
+                value = self._new(self.made[step.id], type=TENSOR)
+                like = [Operand("like", self._now(number)) for number in result.like]
+                cast = self._beside(step, value, BACK, (Operand(RESULT, step.id), *like))
             else:
                 cast = self._cast(step.id, result.dst, step, result.exactly, RESULT)
             steps.append(cast)
@@ -358,11 +358,6 @@ class _Editor:
     def _operand(self, step: Step, position: int, operand: Operand) -> Operand:
         value = self._now(self.rereads.get((step.id, position), operand.value))
         return operand if value == operand.value else replace(operand, value=value)
-
-    def _cast_back(self, step: Step, like: list[int]) -> Step:
-        value = self._new(self.made[step.id], type=TENSOR)
-        operands = (Operand(RESULT, step.id), *(Operand("like", number) for number in like))
-        return self._beside(step, value, BACK, operands)
 
     def _cast(self, source: int, dst: Format, step: Step, exactly: bool, name: str = "self") -> Step:
         known = self.made.get(source) or self.program.values[source]
