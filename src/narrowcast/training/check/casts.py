@@ -1,4 +1,4 @@
-"""Looks at casts besides a region's own: of wrappers (FSDP2's MixedPrecisionPolicy), of whoever adds gradients up over
+"""Looks at casts besides a region's own: of wrappers (FSDP2's MixedPrecisionPolicy), of what adds gradients up over
 processes, and those that a region keeps of weights that are written to.
 """
 
