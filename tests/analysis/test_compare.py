@@ -4,6 +4,7 @@ import math
 
 import torch
 
+import narrowcast as nc
 from narrowcast.analysis.explain.cost import observe, with_cost
 from narrowcast.observation.trial.output_errors import output_errors, relative_error, sqnr_db
 from narrowcast.reports.documents.explanations import spent
@@ -67,3 +68,22 @@ def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
     assert short.memory_ratio == 1 and short.region_peak_bytes == 16 and "kernels" in spent(short)
     low, high = short.time_quartiles
     assert low <= short.time_ratio <= high
+
+
+def test_a_step_of_one_format_alone_is_what_to_inspect():
+    """No rule about another op helps where the program itself asks for the format."""
+
+    class Branch(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.o = (torch.nn.Linear(8, n) for n in (8, 8, 2))
+
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).mT
+            if scores.dtype == torch.float32:
+                scores = scores / 8**0.5
+            return self.o(scores.softmax(-1).to(x.dtype) @ x)
+
+    found = nc.compare(Branch(), (2 * torch.randn(2, 6, 8),), under="bf16")
+    assert found.verdict == "fault" and [todo.rule for todo in found.todos] == [{}], str(found)
+    assert "aten.div.Tensor #1" in found.todos[0].why

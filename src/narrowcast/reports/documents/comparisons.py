@@ -23,7 +23,7 @@ from narrowcast.reports.documents.tables import finding_table, module_table, op_
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import CallError, Differences, GradientError
 from narrowcast.reports.results.lines import number_text, or_infinity
-from narrowcast.reports.results.verdicts import AT_FAULT, NOT_FINITE, PASSED_ON
+from narrowcast.reports.results.verdicts import AT_FAULT, FAULT, NOT_FINITE, PASSED_ON
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
@@ -113,6 +113,8 @@ def _todos(found: Differences) -> list[Todo]:
     """
     if found.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
+    if found.verdict == FAULT and found.unmatched and not found.faults:  # no rule helps
+        return [Todo("Inspect the calls that one of the two alone makes", found.unmatched[0])]
     return [*_before_fault(found), *error_todos(_worst(found.rows))]
 
 
