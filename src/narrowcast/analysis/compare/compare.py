@@ -33,7 +33,7 @@ from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.output_errors import dense, flat, has_nan, output_errors
+from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.output.progress import Step, long_work
@@ -325,7 +325,7 @@ class _Comparing:
         is_beyond = is_beyond or bool(found.compiled) or verdicts.FAULT in of_calls
         is_off = bool(worst or found.differing)
         found.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
-        lost = [name for name, gradient in expected.gradients.items() if not bool(flat(gradient).isfinite().all())]
+        lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
         if lost and found.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
             found.verdict = verdicts.NOT_COMPARED
             self._note(

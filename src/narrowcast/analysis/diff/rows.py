@@ -118,7 +118,8 @@ class Judging:
         read = [makers.read(bundles[0], name or read_name(bundles[0].call))
                 for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
         a, b = self._upstream(read)
-        if apart <= self._explained(pair, a, b) or self._is_by_casts(read, apart):
+        explained = self._explained(pair, a, b)
+        if apart <= explained or self._is_by_casts(read, apart):
             return ""
         if a.alone or b.alone:
             for bundle in (*a.alone, *b.alone):
@@ -132,8 +133,8 @@ class Judging:
         if pair.a[0].id.direction == FORWARD and (is_compared or not all(made)):
             if made[0] != made[1]:
                 return OF_OTHERS
-            explained = _OF_SAMPLES * self._explained(pair, a, b) * self._of_whole(read[0], a)
-            return OF_PARTS if apart > (explained if explained < _BAND_OF_LOW else max(explained, _OTHERS)) else ""
+            least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
+            return OF_PARTS if apart > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made[0] & made[1] or not all(made) else OF_OTHERS
 
     def _of_whole(self, read: Sequence[int], made: Upstream) -> float:

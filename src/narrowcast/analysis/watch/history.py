@@ -3,7 +3,8 @@
 What is not finite in fp64, too, is no fault by itself: `exp(log(0))`, a quotient under `where`, a mask. It is one if
 something came of it: it became NaN that nobody took out again, it is there at the end of the block, a gradient was
 taken of it or is it. So a cause waits until its readers have shown which it is. What a low format alone makes is told
-at once; what fp32 alone makes (`exp(100)`), if a reader gives something else than it would for the largest number.
+at once, but for the one number of a mask; that, and what fp32 alone makes (`exp(100)`), if a reader gives something
+else than it would for the largest number.
 """
 
 from __future__ import annotations

@@ -73,10 +73,11 @@ def gave(call: SeenCall) -> list[torch.Tensor]:
     if not call.facts.overwrites:
         return results
     there = {id(t) for t in results}
-    written = {name for name in call.facts.written if not _draws(call, name)}
+    written = call.facts.written
     names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
     pairs = zip(names, came_in(call), strict=True)
-    return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+    found = [(name, t) for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+    return results + [t for name, t in found if not _draws(call, name)]
 
 
 def gives_memory(call: SeenCall) -> bool:
