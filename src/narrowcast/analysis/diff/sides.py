@@ -160,15 +160,22 @@ class Side:
     def with_bias(self, placed: RankCall) -> int:
         """The number of what a product gives; where it adds no bias, and a call that reads it adds one, of the sum."""
         made = placed.call.outputs[0][1]
-        if not has_bias(placed.call):
-            for call in self.runs[placed.rank].calls:
-                read = [number for _, number in call.inputs]
-                if call.id.op in _SUMS and made in read and all(map(self._is_bias, {*read} - {made})):
-                    return call.outputs[0][1]
-        return made
+        return made if has_bias(placed.call) else self._with_bias.get((placed.rank, made), made)
 
-    def _is_bias(self, number: int) -> bool:
-        return self.maker(0, number) is None and len(self.runs[0].tensors[number].shape) == 1
+    @cached_property
+    def _with_bias(self) -> dict[tuple[int, int], int]:
+        """By rank and number of what a sum adds a bias to: the number of the first such sum."""
+        found: dict[tuple[int, int], int] = {}
+        for rank, run in enumerate(self.runs):
+            for call in run.calls:
+                read = {number for _, number in call.inputs} if call.id.op in _SUMS else ()
+                for made in read:
+                    if all(self._is_bias(rank, number) for number in read if number != made):
+                        found.setdefault((rank, made), call.outputs[0][1])
+        return found
+
+    def _is_bias(self, rank: int, number: int) -> bool:
+        return self.maker(rank, number) is None and len(self.runs[rank].tensors[number].shape) == 1
 
     def is_given(self, placed: RankCall, name: str) -> bool:
         """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads

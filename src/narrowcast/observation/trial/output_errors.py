@@ -9,6 +9,7 @@ import torch
 
 from narrowcast.formats import bf16, fp16
 from narrowcast.reports.results.differences import OutputError
+from narrowcast.reports.results.run_records import MASK_NUMBER
 from narrowcast.runtime.torch_bridge import part_of, short_type, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import keystr, tree_flatten_with_path
 
@@ -73,12 +74,12 @@ def _are_plain(x: torch.Tensor) -> bool:
 def are_mask_numbers(values: torch.Tensor) -> bool:
     """Whether values that a format does not hold are one number, far beyond any score: masks add or fill in -1e9."""
     sizes = values.abs()
-    if not sizes.numel() or not _FAR <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:
+    if not sizes.numel() or not MASK_NUMBER <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:
         return False
     return bool(sizes.max() - sizes.min() <= 1e-3 * sizes.max())
 
 
-_FAR, _FARTHEST = 1e6, 1e30
+_FARTHEST = 1e30
 """What is as large as a format itself is no such number."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -37,8 +38,8 @@ class Histogram:
         return self.first + len(self.counts) - 1
 
 
-_FAR = 20
-"""The exponent of numbers that masks are made with, at least: no score comes near."""
+MASK_NUMBER = 1e6
+"""The size of numbers that masks are made with, at least: no score comes near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class TensorFacts:
         beyond = [n for e, n in enumerate(self.exponents.counts, self.exponents.first) if e > fp16.max_exponent and n]
         is_lowest = (format := self.fits()) is not None and self.low == -format.max
         is_beside = self.zeros > 0 or sum(beyond) < self.exponents.total or not self.shape
-        return is_lowest or (len(beyond) == 1 and self.exponents.last >= _FAR and is_beside)
+        return is_lowest or (len(beyond) == 1 and self.exponents.last >= math.log2(MASK_NUMBER) and is_beside)
 
     def fits(self) -> Format | None:
         """Its format, if it is a floating one."""
