@@ -54,12 +54,12 @@ def lines(page):
 
 
 def saved_mapping(page, folder):
-    """The file that a click on the button downloads."""
+    """The file that a click on the button downloads: it is there, and empty, before what it holds is."""
     page.ask("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
     press_button(page, "#save-mapping")
     file = folder / "mapping.txt"
     end = time.monotonic() + 20
-    while not file.exists() and time.monotonic() < end:
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < end:
         time.sleep(0.02)
     return file
 
