@@ -7,57 +7,24 @@ the terms have together, if their signs fall as they will (Higham, section 2.8),
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from narrowcast.analysis.diff.pieces import Piece, distance
-from narrowcast.core.ops import op_kind
+from narrowcast.core.ops import named, op_kind
 from narrowcast.core.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
 from narrowcast.core.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW
 
-_SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp", "cumsum"])
-_MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
-_EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
-_PERIODIC = frozenset(["sin", "cos", "tan"])
-_LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
-_LIKELIHOODS = frozenset([
-    "cross_entropy_loss", "binary_cross_entropy_with_logits", "logsumexp", "logaddexp", "log_sigmoid",
-    "log_sigmoid_forward", "soft_margin_loss", "ctc_loss", "_ctc_loss", "log_softmax", "_log_softmax",
-])  # fmt: skip
-"""What is left of two numbers as large as what they read."""
-_DISTANCES = frozenset(["cdist", "_cdist_forward", "_euclidean_dist", "dist", "pairwise_distance"])
-_QUOTIENTS = frozenset(["div", "true_divide", "floor_divide", "addcdiv", "remainder", "fmod"])
-_RECIPROCALS = frozenset(["reciprocal", "rsqrt"])
-_WITH_POLES = frozenset(["lgamma", "digamma", "polygamma", "mvlgamma"])
-"""Among the numbers below zero."""
-_SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
-_JUMPS = frozenset([
-    "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
-    "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
-    "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside", "floor_divide", "hardshrink",
-    "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "atan2", "angle", "tan",
-    "linalg_eig", "linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "svd", "linalg_qr", "qr",
-])  # fmt: skip
-_OF_MATRICES = re.compile(
-    r"_?linalg_(?!vector_norm|matrix_norm|norm|cross|vecdot|multi_dot|matmul|diagonal|vander)\w+|cholesky\w*|inverse|pinverse"
-    r"|triangular_solve|lu_solve|_?(log|slog)?det|qr|svd"
-)
-"""Solutions, inverses, factors and determinants: off by as many times more as a matrix is nearer to one without."""
-_FLAT = re.compile(
-    r"_?fft_\w+|real|imag|view_as_\w+|complex|polar|hypot|copysign|softshrink|nan_to_num|fill\w*|copy|lift\w*|where|_?to_\w+"
-    r"|\w*(scatter|index|sort|topk|kthvalue|median|mode|upsample|interpolate|grid_sampler|pool|embedding|dropout|pad)\w*"
-    r"|\w*(gru|lstm|rnn|loss|stft|shuffle|quantize|einsum|tensordot|trace|diag|kron|cross|renorm|pairwise|cosine)\w*"
-    r"|bernoulli|multinomial|asinh|atan|erfc?|sinh|cosh|expit|ndtr|cummax|cummin|logcumsumexp|logaddexp2?|std_mean"
-)
-"""Ops of no family whose relative errors are not known to be much larger than those of what they read."""
-_STEEP = frozenset(["tan", "logit"])
-_OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
 """No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
 _OF_BACKWARD = 8.0
 """Gradients through norms and softmax are what is left of a projection; how much, cannot be told from sizes alone."""
 _OF_CONVOLUTION = (("grad_output", "weight"), ("grad_output", "input"), ("grad_output",))
 """What each result of a convolution's backward is a sum of products of."""
+
+
+def _is_of(op: str, *kinds: str) -> bool:
+    """Return whether errors grow in an op as in those kinds of the table of ops."""
+    return any(op_kind(op).name in named(f"growth.{kind}") for kind in kinds)
 
 
 def moves(op: str) -> bool:
@@ -67,7 +34,7 @@ def moves(op: str) -> bool:
 
 def passes_on(op: str) -> bool:
     """Whether relative errors come out of an op as they went in: it scales, selects or moves."""
-    return moves(op) or op_kind(op).name in _SCALES
+    return moves(op) or _is_of(op, "scales")
 
 
 def jump(op: str, came: float, chosen_by: float = 0.0) -> float:
@@ -75,7 +42,7 @@ def jump(op: str, came: float, chosen_by: float = 0.0) -> float:
     of elements lies on the other side, each as wrong as it is large. chosen_by: how far off the floats are of which its
     conditions were made.
     """
-    is_jump = op_kind(op).name in _JUMPS or op.endswith("_mode")  # a quotient that is rounded
+    is_jump = _is_of(op, "jumps") or op.endswith("_mode")  # a quotient that is rounded
     off = max(chosen_by, came if is_jump else 0.0)
     return math.sqrt(off) if off < 1 else 0.0
 
@@ -96,7 +63,7 @@ def growth(
     seen = {name: piece for name, piece in came.items() if piece.is_seen}
     if not out or not seen:
         return 1.0
-    least = _OF_BACKWARD if "backward" in op else _STEEPEST if _OF_MATRICES.fullmatch(op_kind(op).name) else 1.0
+    least = _OF_BACKWARD if "backward" in op else _STEEPEST if _is_of(op, "of_matrices") else 1.0
     steepness = 1.0 if is_equal else max(_STEEPEST * _is_steep(op), _steepness(op, seen))
     return max(least, _size(op, position, seen, gave, is_backward) / out, steepness)
 
@@ -104,8 +71,10 @@ def growth(
 def _is_steep(op: str) -> bool:
     """Whether a function may be as steep as any: tan, atanh, sinc, polygamma, those that nobody lists."""
     kind = op_kind(op)
-    is_known = kind.family or "backward" in op or kind.name in _JUMPS | _LIKELIHOODS | _DISTANCES | _OF_DIFFERENCES
-    return kind.name in _STEEP or not (is_known or _FLAT.fullmatch(kind.name) or bound_kind(op))
+    is_known = kind.family or "backward" in op or bound_kind(op)
+    return _is_of(op, "steep") or not (
+        is_known or _is_of(op, "flat", "jumps", "likelihoods", "distances", "of_differences")
+    )
 
 
 def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_backward: bool) -> float:
@@ -119,16 +88,16 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
         factors = [p.rms for name, p in came.items() if name != "bias" and not (name == "self" and "mat1" in came)]
         added = came["self"].rms if "self" in came and "mat1" in came else 0.0
         return max(added, math.sqrt(_terms(op, came, gave)) * math.prod(factors[:2]))
-    if kind.family == REDUCTION or kind.name in _MEANS or bound_kind(op) == SCATTER:
+    if kind.family == REDUCTION or _is_of(op, "means") or bound_kind(op) == SCATTER:
         terms = max(1.0, max(piece.elements for piece in came.values()) / max(1, gave.elements))
-        return largest / math.sqrt(terms) if kind.name in _MEANS else largest * math.sqrt(terms)
-    if kind.name in _SUMS | _DISTANCES:
+        return largest / math.sqrt(terms) if _is_of(op, "means") else largest * math.sqrt(terms)
+    if _is_of(op, "sums", "distances"):
         return largest
     if kind.name == "mul" and len(came) > 1:  # by a mask, that leaves what is small
         return math.prod(sorted(piece.rms for piece in came.values())[-2:])
-    if kind.name in _LOGARITHMS:
+    if _is_of(op, "logarithms"):
         return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
-    if kind.name in _PERIODIC or kind.name in _LIKELIHOODS:
+    if _is_of(op, "periodic", "likelihoods"):
         return max(piece.largest for piece in came.values())
     if kind.name == "kl_div":  # near the target, what is left of its logarithms
         return max(piece.largest * math.sqrt(piece.count) for piece in came.values())
@@ -171,22 +140,22 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     norms by what a mean leaves, of losses by how near to their target they are.
     """
     kind = op_kind(op)
-    if kind.name in _OF_DIFFERENCES and len(came) > 1:
+    if _is_of(op, "of_differences") and len(came) > 1:
         given, goal, *_ = came.values()
         apart = distance(given, goal).relative
         return 1 / apart if apart > 0 else 1.0
     read = next(iter(came.values()))
-    if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
+    if kind.family == SOFTMAX or _is_of(op, "exponentials"):
         steepness = max(abs(p.high) if p.is_mask else p.largest for p in came.values())
         if kind.name == "pow" and read.low > 0:  # the exponent may be negative
             steepness = max(steepness, _over_smallest(read))
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
-    divisor = came.get("other") if kind.name in _QUOTIENTS else read if kind.name in _RECIPROCALS else None
+    divisor = came.get("other") if _is_of(op, "quotients") else read if _is_of(op, "reciprocals") else None
     if divisor is not None and divisor.high > 0:  # with zero among them they may be as large as any
         return _over_smallest(divisor) if divisor.low > 0 else math.inf
-    if read.low < 0 and kind.name in _WITH_POLES:
+    if read.low < 0 and _is_of(op, "with_poles"):
         return math.inf
     if kind.family == NORM:
         spread = read.rms**2 - read.mean**2
