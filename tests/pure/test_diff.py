@@ -138,9 +138,19 @@ class TestPieces:
     def test_heads_in_another_order_are_compared_by_statistics(self):
         """A transpose of heads and tokens permutes the rows, but leaves mean and rms of all elements the same."""
         values = numbers(24, 16)
-        turned = [values[token * 3 + head] for head in range(3) for token in range(8)]
-        found = distance(piece_of(facts(values, (1, 8, 3, 16))), piece_of(facts(turned, (1, 3, 8, 16))))
+        turned = [values[12 * part + 3 * token + head] for part in (0, 1) for head in range(3) for token in range(4)]
+        found = distance(piece_of(facts(values, (2, 4, 3, 16))), piece_of(facts(turned, (2, 3, 4, 16))))
         assert found.by == STATISTICS and found.relative < 1e-6
+
+    @pytest.mark.parametrize("shape", [(1, 5, 3, 16), (15, 16)])
+    def test_tokens_before_sequences_are_compared_row_by_row(self, shape):
+        """As they are, or flattened; in no order are other rows the same."""
+        values = numbers(15, 16)
+        turned = [values[sequence * 5 + token] for token in range(5) for sequence in range(3)]
+        whole = piece_of(facts(values, (3, 5, 16)))
+        found = distance(whole, piece_of(facts(turned, shape)))
+        assert found.by == SKETCHES and found.relative < 1e-6
+        assert distance(whole, piece_of(facts([*turned[1:], turned[0]], shape))).relative > 0.5
 
     def test_what_cannot_be_compared_is_said(self):
         """Other widths, integers and rows of padding alone have no distance; an infinity is infinitely far off."""

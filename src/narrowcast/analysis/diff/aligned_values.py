@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.analysis.diff.conditions import growth, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.pieces import Distance, Piece, Whole, beside, distance, in_best_turns, stacked
+from narrowcast.analysis.diff.pieces import (
+    Distance,
+    Piece,
+    Whole,
+    beside,
+    distance,
+    in_any_order,
+    in_best_turns,
+    stacked,
+)
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
@@ -27,7 +36,7 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
 what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
 """
-_ORDERED = 3
+_ORDERED, _UNLIKE = 3, 0.5
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
@@ -168,23 +177,45 @@ class Values:
         return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
-        """Of parameters, several of one side as rows of one of the other; and by how much errors grow where these are
-        made: a bias before a norm has one that is zero, but for them.
+        """Of parameters, several of one side in the order in which they are one of the other; and by how much errors
+        grow where these are made: a bias before a norm has one that is zero, but for them.
         """
-        pieces: list[list[Piece]] = []
-        grown = 1.0
-        for n, (side, names) in enumerate(zip(self.sides, (a, b), strict=True)):
-            rows = [side.runs[0].parameters[name] for name in names]
-            numbers = [row["gradient"] for row in rows if "gradient" in row]
-            pieces.append([side.piece(0, number) for number in numbers])
-            made = [found for number in numbers if (found := side.place_in_maker(number)) is not None]
-            grown = max([grown, *(self.growth_of(n, *found) for found in made)])
-        if not all(pieces):
+        sides = list(zip(self.sides, (a, b), strict=True))
+        numbers = [[n for name in names if (n := side.runs[0].parameters[name].get("gradient", -1)) >= 0]
+                   for side, names in sides]  # fmt: skip
+        grown = max([1.0, *(self._growth_where_made(n, number) for n, side in enumerate(numbers) for number in side)])
+        if not all(numbers):
             return Distance(), grown
-        join = beside if pieces[0][0].dimensions < 2 else stacked
-        parts, others = (list(permutations(side)) if len(side) <= _ORDERED else [side] for side in pieces)
-        apart = [distance(join(x), join(y), self._whole) for x in parts for y in others]  # they may be fused in any
-        return min(apart, key=lambda each: each.relative if each.is_known else math.inf), grown
+        values = [[side.value(name) for name in names] for side, names in sides]
+        given = [[side.piece(0, number) for number in found] for (side, _), found in zip(sides, numbers, strict=True)]
+        if list(map(len, values)) != list(map(len, given)):
+            return self._in_order(*given), grown
+        orders = [(self._in_order(*_taken(values, one)).relative, one) for one in _orders(*values)]
+        apart, order = min(orders, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+        if not apart < _UNLIKE and self.are_parts(a, b):  # turned, by head, or in more parts than are tried
+            return self._in_any_order(*given), grown
+        return self._in_order(*_taken(given, order)), grown
+
+    def _growth_where_made(self, side: int, number: int) -> float:
+        placed = self.sides[side].place_in_maker(number)
+        return 1.0 if placed is None else self.growth_of(side, *placed)
+
+    def _in_order(self, a: Sequence[Piece], b: Sequence[Piece]) -> Distance:
+        join = beside if a[0].dimensions < 2 else stacked
+        return distance(join(a), join(b), self._whole)
+
+    def are_parts(self, a: Sequence[str], b: Sequence[str]) -> bool:
+        """Whether the parameters of one side are those of the other, fused or in parts, in whatever order: their values
+        are.
+        """
+        one, other = ([side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True))
+        if sum(piece.elements for piece in one) != sum(piece.elements for piece in other):
+            return False
+        return self._in_any_order(one, other).relative <= LEAST_BAND
+
+    @staticmethod
+    def _in_any_order(a: Sequence[Piece], b: Sequence[Piece]) -> Distance:
+        return distance(in_any_order(a), in_any_order(b))
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
         """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the
@@ -251,6 +282,16 @@ class Values:
         return found
 
 
+def _orders(*sides: Sequence[Piece]) -> list[tuple[tuple[int, ...], ...]]:
+    """In which order the pieces of each side are tried: a few in each."""
+    numbers = [tuple(range(len(side))) for side in sides]
+    return list(product(*(permutations(of) if len(of) <= _ORDERED else [of] for of in numbers)))
+
+
+def _taken(sides: Sequence[Sequence[Piece]], order: Sequence[Sequence[int]]) -> list[list[Piece]]:
+    return [[side[n] for n in numbers] for side, numbers in zip(sides, order, strict=True)]
+
+
 def turns_of(pair: Aligned) -> list[Aligned]:
     """The turns of a pair one by one, where there are as many on both sides: a sum may cancel in one of them alone."""
     bundles = (*pair.a, *pair.b)
@@ -298,7 +339,7 @@ def _apart(name: str, a: str, b: str, apart: float) -> tuple[str, str, str]:
 
 
 def _is_number(a: str, b: str) -> bool:
-    """Whether both say a float, a flag or a word; whole numbers are sizes and dimensions, which layouts change."""
+    """Whether both say another float, flag or word; whole numbers are sizes and dimensions, which layouts change."""
     for text in (a, b):
         if text.startswith("'"):
             return True
@@ -306,7 +347,7 @@ def _is_number(a: str, b: str) -> bool:
             float(text)
         except ValueError:
             return {a, b} == {"True", "False"}
-    return any(mark in text for text in (a, b) for mark in ".en")
+    return float(a) != float(b) and any(mark in text for text in (a, b) for mark in ".en")
 
 
 def _formats_of(run: Run, call: CallRecord) -> list[str]:

@@ -96,7 +96,7 @@ def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], le
     if are_gradients_alike:  # a loss in other parts, or times a number, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.apart = {x: one for x, one in judging.apart.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-    outcomes = Outcomes(ends, are_others)
+    outcomes = Outcomes(ends, are_others, judging.widest)
     found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
     if outcomes.are_alike and are_gradients_alike:
         found.rows, judging.apart = outcomes.backward(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.sides import Side
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 _STEPS, _WIDEST = 8.0, 0.05
 """Rounding explains of gradients this many times what it explains of one call; in low formats so much at most."""
+_PARTS = 64
+"""Of a fused weight at most: of the experts of a layer, two each."""
+_Names = tuple[tuple[str, ...], tuple[str, ...]]
 _MOST = 0.25
 """However far apart calls are, of runs in the same formats: a micro-batch that one run lacks is more."""
 
@@ -32,21 +36,49 @@ def gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradien
         for x in pair.a
         if x.id.direction == FORWARD
     }
-    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
+    rows: dict[_Names, None] = {}
     for name in a:
         path, _, leaf = name.rpartition(".")
         paths = ((path,), (path,)) if name in b else modules.get(path, ((), ()))
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
-    left = [name for name in b if not any(name in names for _, names in rows)]
-    for name in (name for name in a if not any(name in names for names, _ in rows)):
-        same = (other for other in left if values.between(a[name]["value"], b[other]["value"]).relative == 0)
-        if (other := next(same, None)) is not None:
-            rows[(name,), (other,)] = None
-            left.remove(other)
+    rows |= _of_one_value(values, *([name for name in side if not any(name in names[n] for names in rows)]
+                                    for n, side in enumerate((a, b))))  # fmt: skip
     found = [(row, *values.gradients(*row)) for row in rows]
     return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
+
+
+def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:
+    """Pair the parameters that have one value; then one of either side with several of the other, next to each other
+    there, whose values it has: weights are fused, in whatever order.
+    """
+    left, rows = [a, b], dict[_Names, None]()
+    for most in (1, _PARTS):
+        for whole in (0, 1):
+            for name in list(left[whole]):
+                for parts in _next_to_each_other(
+                    values.sides[1 - whole], left[1 - whole], values.sides[whole], name, most
+                ):
+                    names = ((name,), parts) if whole == 0 else (parts, (name,))
+                    if values.are_parts(*names):
+                        rows[names] = None
+                        left = [[n for n in side if n not in found] for side, found in zip(left, names, strict=True)]
+                        break
+    return rows
+
+
+def _next_to_each_other(side: Side, names: list[str], other: Side, whole: str, most: int) -> Iterator[tuple[str, ...]]:
+    """Yield the parameters that have, together, as many elements as one of the other side; biases by themselves."""
+    of = other.value(whole)
+    pieces = [(name, side.value(name)) for name in names]
+    pieces = [(name, piece) for name, piece in pieces if (piece.dimensions < 2) == (of.dimensions < 2)]
+    for first in range(len(pieces)):
+        total = 0
+        for last, (_, piece) in enumerate(pieces[first : first + most], first):
+            total += piece.elements
+            if total == of.elements:
+                yield tuple(name for name, _ in pieces[first : last + 1])
 
 
 def in_one_alone(values: Values) -> list[GradientRow]:

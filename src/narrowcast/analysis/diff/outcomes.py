@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
-from narrowcast.reports.results.run_differences import DIFFERS, RunRow
+from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
 UNEXPLAINED = "its inputs do not explain that"
 OF_OTHERS = "its inputs are outputs of other calls"
 OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
+UNLIKE = 0.5
+"""Calls whose results have nothing to do with each other are 1.4 apart."""
 _PLAIN = 8.0
 """A difference of this many times the widest band of what programs come to would be seen there."""
 _BAND_OF_LOW, WIDEST = 1e-3, 0.05
@@ -43,12 +45,15 @@ class EndDifference:
 
 
 class Outcomes:
-    """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise."""
+    """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise; widest: the
+    widest band of a call.
+    """
 
-    def __init__(self, outputs: Sequence[EndDifference], are_others: bool) -> None:
-        are_equal = all(one.difference == 0 for one in outputs)
-        self._band = 0.0 if are_equal else max((one.band for one in outputs), default=0.0)
+    def __init__(self, outputs: Sequence[EndDifference], are_others: bool, widest: float) -> None:
+        self._are_equal = all(one.difference == 0 for one in outputs)
+        self._band = 0.0 if self._are_equal else max((one.band for one in outputs), default=0.0)
         self._are_others = are_others
+        self._widest = widest
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
         self.are_exact = bool(outputs) and all(
             one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
@@ -57,9 +62,15 @@ class Outcomes:
     def forward(self, rows: Sequence[RunRow], is_low: bool) -> list[RunRow]:
         """Where outputs are alike: calls that may be no pair, or a choice that is made up for elsewhere (another factor
         of a product), since of their inputs nothing is known, or they differ, too; or they were given something else.
-        Of other programs, all calls. is_low: in low formats a fault may hide in what rounding makes.
+        Of other programs, all calls, and what have nothing in common are no pair. is_low: in low formats a fault may
+        hide in what rounding makes.
         """
-        return [_other_way(row) if _differs(row, False) and self._is_a_step(row, is_low) else row for row in rows]
+        are_steps = ((_differs(row, False) and self._is_a_step(row, is_low)) or self._is_no_pair(row) for row in rows)
+        return [_other_way(row) if is_step else row for row, is_step in zip(rows, are_steps, strict=True)]
+
+    def _is_no_pair(self, row: RunRow) -> bool:
+        are_unlike = row.verdict == INHERITED and row.difference > UNLIKE and row.a[0].direction != BACKWARD
+        return are_unlike and self.are_alike and self._are_others
 
     def _is_a_step(self, row: RunRow, is_low: bool) -> bool:
         if self.are_exact and not is_low and (math.isnan(row.inputs) or row.why != UNEXPLAINED):
@@ -73,9 +84,10 @@ class Outcomes:
         """Of how far apart is what comes of calls without a partner, what does not end in the same outputs."""
         if self.are_exact and not is_low:
             return {bundle: one for bundle, one in apart.items() if bundle.id.direction == BACKWARD}
-        if not (self.are_alike and self._are_others):
+        if not self.are_alike or not (self._are_others or self._are_equal):
             return apart
-        return {b: one for b, one in apart.items() if b.id.direction == BACKWARD or not self._would_be_seen(one)}
+        least = _PLAIN * (self._band if self._are_others else self._widest)
+        return {bundle: one for bundle, one in apart.items() if bundle.id.direction == BACKWARD or one <= least}
 
     @staticmethod
     def backward(

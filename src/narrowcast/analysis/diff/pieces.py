@@ -160,6 +160,11 @@ def _parted(piece: Piece, outer: int) -> Piece:
     return replace(piece, sequences=outer, tokens=inner, rows=rows)
 
 
+def in_any_order(pieces: Sequence[Piece]) -> Piece:
+    """Return one piece of all elements, of which no row is known."""
+    return _joined(pieces, 1, 1, sum(piece.elements for piece in pieces), {})
+
+
 def _joined(pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, rows: _Rows) -> Piece:
     elements = sum(p.elements for p in pieces) or 1
     mean = sum(p.mean * p.elements for p in pieces) / elements
@@ -207,14 +212,20 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
-    one, other = _same_names(a, b)
-    by_rows, row, count = sketch.sketch_distance(one, other)
+    orders = [sketch.sketch_distance(one, other) for one, other in _in_same_order(a, b)]
+    most = max((count for *_, count in orders), default=0)
+    by_rows, row, count = min((one for one in orders if most and 2 * one[2] >= most), default=(math.nan, math.nan, 0))
     in_all = math.nan if is_part else _of_statistics(a, b)
-    if count and a.largest and not any(row[sketch.SUMS] for rows in (one, other) for row in rows.values()):
+    if count and a.largest and not any(row[sketch.SUMS] for rows in (a.rows, b.rows) for row in rows.values()):
         return Distance()  # these rows are a margin of zeros, as images have one
     if count:
         return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
+
+
+def distance_in_all(a: Piece, b: Piece) -> Distance:
+    """How far apart two pieces are in whatever order their elements lie: by their statistics."""
+    return distance(replace(a, rows={}), replace(b, rows={}))
 
 
 def _are_masks(a: Piece, b: Piece) -> bool:
@@ -222,15 +233,30 @@ def _are_masks(a: Piece, b: Piece) -> bool:
     return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))
 
 
-def _same_names(a: Piece, b: Piece) -> tuple[_Rows, _Rows]:
-    """The rows of both under the same names; none where it is not known which are the same."""
+def _in_same_order(a: Piece, b: Piece) -> list[tuple[_Rows, _Rows]]:
+    """Return the rows of both under the same names, in each order in which they may be the same: which of sequence and
+    token comes first in rows that were flattened, shapes do not say. None where it is not known which are the same.
+    """
     if a.columns != b.columns:
-        return {}, {}
+        return []
     if a.tokens == b.tokens or a.sequences == b.sequences:
-        return a.rows, b.rows
-    if a.count == b.count and (1 in (a.sequences, b.sequences) or (_leading(a) or 0) == _leading(b)):
-        return _flat(a), _flat(b)
-    return {}, {}
+        return [(a.rows, b.rows)]
+    sizes = _leading(a), _leading(b)
+    if a.count == b.count and 1 in (a.sequences, b.sequences):
+        return [(_flat(a), _flat(b)), (_flat(_turned(a)), _flat(_turned(b)))]
+    if sizes[0] and sizes[0] == sizes[1]:
+        return [(_flat(a), _flat(b))]
+    if sizes[0] and sizes[1] and len(sizes[0]) == 2 and sizes[0] == sizes[1][::-1]:
+        return [(a.rows, _turned(b).rows)]
+    return []
+
+
+def _turned(piece: Piece) -> Piece:
+    """Return the same rows with sequence and token exchanged, where there are several sequences."""
+    if piece.sequences == 1:
+        return piece
+    rows = {(token, sequence): row for (sequence, token), row in piece.rows.items()}
+    return replace(piece, sequences=piece.tokens, tokens=piece.sequences, rows=rows)
 
 
 def _leading(piece: Piece) -> list[int] | None:

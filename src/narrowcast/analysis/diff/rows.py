@@ -52,7 +52,7 @@ class Judging:
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
         is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
         came = max(known) if known and not is_of_a_part else math.nan
-        reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
+        reads_other = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]
         before = max(self._largest if math.isnan(came) else came, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
             before = max(before, self._largest)
@@ -111,10 +111,12 @@ class Judging:
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 
-    def _reads_other(self, pair: Aligned, name: str, apart: float) -> str:
+    def _reads_other(self, pair: Aligned, name: str, came: Distance) -> str:
         """Why an argument differs by more than what made it explains: because of calls without a partner, which are
-        noted; or, as the text says, since another call made it, or none.
+        noted; or, as the text says, since another call made it, or none. Of a part alone (one run expands it) nothing
+        is said.
         """
+        apart = came.relative
         read = [makers.read(bundles[0], name or read_name(bundles[0].call))
                 for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
         a, b = self._upstream(read)
@@ -133,6 +135,8 @@ class Judging:
         if pair.a[0].id.direction == FORWARD and (is_compared or not all(made)):
             if made[0] != made[1]:
                 return OF_OTHERS
+            if came.is_part:
+                return ""
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
             return OF_PARTS if apart > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made[0] & made[1] or not all(made) else OF_OTHERS

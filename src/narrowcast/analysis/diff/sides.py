@@ -111,6 +111,10 @@ class Side:
             self._pieces[key] = piece_of(self.runs[rank].tensors[number])
         return self._pieces[key]
 
+    def value(self, parameter: str) -> Piece:
+        """Return the value of a parameter of the first rank's run, by its name."""
+        return self.piece(0, self.runs[0].parameters[parameter]["value"])
+
     def maker(self, rank: int, number: int) -> CallRecord | None:
         """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
         return next((call for call in self._made(rank, number) if not call.is_cast), None)

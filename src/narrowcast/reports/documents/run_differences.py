@@ -162,7 +162,7 @@ def _todos(found: RunDifferences) -> list[Todo]:
     elif not todos and any(row.is_beyond for row in found.gradients):
         todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:
-        said = f"it computes in {format.format_a or 'no format'} in a, in {format.format_b or 'no format'} in b"
+        said = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
         todos.append(Todo(what, said, path=format.a[0].module_path))
     if not todos and len(found.unaligned) > len(found.rows):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
@@ -47,8 +48,18 @@ class RunRow:
 
     @property
     def differs_in_format(self) -> bool:
-        """Whether the two compute in other formats; a sum of gradients has those of what it adds."""
-        return self.format_a != self.format_b and not self.a[0].is_sum_of_gradients
+        """Whether the two compute in other formats. A sum of gradients has those of what it adds, complex numbers have
+        none, and calls that cannot be compared may be no pair; of different ops the coarsest format counts.
+        """
+        if self.verdict == NOT_COMPARED or self.a[0].is_sum_of_gradients or not (self.format_a and self.format_b):
+            return False
+        if [one.op for one in self.a] == [one.op for one in self.b]:
+            return self.format_a != self.format_b
+        return _coarsest(self.format_a) != _coarsest(self.format_b)
+
+
+def _coarsest(formats: str) -> float:
+    return max((FORMATS[name].epsilon for name in formats.split(",") if name in FORMATS), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
