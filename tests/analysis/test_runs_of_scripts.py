@@ -126,3 +126,16 @@ def test_where_torchscript_casts_itself_it_is_said_how_to_see_its_calls(x):
     """The report suggests `nc.script` and still fits 25 lines."""
     text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), under="bf16"))
     assert "nc.script(script, under=...)" in text and len(text.splitlines()) <= 25, text
+
+
+@pytest.mark.parametrize("look", [nc.capture, nc.record, nc.watch], ids=["capture", "record", "watch"])
+def test_a_trace_that_counts_its_batches_is_observed_in_each_call(look):
+    """From the second call on TorchScript's optimizer compares constants, which modes are given as numbers."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    x = torch.randn(4, 3, 8, 8)
+    traced = torch.jit.trace(copy.deepcopy(model), x, check_trace=False)
+    for _ in range(3):
+        expected = model(x)
+        with look():
+            assert torch.equal(traced(x), expected)
+    assert traced.state_dict()["1.num_batches_tracked"] == 4  # once when it was traced

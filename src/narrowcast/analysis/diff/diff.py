@@ -103,7 +103,7 @@ def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], le
             found.rows,
             judging.apart,
             judging.of_inputs(pairs),
-            judging.widest * any(g.difference for g in found.gradients),
+            min(judging.widest, max(g.difference for g in found.gradients)),
         )
     else:
         found.gradients = gradients(judging.values, pairs, band_along(found.rows))

@@ -94,7 +94,7 @@ class Outcomes:
         rows: Sequence[RunRow], apart: dict[Bundle, float], of_inputs: Collection[object], band: float
     ) -> tuple[list[RunRow], dict[Bundle, float]]:
         """The same of a backward whose gradients are alike. of_inputs: rows, and calls, that give the gradient of an
-        input: nothing is known of what that comes to. band: the widest of all calls; 0 if gradients are equal.
+        input: nothing is known of what that comes to. band: how far apart gradients are, at most the widest band.
         """
         least = _PLAIN * band
         kept = {b: d for b, d in apart.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}

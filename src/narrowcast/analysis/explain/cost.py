@@ -16,7 +16,7 @@ from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Comparison
 from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, call_op, storage_key
 
 Named = dict[str, float]
 Run = Callable[[], Any]
@@ -87,7 +87,7 @@ class Observed(DispatchMode):
         before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
         synchronize()
         began = time.perf_counter_ns()
-        result = func(*args, **(kwargs or {}))
+        result = call_op(func, args, kwargs or {})
         synchronize()
         elapsed = time.perf_counter_ns() - began
         if func is TO_COPY and args[0].is_floating_point() and result.is_floating_point():

@@ -28,7 +28,7 @@ from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, version_of
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, call_op, version_of
 
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "follows input dtype"
@@ -193,10 +193,10 @@ class Recorder(WatchingMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
-            return func(*args, **kwargs)
+            return call_op(func, args, kwargs)
         facts = op_facts(func)
         if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
-            result = func(*args, **kwargs)
+            result = call_op(func, args, kwargs)
             self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
         on = self._autocast_on()

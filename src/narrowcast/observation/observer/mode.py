@@ -14,7 +14,7 @@ from narrowcast.frontends.eager.watch import Watcher, add_watcher, present_devic
 from narrowcast.observation.observer.door import Door
 from narrowcast.runtime.sites.numbering import coming_round
 from narrowcast.runtime.torch_bridge import op_facts, ops_of
-from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload
+from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload, call_op
 from narrowcast.runtime.torch_surface.dynamo import CompiledCode
 from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
@@ -63,11 +63,11 @@ class WatchingMode(DispatchMode, Watcher):
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run an op with autocast as it would be without us: kernels that call other ops must find it on."""
         if not on:
-            return func(*args, **kwargs)
+            return call_op(func, args, kwargs)
         self._executing.op = func
         try:
             with switched_on(on), coming_round(op_facts(func).id):
-                return func(*args, **kwargs)
+                return call_op(func, args, kwargs)
         finally:
             self._executing.op = None
 

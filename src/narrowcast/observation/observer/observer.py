@@ -40,6 +40,7 @@ from narrowcast.runtime.torch_surface.dispatch import (
     TO_COPY,
     OpOverload,
     below_modes,
+    call_op,
     step_in,
     step_out,
     without_functions,
@@ -202,7 +203,7 @@ class Observer(WatchingMode):
         kwargs = kwargs or {}
         facts = op_facts(func)
         if self._is_nobodys(facts, types):
-            return func(*args, **kwargs)
+            return call_op(func, args, kwargs)
         decided = self._local.decided
         if facts.writes and self.weights is not None:
             self.door.run(facts.id, self._before_write, facts, args, kwargs)

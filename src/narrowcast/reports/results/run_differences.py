@@ -54,7 +54,7 @@ class RunRow:
         if self.verdict == NOT_COMPARED or self.a[0].is_sum_of_gradients or not (self.format_a and self.format_b):
             return False
         if [one.op for one in self.a] == [one.op for one in self.b]:
-            return self.format_a != self.format_b
+            return set(self.format_a.split(",")) != set(self.format_b.split(","))
         return _coarsest(self.format_a) != _coarsest(self.format_b)
 
 

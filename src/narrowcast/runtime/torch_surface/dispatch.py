@@ -46,6 +46,10 @@ TRILINEAR = torch.ops.aten._trilinear.default
 """What torch.bilinear calls; its kernel calls bmm."""
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
+_EQUAL = torch.ops.aten.equal.default
+_WIDE = {float: torch.float64, complex: torch.complex128}
+"""What tensors that came of Python numbers are."""
+
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
 below_modes = torch._C._DisableTorchDispatch
@@ -69,6 +73,15 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an op that a dispatch mode was given. TorchScript's optimizer compares constants by `aten.equal`; a mode is
+    given tensors that came of Python numbers as these numbers, which that op alone does not take.
+    """
+    if op is _EQUAL:
+        args = [arg if isinstance(arg, torch.Tensor) else torch.as_tensor(arg, dtype=_WIDE.get(type(arg))) for arg in args]
+    return op(*args, **kwargs)
 
 
 def step_out(mode: DispatchMode) -> bool:
