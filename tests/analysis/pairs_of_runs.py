@@ -378,6 +378,106 @@ def _transposed() -> tuple[Run, Run]:
     return _low(a, Function(lambda m, x: F.gelu(x @ m.w + m.bias.bfloat16()), w=w, bias=bias), x)
 
 
+def _fused(order: str, by_head: bool = False) -> Pair:
+    """Queries, keys and values of one weight each, and of one for all, without modules that names would pair."""
+
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def attention(m: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(y.transpose(1, 2).flatten(2), m.out)
+
+    def apart(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return attention(m, *(heads(F.linear(x, w)) for w in (m.q, m.k, m.v)))
+
+    def at_once(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, m.fused)
+        if by_head:
+            return attention(m, *y.unflatten(-1, (HEADS, 3, -1)).transpose(1, 2).unbind(3))
+        parts = dict(zip(order, map(heads, y.chunk(3, -1)), strict=True))
+        return attention(m, *(parts[name] for name in "qkv"))
+
+    def make() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+        given = {name: nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for name in ("q", "k", "v", "out")}
+        parts = [given[name].detach() for name in order]
+        fused = torch.stack([w.view(HEADS, -1, WIDTH) for w in parts], 1) if by_head else torch.cat(parts)
+        other = Function(at_once, fused=nn.Parameter(fused.reshape(-1, WIDTH)), out=given["out"])
+        return Function(apart, **given), other, torch.randn(2, 7, WIDTH)
+
+    return lambda: _low(*_seeded(make))
+
+
+def _by_hand() -> tuple[Run, Run]:
+    """nn.MultiheadAttention, which computes tokens before sequences, and the same with sequences before tokens."""
+    attention, x = _seeded(lambda: (nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(2, 7, WIDTH)))
+
+    def by_hand(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = F.linear(x, m.a.in_proj_weight, m.a.in_proj_bias).chunk(3, -1)
+        y = F.scaled_dot_product_attention(*(part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts))
+        return m.a.out_proj(y.transpose(1, 2).flatten(2))
+
+    a = Function(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=attention)
+    return nc.capture(a, (x,)), nc.capture(Function(by_hand, a=attention), (x,))
+
+
+def _decoders() -> tuple[Run, Run]:
+    """Two blocks of a decoder with fused weights and torch's functions, and with neither: forward and backward."""
+    x = torch.randn(2, 9, WIDTH)
+
+    def block(m: nn.ModuleDict, x: torch.Tensor, is_fused: bool) -> torch.Tensor:
+        y = m["n1"](x)
+        parts = m["qkv"](y).chunk(3, -1) if is_fused else (m[name](y) for name in "qkv")
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        if is_fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores, seen = (q @ k.mT) / math.sqrt(WIDTH // HEADS), torch.ones(9, 9, dtype=torch.bool).tril()
+            y = (
+                scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32).to(v.dtype)
+                @ v
+            )
+        x = x + m["o"](y.transpose(1, 2).flatten(2))
+        return x + m["down"](F.gelu(m["up"](m["n2"](x))))
+
+    def make(is_fused: bool) -> Function:
+        sizes = {"o": (WIDTH, WIDTH), "up": (WIDTH, 64), "down": (64, WIDTH)}
+        sizes |= {"qkv": (WIDTH, 3 * WIDTH)} if is_fused else dict.fromkeys("qkv", (WIDTH, WIDTH))
+        layers = [{name: nn.Linear(*size) for name, size in sizes.items()} for _ in range(2)]
+        blocks = [nn.ModuleDict(there | {n: nn.LayerNorm(WIDTH) for n in ("n1", "n2")}) for there in layers]
+        return Function(lambda m, x: block(m.b[1], block(m.b[0], x, is_fused), is_fused), b=nn.ModuleList(blocks))
+
+    fused, plain = _seeded(lambda: (make(True), make(False)))
+    state = fused.state_dict()
+    for name in [name for name in state if ".qkv." in name]:
+        state |= {name.replace("qkv", n): part for n, part in zip("qkv", state.pop(name).chunk(3), strict=True)}
+    plain.load_state_dict(state)
+    return _low(fused, plain, x)
+
+
+def _in_another_order() -> tuple[Run, Run]:
+    """A sum of bf16 and fp32 from the other side, rows that are sorted and put back, and one norm of two copies."""
+    linear, head, x = _seeded(lambda: (nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8), torch.randn(12, WIDTH)))
+    order = x[:, 0].argsort()
+    a = Function(lambda m, x: m.head(F.gelu(m.linear(x) + x)), linear=linear, head=head)
+    b = Function(lambda m, x: m.head(F.gelu(x[order] + m.linear(x[order])))[order.argsort()], linear=linear, head=head)
+    with torch.no_grad():
+        return nc.capture(a, (x,), under="bf16"), nc.capture(b, (x,), under="bf16")
+
+
+def _cosines() -> tuple[Run, Run]:
+    """Cosines of all rows with all, and a product of rows of length one."""
+    linear, x = _seeded(lambda: (nn.Linear(WIDTH, WIDTH), torch.randn(2, 7, WIDTH)))
+    a = Function(lambda m, x: F.cosine_similarity(m.l(x)[:, :, None], m.l(x)[:, None], dim=-1) * 10, l=linear)
+
+    def product(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = F.normalize(m.l(x), dim=-1)
+        return y @ y.mT * 10
+
+    with torch.no_grad():
+        return nc.capture(a, (x,), under="bf16"), nc.capture(Function(product, l=linear), (x,), under="bf16")
+
+
 def _folded() -> tuple[Run, Run]:
     """Convolutions with their norms, and with these in their weights."""
     norm = nn.BatchNorm2d(16)
@@ -465,6 +565,12 @@ SOUND: dict[str, Pair] = {
     "a cell in bf16, backward": _cells,
     "heads one by one in bf16, backward": _heads,
     "a transposed weight in bf16, backward": _transposed,
+    "a fused weight in bf16, backward": _fused("vqk"),
+    "a weight fused by head in bf16, backward": _fused("qkv", by_head=True),
+    "attention by hand": _by_hand,
+    "two decoders in bf16, backward": _decoders,
+    "rows in another order in bf16": _in_another_order,
+    "cosines in bf16": _cosines,
     "folded norms in bf16": _folded,
     "copies": _copied,
 }

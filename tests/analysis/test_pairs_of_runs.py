@@ -32,6 +32,8 @@ QUICK_SOUND = (
     "a norm by hand in bf16", "post-norm encoder in bf16", "graph in bf16", "experts in bf16",
     "images in bf16, backward", "a cell by hand", "copies", "a cell in bf16, backward",
     "heads one by one in bf16, backward", "a transposed weight in bf16, backward", "folded norms in bf16",
+    "a fused weight in bf16, backward", "a weight fused by head in bf16, backward", "attention by hand",
+    "two decoders in bf16, backward", "rows in another order in bf16", "cosines in bf16",
     "tan in fp16", "sinc in fp16", "a quotient by what has two signs in fp16", "lgamma in fp16", "a floor in fp16",
     "hardshrink in fp16", "places in fp16",
 )  # fmt: skip
