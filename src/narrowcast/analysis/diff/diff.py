@@ -92,7 +92,7 @@ def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], le
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(found.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in found.gradients)
-    ends = judging.outputs(found.rows, not (are_others and are_gradients_alike), not is_low)
+    ends = judging.outputs(found.rows, not (are_others and are_gradients_alike))
     if are_gradients_alike:  # a loss in other parts, or times a number, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.apart = {x: one for x, one in judging.apart.items() if not (x.is_loss or x.id.is_sum_of_gradients)}

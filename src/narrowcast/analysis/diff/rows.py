@@ -176,12 +176,11 @@ class Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def outputs(self, rows: Sequence[RunRow], with_losses: bool, with_returned: bool) -> list[EndDifference]:
-        """What both runs come to. Where that is not made by calls that are pairs, what else comes to it is noted.
-        with_returned: also what models returned and calls outside of them read.
+    def outputs(self, rows: Sequence[RunRow], with_losses: bool) -> list[EndDifference]:
+        """What both runs come to, which models returned or no call reads. Where that is not made by calls that are
+        pairs, what else comes to it is noted.
         """
-        ends = [list(dict.fromkeys([*makers.ends, *(makers.returned if with_returned else ())]))
-                for makers in self._makers]  # fmt: skip
+        ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self._makers]
         ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []

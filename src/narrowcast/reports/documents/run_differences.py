@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
@@ -156,6 +156,8 @@ def _todos(found: RunDifferences) -> list[Todo]:
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         todos.append(Todo(what, why, path=value.a[0].module_path))
+        if found.alone and found.alone[0].id.direction == BACKWARD != value.a[0].direction:
+            todos.reverse()  # the forward comes first
     if not todos and found.tokens is not None and found.tokens.is_beyond:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))

@@ -80,7 +80,7 @@ def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given tensors that came of Python numbers as these numbers, which that op alone does not take.
     """
     if op is _EQUAL:
-        args = [arg if isinstance(arg, torch.Tensor) else torch.as_tensor(arg, dtype=_WIDE.get(type(arg))) for arg in args]
+        args = [torch.as_tensor(arg, dtype=_WIDE.get(type(arg))) for arg in args]
     return op(*args, **kwargs)
 
 
