@@ -421,6 +421,37 @@ def _by_hand() -> tuple[Run, Run]:
     return nc.capture(a, (x,)), nc.capture(Function(by_hand, a=attention), (x,))
 
 
+def _encoders() -> tuple[Run, Run]:
+    """torch's layer and one by hand; biases begin as zeros, which no value tells apart."""
+    attention, x = _seeded(lambda: (nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(2, 7, WIDTH)))
+    parts = {name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
+    weights = [*attention.in_proj_weight.chunk(3), attention.out_proj.weight]
+    for part, weight in zip(parts.values(), weights, strict=True):
+        part.load_state_dict({"weight": weight, "bias": torch.zeros(WIDTH)})
+
+    def by_hand(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (m.q, m.k, m.v))
+        y = (q * (WIDTH // HEADS) ** -0.5 @ k.mT).softmax(-1) @ v
+        return m.out(y.transpose(1, 2).flatten(2))
+
+    a = Function(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=attention)
+    return _low(a, Function(by_hand, **parts), x)
+
+
+def _rows_of_all_sizes() -> tuple[Run, Run]:
+    """A norm that is written out, of rows of which a few are small; half of the rows one by one."""
+    first, head = _seeded(lambda: (nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)))
+    x = torch.randn(2, 24, WIDTH) * torch.logspace(-3, 0, 24)[:, None]
+
+    def norm(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, m.first.weight)
+        return m.head(y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-12))
+
+    b = Function(lambda m, x: torch.cat([norm(m, x[:, n : n + 1]) for n in range(24)], 1), first=first, head=head)
+    with torch.no_grad():
+        return nc.capture(Function(norm, first=first, head=head), (x,)), nc.capture(b, (x,))
+
+
 def _decoders() -> tuple[Run, Run]:
     """Two blocks of a decoder with fused weights and torch's functions, and with neither: forward and backward."""
     x = torch.randn(2, 9, WIDTH)
@@ -569,6 +600,8 @@ SOUND: dict[str, Pair] = {
     "a weight fused by head in bf16, backward": _fused("qkv", by_head=True),
     "attention by hand": _by_hand,
     "two decoders in bf16, backward": _decoders,
+    "two encoders in bf16, backward": _encoders,
+    "rows of all sizes": _rows_of_all_sizes,
     "rows in another order in bf16": _in_another_order,
     "cosines in bf16": _cosines,
     "folded norms in bf16": _folded,
@@ -688,12 +721,17 @@ FAULTS: dict[str, tuple[Pair, str]] = {
 }
 
 
-def _of_parts(function: Callable[..., torch.Tensor], **parts: Callable[[], nn.Module]) -> Callable[[], tuple[Run, Run]]:
+def _of_parts(
+    function: Callable[..., torch.Tensor], dtype: str | None = None, **parts: Callable[[], nn.Module]
+) -> Callable[[], tuple[Run, Run]]:
     """One program, right and with an argument that is another part, or comes from elsewhere. function: with a flag."""
 
     def made() -> tuple[Run, Run]:
         there, x = _seeded(lambda: ({name: make() for name, make in parts.items()}, torch.randn(2, 9, WIDTH)))
-        runs = [nc.capture(Function(lambda m, x, w=wrong: function(m, x, w), **there), (x,)) for wrong in (False, True)]
+        given = {} if dtype is None else {"under": dtype}
+        with torch.no_grad():
+            runs = [nc.capture(Function(lambda m, x, w=wrong: function(m, x, w), **there), (x,), **given)
+                    for wrong in (False, True)]  # fmt: skip
         return runs[0], runs[1]
 
     return made
@@ -707,6 +745,12 @@ def _halves(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
 def _keys_for_values(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
     q, k, v = (part[:, None] for part in m.qkv(x).chunk(3, -1))
     return F.scaled_dot_product_attention(q, v if is_wrong else k, k if is_wrong else v)
+
+
+def _contiguous(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
+    y = m.out(x.mT.contiguous().mT)
+    y = (1.2 * y if is_wrong else y).unflatten(1, (3, 3)).transpose(1, 2).contiguous().flatten(1, 2)
+    return 20 * x + y
 
 
 def _continued(m: nn.Module, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
@@ -724,6 +768,7 @@ FAULTS |= {
     "a residual of the norm": (
         _of_parts(lambda m, x, w: m.head((m.norm(x) if w else x) + F.gelu(m.norm(x))), norm=lambda: nn.LayerNorm(WIDTH),
                   head=lambda: nn.Linear(WIDTH, 5)), "add"),
+    "a factor before a copy in bf16": (_of_parts(_contiguous, "bf16", out=lambda: nn.Linear(WIDTH, WIDTH)), "aten.mul"),
     "a state that is dropped": (_of_parts(_continued, gru=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)), "gru"),
     "an imaginary part": (
         _of_parts(lambda m, x, w: m.head(getattr(torch.fft.rfft(m.norm(x), dim=1), "imag" if w else "real")),

@@ -34,6 +34,7 @@ QUICK_SOUND = (
     "heads one by one in bf16, backward", "a transposed weight in bf16, backward", "folded norms in bf16",
     "a fused weight in bf16, backward", "a weight fused by head in bf16, backward", "attention by hand",
     "two decoders in bf16, backward", "rows in another order in bf16", "cosines in bf16",
+    "two encoders in bf16, backward", "rows of all sizes",
     "tan in fp16", "sinc in fp16", "a quotient by what has two signs in fp16", "lgamma in fp16", "a floor in fp16",
     "hardshrink in fp16", "places in fp16",
 )  # fmt: skip
@@ -41,7 +42,7 @@ QUICK_FAULTS = (
     "scale of attention", "a missing mask", "a softcap", "a temperature", "dropout left on", "tied weights broken",
     "the order of norms", "a stale row of the cache", "a rounding at the end", "a rounding between",
     "a softmax of columns", "halves of a projection", "keys for values", "another token", "a residual of the norm",
-    "a state that is dropped", "an imaginary part",
+    "a state that is dropped", "an imaginary part", "a factor before a copy in bf16",
 )  # fmt: skip
 
 

@@ -29,9 +29,9 @@ from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
-from narrowcast.runtime.torch_bridge import FORMATS, device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.inputs import Inputs
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
+from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
@@ -254,6 +254,16 @@ class _Capture(Observer):
     def _note_returned(self, result: Any) -> None:
         numbers = (self._table.known_as(t) for t in tensors_in(result) if is_floating(t))
         self._run.returned += [number for number in numbers if number >= 0]
+
+    @property
+    def follows(self) -> bool:
+        """Copies, which are no calls."""
+        return True
+
+    def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """What made the source of a copy made what the copy holds."""
+        if facts.op is CLONE:
+            self._table.copied(args[0], result)
 
     def before(self, call: SeenCall) -> None:
         """The facts of its tensors, before an op may write to them."""

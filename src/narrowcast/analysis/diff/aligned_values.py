@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
-from narrowcast.analysis.diff.conditions import growth, passes_on
+from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
     Distance,
@@ -36,7 +36,7 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
 what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
 """
-_ORDERED, _UNLIKE = 3, 0.5
+_ORDERED, _UNLIKE, _NEAR = 3, 0.5, 0.25
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
@@ -94,6 +94,12 @@ class Values:
         came = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
         gave = self.sides[side].piece(0, call.outputs[position][1])
         return growth(call.id.op, position, came, gave, gave.rms, call.id.direction == BACKWARD)
+
+    def growth_in_rows(self, pair: Aligned) -> float:
+        """By how much errors of single rows may grow beside the largest element, in the first rank's run of a."""
+        call, side = pair.a[0].call, self.sides[0]
+        read = [side.piece(0, number) for _, number in call.inputs]
+        return growth_in_rows(call.id.op, read, side.piece(0, call.outputs[0][1])) if call.outputs else 1.0
 
     def _is_read(self, pair: Aligned, position: int) -> bool:
         """Whether a call of a forward reads the result at that position."""
@@ -190,9 +196,10 @@ class Values:
         given = [[side.piece(0, number) for number in found] for (side, _), found in zip(sides, numbers, strict=True)]
         if list(map(len, values)) != list(map(len, given)):
             return self._in_order(*given), grown
-        orders = [(self._in_order(*_taken(values, one)).relative, one) for one in _orders(*values)]
+        tells = given if _are_constant(values) else values
+        orders = [(self._in_order(*_taken(tells, one)).relative, one) for one in _orders(*values)]
         apart, order = min(orders, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
-        if not apart < _UNLIKE and self.are_parts(a, b):  # turned, by head, or in more parts than are tried
+        if not apart < _UNLIKE and self._are_of_one_value(*values):  # turned, by head, or in more parts than are tried
             return self._in_any_order(*given), grown
         return self._in_order(*_taken(given, order)), grown
 
@@ -206,12 +213,17 @@ class Values:
 
     def are_parts(self, a: Sequence[str], b: Sequence[str]) -> bool:
         """Whether the parameters of one side are those of the other, fused or in parts, in whatever order: their values
-        are.
+        are. One number, as a bias begins with, tells none from others: then their gradients must be near, too.
         """
-        one, other = ([side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True))
-        if sum(piece.elements for piece in one) != sum(piece.elements for piece in other):
+        values = [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
+        if not self._are_of_one_value(*values):
             return False
-        return self._in_any_order(one, other).relative <= LEAST_BAND
+        return not _are_constant(values) or self.gradients(a, b)[0].relative < _NEAR
+
+    def _are_of_one_value(self, a: Sequence[Piece], b: Sequence[Piece]) -> bool:
+        if sum(piece.elements for piece in a) != sum(piece.elements for piece in b):
+            return False
+        return self._in_any_order(a, b).relative <= LEAST_BAND
 
     @staticmethod
     def _in_any_order(a: Sequence[Piece], b: Sequence[Piece]) -> Distance:
@@ -280,6 +292,10 @@ class Values:
                 ranks.append(piece)
             found.append(ranks)
         return found
+
+
+def _are_constant(sides: Sequence[Sequence[Piece]]) -> bool:
+    return all(piece.low == piece.high for side in sides for piece in side)
 
 
 def _orders(*sides: Sequence[Piece]) -> list[tuple[tuple[int, ...], ...]]:

@@ -68,6 +68,16 @@ def growth(
     return max(least, _size(op, position, seen, gave, is_backward) / out, steepness)
 
 
+def growth_in_rows(op: str, read: Sequence[Piece], gave: Piece) -> float:
+    """Return by how much errors of single rows may grow beside the largest element, at least 1: where a call multiplies
+    or divides each row by a number, as a norm that is written out does.
+    """
+    if len(read) < 2 or not _is_of(op, "scales") or gave.columns == 1 or 1 not in (read[0].columns, read[1].columns):
+        return 1.0
+    factor = read[1].largest if op_kind(op).name == "mul" else 1 / read[1].low if read[1].low > 0 else 0.0
+    return max(1.0, read[0].largest * factor / gave.rms) if gave.rms else 1.0
+
+
 def _is_steep(op: str) -> bool:
     """Whether a function may be as steep as any: tan, atanh, sinc, polygamma, those that nobody lists."""
     kind = op_kind(op)

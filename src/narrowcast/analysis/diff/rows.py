@@ -48,8 +48,9 @@ class Judging:
         names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
         is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
         gave = self.values.results(pair, is_one and is_equal)
-        is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
-        known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
+        of_rows = self.values.growth_in_rows(pair)
+        is_by_row = pair.a[0].family == NORM or of_rows > 1  # rows of any size become alike there
+        known = [max(one.relative * of_rows, one.row * is_by_row) for one in inputs.values() if one.is_known]
         is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
         came = max(known) if known and not is_of_a_part else math.nan
         reads_other = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]

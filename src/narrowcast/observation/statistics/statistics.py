@@ -67,6 +67,12 @@ class Statistics:
         known = self._known.get(tensor) if has_storage(tensor) else None
         return -1 if known is None else known.get(None, -1)
 
+    def copied(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """The copy, in new memory, holds what the source holds."""
+        number = self.known_as(source)
+        if number >= 0 and has_storage(copy):
+            self._known.put(copy, {None: number})
+
     def written(self, tensor: torch.Tensor) -> None:
         """The tensor was written to: what is known of its storage holds no longer."""
         known = self._known.get(tensor)

@@ -51,7 +51,8 @@ class TensorFacts:
     elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
     looked_at: how many elements all but the range and the non-finite shares represent; less than `elements` where a
     sample was taken. checksum, file: on request. sketch: of some rows (sketch.py). lies_in: the tensor of the table
-    that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
+    that was entered before in whose memory it lies (a view, a slice, one written to since), or whose copy it is; -1:
+    none.
     """
 
     format: str

@@ -32,6 +32,8 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
 """The op that a conversion of element types ends in."""
+CLONE = torch.ops.aten.clone.default
+"""What `tensor.contiguous()` calls where it copies."""
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
 ONES_LIKE = torch.ops.aten.ones_like.default
