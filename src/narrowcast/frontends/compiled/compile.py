@@ -122,7 +122,7 @@ def compile(
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:
-    """The backend, or one that needs no C++ compiler where there is none."""
+    """Return the backend, or one that needs no C++ compiler where there is none."""
     if backend != "inductor" or device_type not in ("cpu", None):
         return backend
     missing = missing_cpp_compiler(os.environ.get("CXX"))
