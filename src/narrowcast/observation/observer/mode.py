@@ -40,7 +40,7 @@ class WatchingMode(DispatchMode, Watcher):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo gives up for good on code that it meets under a mode which does not say this."""
+        """Return True: Dynamo does not trace code again that it meets under a mode which returns False."""
         return True
 
     @contextmanager
@@ -57,7 +57,7 @@ class WatchingMode(DispatchMode, Watcher):
             yield
 
     def _autocast_on(self) -> tuple[Any, ...]:
-        """The keys for which autocast is on around the op that the mode sees."""
+        """Return the keys for which autocast is on around the op that the mode sees."""
         return autocast_was_on(self._keys)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
@@ -73,7 +73,7 @@ class WatchingMode(DispatchMode, Watcher):
 
 
 def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:
-    """The ops that native autocast, or one of these policies, decides about by name; by their ids."""
+    """Return the ops that native autocast, or one of these policies, decides about by name; by their ids."""
     named = [op for policy in policies for op in _named_ops(policy.resolve(device_type))]
     return _native_ops(device_type) | {op_facts(op).id: op for op in named} if named else _native_ops(device_type)
 
