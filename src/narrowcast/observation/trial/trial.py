@@ -88,7 +88,7 @@ class Trial:
         return Isolated(self.model, self.args, self.kwargs)()
 
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
-        """Return a context that runs it and leaves model, arguments, random state alone; fake, through: see `isolated`."""
+        """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
         return isolated(self.model, self.args, self.kwargs, fake, through)
 
     def measure(self) -> dict[str, float]:

@@ -44,10 +44,10 @@ AT_FAULT = (NOT_FINITE, FAULT, KERNEL)
 
 
 def verdict_of(is_beyond: bool, is_not_finite: bool, has_kernel: bool, differs: bool) -> str:
-    """The verdict about a comparison: of three facts the worst gives the word, and without any whether it differs.
+    """Return the verdict about a comparison: of three facts the worst decides, and without any whether it differs.
 
-    is_beyond: outputs or gradients are beyond their band. is_not_finite: something that ran is not, where the reference
-    is. has_kernel: a kernel is beyond its bound, be outputs within their band or not.
+    is_beyond: outputs or gradients are beyond round-off. is_not_finite: something that ran is not, where the reference
+    is. has_kernel: a kernel is beyond its bound, even if outputs are not.
     """
     facts = zip(AT_FAULT, (is_not_finite, is_beyond, has_kernel), strict=True)
     return next((word for word, holds in facts if holds), ROUND_OFF if differs else EXACT)
