@@ -240,7 +240,7 @@ def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
 
 
 def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
-    """Mixed floats follow the destination that the op writes to, or else the widest of them (fp64 counts)."""
+    """Align mixed floats to the destination that the op writes to, or else to the widest of them (fp64 counts)."""
     floats = [a for a in call.arguments if a.format is not None]
     destination = next((a.format for a in floats if a.written), None)
     if destination is None:

@@ -61,7 +61,7 @@ def probable_gamma(terms: int, u: float, luck: float = _LUCK) -> float:
 
 
 def accumulated(terms: int, format: Format = fp32) -> float:
-    """Gamma of sums in a format: the sure one of up to 4,096 terms, and the probable one where that is larger."""
+    """Return gamma of sums in a format: the sure one up to 4,096 terms, and the probable one where that is larger."""
     u = unit(format)
     sure = gamma(min(terms, _SURE_TERMS), u)
     return sure if terms <= _SURE_TERMS else max(sure, probable_gamma(terms, u))

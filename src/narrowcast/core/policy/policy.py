@@ -45,7 +45,7 @@ class Policy:
 
     Its settings; one that is None is as in what it extends, or else the first named here. `cache`: `native` (torch's
     weight cache, as `cache_enabled` asks) or `off` (weights are cast each time). `unsupported`, what becomes of a call
-    in a format that the device lacks: `raise` (the device's own error) or `full` (it runs in fp32, and its results have
+    in a format that the device lacks: `raise` (the device's error) or `full` (it runs in fp32, and its results have
     the promised format); `lacks` is what the device lacks, once the policy was fitted to one. `inner`, what rules in
     `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native` (torch's own lists: the
     block hides this policy) or `policy` (this policy, in the block's own format); a block that is switched off is off.

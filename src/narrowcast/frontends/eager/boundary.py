@@ -166,7 +166,7 @@ def first_floating(value: Any) -> torch.dtype | None:
 def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
     """Return a module's output, cast: as a whole, or single parts by position, key or attribute.
 
-    came: the dtype of the first floating argument that the boundary casts, which results may be told to follow.
+    came: the dtype of the first floating argument that the boundary casts, which results may follow.
     RegionError for a part that is not there.
     """
     for wanted in results:

@@ -125,7 +125,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
 
 
 def _without_modes(asked: Callable[..., bool]) -> Callable[..., bool]:
-    """Plain tensors are answered for as where nothing traces: by that nn.TransformerEncoderLayer chooses its path."""
+    """Answer for plain tensors as where nothing traces: by that nn.TransformerEncoderLayer chooses its path."""
 
     def has_torch_function(values: Sequence[Any]) -> bool:
         others = any(type(v) not in _PLAIN for v in values)

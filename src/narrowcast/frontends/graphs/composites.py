@@ -139,7 +139,7 @@ def _pinv(matrix: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = N
 
 
 def _scaled_mm(matrix: Tensor, *_: Any, **__: Any) -> Any:
-    """On the cpu its kernel calls a product of the unpacked operands, which eager autocast casts."""
+    """Call a multiplication of the unpacked operands, as on the cpu, which eager autocast casts."""
     if matrix.device.type == "cpu":
         _tell("a scaled product (aten._scaled_mm) on the cpu", "the last bits differ")
     return NotImplemented
@@ -238,7 +238,7 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any]:
     """Return what runs the calls inside a composite op: those of eager code, not of the Python version for compilers.
 
     Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone. But
-    eager code's istft looks at the values of its window, which a capture does not know.
+    eager code's istft reads the values of its window, which a capture does not know.
     """
     kernel = dispatch.composite_kernel(op) if op is not torch.ops.aten.istft.default else None
     return kernel or op.decompose

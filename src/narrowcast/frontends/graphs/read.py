@@ -329,7 +329,7 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: dispa
 
 
 def operands_of(node: Node) -> list[tuple[str, Node]]:
-    """Argument name and node of every operand, lists element by element."""
+    """Return argument name and node of every operand, lists element by element."""
     operands: list[tuple[str, Node]] = []
     names = _names(node)
     for site, value in _sites(node):
@@ -359,7 +359,7 @@ def _names(node: Node) -> list[str]:
 
 
 def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
-    """Positional arguments, then those given by name, in the order of the schema."""
+    """Return positional arguments, then those given by name, in the order of the schema."""
     yield from enumerate(node.args)
     for name in _names(node):
         if name in node.kwargs:

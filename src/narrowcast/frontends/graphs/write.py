@@ -111,7 +111,7 @@ def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
 
 
 def _note(old: Step, new: Step, node: Node, nodes: dict[int, Node]) -> None:
-    """New casts have the place of the call that they are for."""
+    """Give new casts the place of the call that they are for."""
     for was, now in zip(old.operands, new.operands, strict=True):
         cast = nodes[now.value]
         if was.value != now.value and cast.target in CASTS and "stack_trace" not in cast.meta:

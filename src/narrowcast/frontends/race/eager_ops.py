@@ -74,7 +74,7 @@ class EagerCalls(Watcher):
         self._open.pop()
 
     def wants_whole(self, op: str, device_type: str) -> bool:
-        """Recurrent ops are one call."""
+        """Return True for recurrent ops, which are one call."""
         return op in self.whole
 
 

@@ -160,7 +160,7 @@ def _known(device_types: Iterable[str]) -> list[str]:
 
 
 def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
-    """Return what an attribute that a graph reads off its module is now; None if that cannot be told.
+    """Return what an attribute that a graph reads off its module is now; None if that is unknown.
 
     changed: the names of attributes that the graph sets.
     """

@@ -62,7 +62,7 @@ _UNKNOWN = {  # by what gives the region: why its device type is not known, and 
 
 
 def makers_of(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
-    """Return the attributes of each object that a value may be; None if that cannot be told."""
+    """Return the attributes of each object that a value may be; None if that is unknown."""
     if instance.unique() in seen:
         return []
     seen.add(instance.unique())
@@ -133,7 +133,7 @@ def low_format(low: Any, instance: Value) -> Any:
 
 
 def remove_unused_objects(graph: Any) -> None:
-    """Region objects that nothing reads go, with the statements that fill them."""
+    """Remove region objects that nothing reads, with the statements that fill them."""
     for node in graph.findAllNodes("prim::CreateObject"):
         users = [use.user for use in node.output().uses()]
         if region_class(node.output()) is not None and all(user.kind() == "prim::SetAttr" for user in users):

@@ -23,12 +23,12 @@ def is_eligible(x: Tensor, on: bool, device: str) -> bool:
 
 
 def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
-    """To a dtype, if it is eligible."""
+    """Cast to a dtype, if it is eligible."""
     return x.to(dtype) if is_eligible(x, on, device) and x.dtype != dtype else x
 
 
 def cast_everywhere(x: Tensor, dtype: int) -> Tensor:
-    """To a dtype, on any device, if it floats and is not fp64."""
+    """Cast to a dtype, on any device, if it floats and is not fp64."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype else x
 
 
@@ -38,12 +38,12 @@ def cast_everywhere_exactly(x: Tensor, dtype: int) -> Tensor:
 
 
 def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
-    """To exactly this dtype, fp64 as well."""
+    """Cast to exactly this dtype, fp64 as well."""
     return x.to(dtype) if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype else x
 
 
 def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
-    """To the low format, from any other one."""
+    """Cast to the low format, from any other one."""
     y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
     if y.dtype == other:  # the op knows fp32 only
         up = y._autocast_to_full_precision(cuda, cpu)
@@ -57,7 +57,7 @@ def is_weight(x: Tensor, on: bool, device: str) -> bool:
 
 
 def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
-    """To the low format, if it is a weight."""
+    """Cast to the low format, if it is a weight."""
     return x.to(low) if is_weight(x, on, device) else x
 
 
@@ -87,7 +87,7 @@ def cast_list(xs: list[Tensor], on: bool, device: str, dtype: int) -> list[Tenso
 
 
 def promote(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To the widest of fp32 and the low format; eager code, too, knows no third."""
+    """Cast to the widest of fp32 and the low format; eager code, too, knows no third."""
     dst = low
     for x in xs:
         if is_eligible(x, on, device) and dst != 6:
@@ -99,7 +99,7 @@ def promote(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
 
 
 def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To the narrowest format that holds those of all."""
+    """Cast to the narrowest format that holds those of all."""
     dst = -1
     for x in xs:
         if x.is_floating_point():
@@ -112,7 +112,7 @@ def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
 
 
 def inside(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To fp32, for the time of one call."""
+    """Cast to fp32, for the time of one call."""
     return [cast(x, on, device, 6) for x in xs]
 
 

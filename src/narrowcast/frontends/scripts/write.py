@@ -1,6 +1,6 @@
 """write: the casts of a program go into the graph of the script that it was read from.
 
-A cast whose formats are known is one op that takes the region's flags, whether they are known or not, and looks at the
+A cast whose formats are known is one op that takes the region's flags, whether they are known or not, and reads the
 tensor's device: `aten::_autocast_to_reduced_precision` or `aten::_autocast_to_full_precision`. Every other one is plain
 TorchScript (runtime.py). Nothing in the graph needs Narrowcast.
 """

@@ -1,4 +1,4 @@
-"""The one door that an error of our own code goes through while it looks at a program of the user's."""
+"""The one door that an error of our own code goes through while it inspects a program of the user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from narrowcast.errors import NarrowcastError
 
 T = TypeVar("T")
 NOT_INSPECTED = "not inspected: "
-"""How a note begins that says what our own code could not look at."""
+"""How a note begins about what our own code could not inspect."""
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory")
 
 

@@ -1,4 +1,4 @@
-"""What recordings and observers share: a dispatch mode that our kernels tell of calls, and that sees the ops below."""
+"""What recordings and observers share: a dispatch mode to which kernels report calls, and that sees the ops below."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Executing(threading.local):
 
 
 class WatchingMode(DispatchMode, Watcher):
-    """`with mode.observing():` kernels tell it of calls (`begin`, `end`, `fail`), and it sees what executes.
+    """`with mode.observing():` kernels report calls to it (`begin`, `end`, `fail`), and it sees what executes.
 
     On the thread that opened it, and on autograd's threads. Compiled code runs as eager code meanwhile.
     """
 
     def __init__(self, notes: list[str], policies: tuple[Policy, ...] = ()) -> None:
-        """notes: where failures of ours go. policies: whose ops kernels tell of, besides native autocast's."""
+        """notes: where failures of ours go. policies: whose ops kernels report, besides native autocast's."""
         super().__init__()
         self.door = Door(notes)
         device_types = present_device_types()
@@ -45,7 +45,7 @@ class WatchingMode(DispatchMode, Watcher):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Look at what runs inside."""
+        """Observe what runs inside."""
         with ExitStack() as stack:
             for device_type, ops in self._ops.items():
                 install_visiting(ops.values(), device_type)

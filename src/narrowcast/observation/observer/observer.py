@@ -77,7 +77,7 @@ class Observer(WatchingMode):
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
     sees_inside = False
-    """Whether `gives` is to be told of the ops inside of calls that are decided: casts, and what the op is made of."""
+    """Whether `gives` is called for the ops inside of calls that are decided: casts, and what the op is made of."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__([], policies)
@@ -118,7 +118,7 @@ class Observer(WatchingMode):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Look at what runs inside."""
+        """Observe what runs inside."""
         ask_at_calls()
         carry_into_recomputation()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731

@@ -15,7 +15,7 @@ _CHECKED_AT = 4096
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor lies in memory that can be told from others: no sparse, nested, meta or wrapped one,
+    """Return whether the tensor lies in memory that is known from others: no sparse, nested, meta or wrapped one,
     and none of a class that holds others (a DTensor, a quantized weight).
     """
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or holds_others(type(tensor)):

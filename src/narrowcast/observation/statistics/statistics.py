@@ -24,15 +24,15 @@ from narrowcast.runtime.torch_bridge import FORMATS, short_type
 from narrowcast.runtime.torch_surface.dispatch import version_of
 
 SAMPLE = 4096
-"""How many elements of a tensor the sampled statistics look at."""
+"""How many elements of a tensor the sampled statistics read."""
 _HELD_BYTES = 1 << 24
-"""Samples that wait to be looked at together are looked at when they take this much."""
+"""Samples that wait to be read together are read when they take this much."""
 
 
 class Statistics:
     """A table of tensors' facts. Must be used where nothing watches: its own work is no call of the run.
 
-    whole: look at every element, not at a sample. checksums: also keep one of each tensor's bytes. folder: write the
+    whole: read every element, not a sample. checksums: also keep one of each tensor's bytes. folder: write the
     tensors themselves into it, as long as limit_bytes last.
     """
 

@@ -18,7 +18,7 @@ MASKED = -0.99 * fp16.max
 
 
 def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
+    """Return the signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
 
     Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
     """

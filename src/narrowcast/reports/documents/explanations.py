@@ -135,7 +135,7 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
 
 
 def spent(comparison: Comparison) -> str:
-    """On what the region's time is spent: what is not casts and not kernels is calls, and overhead."""
+    """Return what takes the region's time: what is not casts and not kernels is calls, and overhead."""
     if not math.isfinite(comparison.casts_ms):
         return ""
     rest = comparison.region_ms - comparison.casts_ms - comparison.kernels_ms

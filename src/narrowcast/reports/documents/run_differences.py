@@ -17,7 +17,7 @@ from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
-"""How many differences of the environments are told on the first screen; the table has all."""
+"""How many differences of the environments are on the first screen; the table has all."""
 LETTERS = 40
 ALONE = 3
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)

@@ -10,7 +10,7 @@ from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 
 LATEST = 5
-"""How many of the steps that were skipped are told first, the last ones."""
+"""How many of the steps that were skipped are shown first, the last ones."""
 
 
 def training_document(result: TrainingCheck) -> Document:

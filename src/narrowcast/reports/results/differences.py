@@ -100,7 +100,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class ModuleError:
-    """The errors of a module's calls: the largest own error, and the total of its last call."""
+    """The errors of a module's calls: the largest local error, and the total of its last call."""
 
     module_path: str
     calls: int
@@ -128,7 +128,7 @@ class GradientError:
 
     @property
     def is_round_off_alone(self) -> bool:
-        """Whether it is as good as zero: what is there is the round-off of the terms of a sum that cancel, as in the
+        """Whether it is zero up to round-off: what is there is that of the terms of a sum that cancel, as in the
         bias before a batch norm. Of such a gradient neither error nor direction says anything.
         """
         return self.share < 2.0**-10 and self.band >= 0.5
@@ -171,7 +171,7 @@ class Differences(Result):
 
     @property
     def worst(self) -> list[CallError]:
-        """The calls most to blame, worst first: faults, then those that alone move the output most, then own error."""
+        """The calls most to blame, worst first: faults, then what alone moves the output most, then local error."""
         order = {NOT_FINITE: 0, FAULT: 1, KERNEL: 1}
         blamed = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
 

@@ -13,8 +13,8 @@ from narrowcast.reports.results.run_records import TensorFacts, tensor_text
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
 CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
-"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
-came with an input or a weight; or nothing yet, but figures that grow towards it.
+"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; an
+input or a weight, which has it; or nothing yet, but figures that grow towards it.
 """
 
 

@@ -14,10 +14,10 @@ import struct
 from collections.abc import Mapping
 
 ROWS = 16
-"""How many rows of a tensor are looked at: evenly, the first and the last among them."""
+"""How many rows of a tensor are sketched: evenly, the first and the last among them."""
 SUMS = 16
 COLUMNS = 32768
-"""Of a wider row every second (third, ...) block of `SUMS` elements is looked at."""
+"""Of a wider row every second (third, ...) block of `SUMS` elements is sketched."""
 NUMBERS = SUMS + 1
 
 Row = tuple[float, ...]

@@ -158,7 +158,7 @@ class RegionWatcher(Protocol):
 
 
 region_watchers: list[RegionWatcher] = []
-"""Mostly empty: this is looked at each time that a region of ours is entered."""
+"""Mostly empty: this is read each time that a region of ours is entered."""
 
 
 @contextmanager

@@ -55,8 +55,8 @@ NO_OUTSIDE = Outside()
 
 
 GraphCall = tuple[object, str]
-"""The call of a module that a node of a graph stands in: the run of the graph, and what Dynamo and torch.export tell
-calls of one module apart by (`...@1` is the second).
+"""The call of a module that a node of a graph stands in: the run of the graph, and the key by which Dynamo and
+torch.export keep calls of one module apart (`...@1` is the second).
 """
 
 

@@ -42,7 +42,7 @@ _TRAINERS = "transformers.trainer"
 
 _CALL = module_call_code()
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
-"""By parent and the id of a module inside it; an id that another has now is told by what its name leads to."""
+"""By parent and the id of a module inside it; an id that another has now is noticed by what its name leads to."""
 
 
 @cache

@@ -82,7 +82,7 @@ excluding = torch._C._ExcludeDispatchKeyGuard
 
 
 def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
-    """Inside `__torch_dispatch__`: those of the Autocast keys that are off now, and were on when the op was called.
+    """Return, inside `__torch_dispatch__`, the Autocast keys that are off now, and were on when the op was called.
 
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
@@ -102,7 +102,7 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
 
 @contextmanager
 def switched_on(keys: tuple[DispatchKey, ...]) -> Iterator[None]:
-    """Autocast on for these keys, though torch has excluded them."""
+    """Switch autocast on for these keys, though torch has excluded them."""
     for key in keys:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:

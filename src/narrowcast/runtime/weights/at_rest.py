@@ -23,7 +23,7 @@ from narrowcast.runtime.torch_surface.dispatch import version_of
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 PROBES, FEW, SMALL = 16, 4, 2**14
-"""Elements that are looked at: of weights, of small ones, and how many elements these have at most."""
+"""Elements that are compared: of weights, of small ones, and how many elements these have at most."""
 
 
 class Copy:

@@ -214,7 +214,7 @@ _CHUNK = 2**20
 
 @cache
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
+    """Return odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
     numbers = torch.arange(_CHUNK, dtype=torch.int64, device=device) * -7046029254386353131  # 2^64 / golden ratio
     numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
     return (numbers ^ (numbers >> 32)) | 1
