@@ -61,11 +61,11 @@ class BesideEager:
     disagreements: tuple[Disagreement, ...]
 
 
-def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanCall]) -> BesideEager:
+def compare_calls(front_end: str, eager: Iterable[RanCall], others: Iterable[RanCall]) -> BesideEager:
     """Compare two runs: by identity where a module makes the same calls; in order where these are other ops, the same
     number of them (`addmm` for `linear`); or else, for the rest of a module's calls, the set of formats.
     """
-    ours, theirs = _by_module(eager), _by_module(found)
+    ours, theirs = _by_module(eager), _by_module(others)
     count = 0
     whole: list[str] = []
     disagreements: list[Disagreement] = []

@@ -201,28 +201,28 @@ class Snapshots:
             raise SnapshotError(_asked(device_type, torch), f"{self.file} holds {there}", (Origin(self.file),), advice)
         return section
 
-    def with_section(self, made: Snapshot, torch: str, versions: str = "") -> Snapshots:
+    def with_section(self, snapshot: Snapshot, torch: str, versions: str = "") -> Snapshots:
         """Return these with what a run on this version of torch made, in place of what held for it.
 
-        versions: for which it is said to hold. Otherwise it is put with a section that is equal, or represents this
+        versions: for which it is declared to hold. Otherwise it joins a section that is equal, or represents this
         version alone; what another version has is left as it is.
         """
-        held = self.of(made.device_type, torch)
+        held = self.of(snapshot.device_type, torch)
         if versions:
-            others = [s for s in self.sections if s is not held and not _is_inside(s, made.device_type, versions)]
-            return self._sorted([*others, replace(made, torch=versions)])
+            others = [s for s in self.sections if s is not held and not _is_inside(s, snapshot.device_type, versions)]
+            return self._sorted([*others, replace(snapshot, torch=versions)])
         others = [s for s in self.sections if s is not held]
-        if held is not None and (held.calls == made.calls or not _is_list(held.torch)):
-            return self._sorted([*others, replace(made, torch=held.torch)])
+        if held is not None and (held.calls == snapshot.calls or not _is_list(held.torch)):
+            return self._sorted([*others, replace(snapshot, torch=held.torch)])
         minor = minor_of(torch)
         if held is not None:  # what the other versions of its list have was not looked at
             rest = [v for v in held.torch.split(OR) if v != minor]
             others += [replace(held, torch=OR.join(rest))] if rest else []
-        twin = next((s for s in others if s.device_type == made.device_type and s.calls == made.calls), None)
+        twin = next((s for s in others if s.device_type == snapshot.device_type and s.calls == snapshot.calls), None)
         if twin is None:
-            return self._sorted([*others, replace(made, torch=minor)])
+            return self._sorted([*others, replace(snapshot, torch=minor)])
         others = [s for s in others if s is not twin]
-        return self._sorted([*others, replace(made, torch=OR.join([*twin.torch.split(OR), minor]))])
+        return self._sorted([*others, replace(snapshot, torch=OR.join([*twin.torch.split(OR), minor]))])
 
     def _sorted(self, sections: list[Snapshot]) -> Snapshots:
         return Snapshots(tuple(sorted(sections, key=lambda s: (s.device_type, s.torch))), self.file)

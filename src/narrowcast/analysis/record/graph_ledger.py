@@ -66,15 +66,15 @@ def passes(step: Step) -> bool:
 
 
 def read_of(
-    step: Step, before: Program, after: Program, gave: list[Value]
+    step: Step, before: Program, after: Program, outputs: list[Value]
 ) -> tuple[str, str, str, list[Value], int | None]:
     """Return the formats of a step's inputs, compute and outputs; what it reads; how often it multiplies."""
     known = before.steps.get(step.id, step)
     inputs = [before.values[o.value] for o in known.operands if o.value in before.values]
     read = [after.values[o.value] for o in step.operands]
     computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
-    done = step_multiplications(step, read, gave)
-    return floating_formats(inputs), computes, floating_formats(gave[:1]), read, done
+    done = step_multiplications(step, read, outputs)
+    return floating_formats(inputs), computes, floating_formats(outputs[:1]), read, done
 
 
 PLACED = "placed"

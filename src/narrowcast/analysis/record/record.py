@@ -313,14 +313,14 @@ class Recorder(WatchingMode):
         return "activation" if reference is not None and reference() is tensor else "input"
 
     def _count(
-        self, op: str, site: Site, came: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
+        self, op: str, site: Site, inputs: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
     ) -> None:
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
         action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)
         outputs = format_names([t.dtype for t in tensors_in(result)])
         direction = "forward" if current_autograd_node() is None else "backward"
-        kind = CallKind(op, *site.at, came, computes, outputs, action, reason, policy, direction)
+        kind = CallKind(op, *site.at, inputs, computes, outputs, action, reason, policy, direction)
         self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)
 
 
@@ -329,9 +329,9 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum([t.numel() * t.itemsize for t in tensors])
 
 
-def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
+def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], outputs: list[torch.Tensor]) -> int | None:
     """Return how many multiplications a call made; None where that is not known, as for rows of several lengths."""
-    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
+    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *outputs)):
         return None
     transposed = op.startswith("aten.convolution") and any(value is True for value in args)
-    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)
+    return multiplications(op, [t.shape for t in given], [t.shape for t in outputs], transposed)

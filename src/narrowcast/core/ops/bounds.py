@@ -148,21 +148,21 @@ def judged_results(op: str, results: int) -> int:
     return 1 if op_kind(op).name in named("bound.first_result") else results
 
 
-def terms_of(op: str, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> int:
+def terms_of(op: str, given: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> int:
     """Return how many terms, at most, are added up for one element of a result of a product, a convolution or a sum.
 
-    given, made: shapes of the input tensors and of the output tensors, in order, absent ones left out.
+    given, outs: shapes of the input tensors and of the output tensors, in order, absent ones left out.
     """
     kind = op_kind(op)
     name = kind.name
     if "convolution" in name or kind.family == CONV:
-        weight, other = (given[2], given[0]) if "backward" in name else (given[1], made[0])
+        weight, other = (given[2], given[0]) if "backward" in name else (given[1], outs[0])
         spatial = math.prod(other) // max(1, min(other[1:2] or [1]))
         return max(math.prod(weight[1:]), math.prod(weight) // max(1, weight[1]), spatial) + 1
     if name in ("bilinear", "_trilinear"):
         return math.prod(given[2][1:]) + 1
     if bound_kind(op) == STEPS:
-        return math.prod(given[0]) // max(1, math.prod(made[0])) + 3
+        return math.prod(given[0]) // max(1, math.prod(outs[0])) + 3
     if bound_kind(op) == SUM:
-        return max(1, math.prod(given[0]) // max(1, min(map(math.prod, made)))) if name != "cumsum" else max(given[0])
+        return max(1, math.prod(given[0]) // max(1, min(map(math.prod, outs)))) if name != "cumsum" else max(given[0])
     return max((max(shape, default=1) for shape in given), default=1) + 1  # no inner size is larger

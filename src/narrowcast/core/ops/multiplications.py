@@ -46,9 +46,9 @@ def multiplications(
     if any(isinstance(size, str) for shape in (*shapes, *results) for size in shape):
         return None
     given = [[int(size) for size in shape] for shape in shapes]
-    made = [[int(size) for size in shape] for shape in results]
+    outputs = [[int(size) for size in shape] for shape in results]
     try:
-        return count(name, given, made, transposed or "transpose" in name)
+        return count(name, given, outputs, transposed or "transpose" in name)
     except (IndexError, ValueError, ZeroDivisionError):  # not all of them were seen
         return None
 

@@ -91,12 +91,12 @@ def existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ..
 
 def cited(source: str, torch_version: str) -> str:
     """Return the source of a rule that was read off several versions, this one among them, as this one's: `torch
-    2.13.0, kernels registered at AutocastCPU`. ;; found=match
+    2.13.0, kernels registered at AutocastCPU`.
     """
-    found = _READ_OFF.match(source)
-    if found is None or not in_range(f">={found['first']},<={found['last']}.999", torch_version):
+    match = _READ_OFF.match(source)
+    if match is None or not in_range(f">={match['first']},<={match['last']}.999", torch_version):
         return source
-    return f"torch {torch_version}{source[found.end() :]}"
+    return f"torch {torch_version}{source[match.end() :]}"
 
 
 def in_range(versions: str, torch_version: str) -> bool:

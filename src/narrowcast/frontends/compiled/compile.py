@@ -68,7 +68,7 @@ def compile(
     goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
         than the policy: calls that it lowers may run in fp32 where that is cheaper. Candidates (placed by cost, as the
         policy says, all as high as may be) are timed on the first call's inputs. `memory`: those that hold fewest bytes
-        at once. `Goal.fast(...)` and `Goal.memory(...)` take what else is to be said.
+        at once. `Goal.fast(...)` and `Goal.memory(...)` take settings.
     weights: `cast` at each call; `folded`, the default: where no gradient flows they are cast once and kept, until they
         change; `working_copies`: in training, too. What changes parts of `weight.data` needs
         narrowcast.frontends.eager.invalidate.

@@ -147,7 +147,7 @@ def _named(boundary: Boundary, args: Any, kwargs: Keywords) -> list[tuple[Slot, 
 
 
 def _tell(
-    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, came: torch.dtype | None = None
+    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, src: torch.dtype | None = None
 ) -> None:
     """Report the call to recordings as an op's: first its arguments, and at the end its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
@@ -156,7 +156,7 @@ def _tell(
     plan = decide(Call(MODULE_CALL_OP, arguments, boundary.call.site), boundary.call.policy, region)
     if not named:
         results = boundary.plan.results
-        plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(came)) for r in results))  # type: ignore[arg-type]
+        plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(src)) for r in results))  # type: ignore[arg-type]
     here = find_site()
     path = module_path([module, *called_modules()]) if module is not None else here.module_path
     site = Site(path, boundary.call.site.classes, here.functions, here.file, here.line)

@@ -142,7 +142,7 @@ class Kernel:
         args: Arguments,
         kwargs: Keywords,
     ) -> Any:
-        """Run the call as `__call__` does and tell the watchers, under native regions too."""
+        """Run the call as `__call__` does and notify the watchers, under native regions too."""
         policy = region.prepared.policy if region is not None else Policy.native(self.device_type)
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)

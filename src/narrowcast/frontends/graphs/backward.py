@@ -123,14 +123,14 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
 def _check(expected: State, choice: Backward, gradients: Any) -> None:
     if not expected and not state.any_autocast():
         return
-    found = autocast_state()
-    if found != expected:
-        another = ", of another policy" if found and _own(found) == _own(expected) else ""
+    now = autocast_state()
+    if now != expected:
+        another = ", of another policy" if now and _own(now) == _own(expected) else ""
         asked = f"a backward compiled for {_text(expected)} (backward={choice.kind!r})"
         advice = "Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
         advice += "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
         advice += "for; or give a list of keyword sets of torch.autocast."
-        raise BackwardError(asked, f"it was called under {_text(found)}{another}", advice=advice)
+        raise BackwardError(asked, f"it was called under {_text(now)}{another}", advice=advice)
 
 
 never_trace(_check)  # where Dynamo meets the backward in the code that it traces

@@ -224,12 +224,12 @@ def trace(
     return add_text(explicit, TARGET, made_on) if is_module else explicit
 
 
-def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_trace(target: Any, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         torch.manual_seed(0)
-        results = tensors_in(made(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+        results = tensors_in(traced(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     torch.clear_autocast_cache()
     pairs = zip(expected, results, strict=False)
     same = (a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs)

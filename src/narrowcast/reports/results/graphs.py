@@ -195,7 +195,7 @@ def parts_of(program: Program) -> dict[int, list[Value]]:
     return parts
 
 
-def step_multiplications(step: Step, read: Sequence[Value], made: Sequence[Value]) -> int | None:
-    """Return how many multiplications a step makes; None where sizes are symbolic. read, made: inputs and outputs."""
-    shapes, results = ([v.shape for v in values if v.shape is not None] for values in (read, made))
+def step_multiplications(step: Step, read: Sequence[Value], outputs: Sequence[Value]) -> int | None:
+    """Return how many multiplications a step makes; None where sizes are symbolic. read, outputs: of the step."""
+    shapes, results = ([v.shape for v in values if v.shape is not None] for values in (read, outputs))
     return multiplications(step.op, shapes, results, "transposed=True" in step.constants)
