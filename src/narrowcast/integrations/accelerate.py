@@ -178,7 +178,7 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
 
 
 def _end_steps_of(optimizer: Any, accelerator: Any, precision: TrainingPrecision, to_open: str) -> Any:
-    """Have what Accelerate prepared say to the precision when it steps."""
+    """Have what Accelerate prepared report its steps to the precision."""
     step = optimizer.step
     if getattr(step, "__narrowcast_precision__", None) is precision:  # prepared before
         return optimizer

@@ -12,7 +12,7 @@ from narrowcast.output.screen import columns
 
 
 def terminal() -> Console:
-    """Return a console on standard output; where nobody says how wide that is, tables have `PIPED` columns."""
+    """Return a console on standard output; where its width is unknown, tables have `PIPED` columns."""
     return Console(width=columns(), highlight=False)
 
 

@@ -108,7 +108,7 @@ class Policy:
 
     @staticmethod
     def parse(text: str, file: str = "<string>") -> Policy:
-        """Return the policy in TOML text; `file` is the name that errors give."""
+        """Return the policy in TOML text; `file` names it in errors."""
         return _parse(text, file, Path(), ())
 
     def save(self, path: str | Path) -> None:
@@ -165,7 +165,7 @@ class Policy:
         return replace(self, lacks=tuple(lacks))
 
     def repairing(self) -> Policy:
-        """Return this policy, with what the device lacks run in fp32, and what takes one format given one."""
+        """Return this policy with fixes: what the device lacks runs in fp32, and what takes one format gets one."""
         if self.resolve("cpu").unsupported == FULL:
             return self
         return self.remembered(FULL, lambda: replace(self, unsupported=FULL))

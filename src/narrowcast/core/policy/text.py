@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_text(text: str, file: str) -> PolicyText:
-    """Return what the text says; `file` names it in errors. Raise PolicyError, with file:line, for a mistake."""
+    """Return the parts of a policy's text; `file` names it in errors. PolicyError, with file:line, for a mistake."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -200,7 +200,7 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def prepared_for(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
-    """Return what alike regions share, made once per policy."""
+    """Return what regions with the same facts share, made once per policy."""
     key = (facts, grade, limit_bytes)
     prepared: Prepared | None = policy.memory.get(key)
     if prepared is None or policy.has_open_patterns:  # a library loaded later may register more ops that these name

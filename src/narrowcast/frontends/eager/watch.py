@@ -65,11 +65,11 @@ class Watcher:
         """Note that the call that began last has raised this error."""
 
     def called(self, call: Callable[..., Any], module: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """Return `call(args, kwargs)`, a module's call; called of those whose `steps_graphs` holds."""
+        """Return `call(args, kwargs)`, a module's call; used if `steps_graphs` holds."""
         return call(args, kwargs)
 
     def wants_whole(self, op: str, device_type: str) -> bool:
-        """Return whether it is notified of an op that the policy leaves to the ops inside; else of those."""
+        """Return whether it wants to see an op that the policy leaves to the ops inside; else it sees those."""
         return False
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:

@@ -29,7 +29,7 @@ class ScriptState:
         ]
 
     def put_back(self) -> None:
-        """Give the attributes their values back; a tensor that was written to is the same tensor still."""
+        """Restore the attributes' values; a tensor that was written to is the same tensor still."""
         with torch.no_grad():
             for owner, name, value, as_it_was in self._kept:
                 if not isinstance(value, torch.Tensor):

@@ -88,7 +88,7 @@ class Who:
         return self.id.module_path
 
     def known(self) -> Who:
-        """Return the same with its identity found now, for a caller that keeps it."""
+        """Return this with its identity found now, for a caller that keeps it."""
         if self._id is None:
             self._found()
         return self

@@ -241,7 +241,7 @@ def _converted(dtype: torch.dtype) -> StandIn:
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
-    """Return what gradients are asked of: the model's parameters, and arguments that require them."""
+    """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
     leaves = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
     for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
         if tensor.requires_grad and tensor.is_leaf:

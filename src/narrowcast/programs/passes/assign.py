@@ -131,7 +131,7 @@ def _may_float(value: Value) -> bool:
 
 
 def _followed(program: Program, block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:
-    """Yield the edits for a backward op's result, which nobody has captured, after its operands' format changed.
+    """Yield the edits for a backward op's result, which no capture shows, after its operands' format changed.
 
     The result, and views of it, have the new format; casts that read them take it from there, so that a weight's
     gradient computed in fp32 is not rounded on its way; every other reader gets the format that it had.

@@ -98,7 +98,7 @@ class Energy:
         return Optimum(chosen, self.evaluate(chosen) or 0, 0, method)
 
     def position(self, choice: int, chosen: Sequence[Format]) -> int:
-        """Return which of its formats a choice has under a placement; 0 where the format is given."""
+        """Return the index of a choice's format under a placement; 0 where the format is fixed."""
         return 0 if choice == FIXED else self.choices[choice].formats.index(chosen[choice])
 
 

@@ -44,7 +44,7 @@ class _Model:
         return len(self.costs) - 1
 
     def _owns(self, flow: Flow) -> dict[Format, list[int] | None]:
-        """Return for each format that the value may have the columns that give it; None: it has it in any case."""
+        """Return for each format of a value the columns that choose it; None: it has it in any case."""
         if flow.maker == FIXED:
             return {flow.formats[0]: None}
         columns_of: dict[Format, list[int] | None] = {}

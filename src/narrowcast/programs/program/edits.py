@@ -187,7 +187,7 @@ def edit_record(program: Program, edit: Edit) -> EditRecord:
 
 
 def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:
-    """Return the value that a cast of this edit reads, the argument that it is for, and the format that it gives."""
+    """Return the value that a cast of this edit reads, the argument that it is for, and the format of its output."""
     if isinstance(edit, InsertCast):
         operand = step.operands[edit.operand]
         return program.values[operand.value], operand.name, edit.dst.name

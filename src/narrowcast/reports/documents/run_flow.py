@@ -150,7 +150,7 @@ def _key(node: Node) -> _Key:
 
 
 def merged_turns(graph: Graph) -> Graph:
-    """Return the same graph with all module calls of a call as one node, and edges that are alike as one."""
+    """Return the same graph with a call in all calls of its module as one node, and like edges as one."""
     first: dict[_Key, int] = {}
     nodes: list[Node] = []
     at: list[int] = []

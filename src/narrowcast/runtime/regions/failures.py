@@ -75,7 +75,7 @@ def _where(error: BaseException) -> str:
 
 
 def _what(first_line: str, device_type: str, low: str) -> tuple[str, str] | None:
-    """Return what an error says that the device lacks, and the rule that avoids it; None for another error."""
+    """Return what the device lacks by this error, and the rule that avoids it; None for another error."""
     known = capabilities(device_type)
     raising = [a for a in known.abilities if a.state == RAISES and a.error and a.error == first_line]
     if raising:

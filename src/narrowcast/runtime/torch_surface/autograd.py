@@ -75,7 +75,7 @@ def gives_gradients(node: Any) -> bool:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Return whether what autograd saves on this thread goes through somebody's hooks."""
+    """Return whether what autograd saves on this thread goes through hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

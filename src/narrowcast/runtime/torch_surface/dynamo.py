@@ -117,7 +117,7 @@ def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
 
 
 def _first_sentences(reason: str) -> str:
-    """Return what Dynamo says, and its explanation, in one line."""
+    """Return Dynamo's message, and its explanation, in one line."""
     first, *rest = reason.strip().splitlines()
     explained = next((line.strip() for line in rest if line.strip().startswith("Explanation:")), "")
     return f"{first}: {explained.removeprefix('Explanation:').strip()}" if explained else first

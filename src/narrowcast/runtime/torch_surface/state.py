@@ -42,7 +42,7 @@ def autocast_nesting() -> int:
 
 
 def is_enabled(region: Any) -> bool:
-    """Return whether a region, torch's or ours, is on while it is entered: torch takes whatever is true."""
+    """Return whether a region, torch's or ours, is on while it is entered: torch takes any true value."""
     return bool(region._enabled)
 
 

@@ -251,7 +251,7 @@ _casts = _Casts()
 
 
 def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """Return the cast of a cacheable weight in a native region: casts to the low format are kept, others are not."""
+    """Return the cast of a cacheable weight in a native region: casts to the low format are kept, others made again."""
     if dtype is not low:
         return cast(weight, dtype)
     if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts
