@@ -109,7 +109,7 @@ if not TYPE_CHECKING:  # so that a misspelt name is an error in an editor
 
 
 def _load(module: str, name: str) -> object:
-    """A name of the torch half; an error that says so, where this torch is not as it is taken to be."""
+    """Return a name of the torch half; raise SurfaceError where this torch differs from the supported ones."""
     try:
         importlib.import_module("narrowcast.runtime.torch_surface.probes").check_version()
         return getattr(importlib.import_module(module), name)

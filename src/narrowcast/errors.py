@@ -36,7 +36,7 @@ class NarrowcastError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message as text: asked, found, one indented line per place, advice."""
+        """Return the message as text: asked, found, one indented line per place, advice."""
         lines = [f"{self.asked}: {self.found}" if self.found else self.asked]
         lines += [f"  {site}" for site in self.where]
         if self.advice:
@@ -160,5 +160,5 @@ class SurfaceError(NarrowcastError, RuntimeError):
 
 
 def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:
-    """The same error, saying where, for errors raised before the place was known."""
+    """Return the same error with its place, for errors raised before the place was known."""
     return type(error)(error.asked, error.found, error.where or (origin,), error.advice)

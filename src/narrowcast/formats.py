@@ -93,27 +93,27 @@ _SPELLINGS = {
 
 
 def find_format(text: str) -> Format | None:
-    """The format of that name, or of a dtype of torch's (`bfloat16`, `torch.bfloat16`)."""
+    """Return the format of that name, or of a dtype of torch's (`bfloat16`, `torch.bfloat16`)."""
     name = text.strip().removeprefix("torch.")
     return FORMATS.get(name) or _SPELLINGS.get(name)
 
 
 def parse_format(text: str) -> Format:
-    """The format of that name; torch's dtype names (`bfloat16`, `torch.bfloat16`) are understood too.
+    """Return the format of that name; torch's dtype names (`bfloat16`, `torch.bfloat16`) are understood too.
 
     Raises FormatError for anything else.
     """
-    found = find_format(text)
-    if found is None:
+    named = find_format(text)
+    if named is None:
         raise FormatError(
             asked=f"format {text!r}", found="no such format", advice=f"Write one of: {', '.join(FORMATS)}."
         )
-    return found
+    return named
 
 
 @cache
 def is_exact(src: Format, dst: Format) -> bool:
-    """Whether every value of `src` (infinities and the sign of zero included) survives a cast to `dst`.
+    """Return whether every value of `src` (infinities and the sign of zero included) survives a cast to `dst`.
 
     NaN stays NaN in every format; payloads are not values.
     """
@@ -130,7 +130,7 @@ _PROMOTABLE = (bf16, fp16, fp32, fp64)
 
 
 def widest(formats: Iterable[Format]) -> Format:
-    """The narrowest format that holds every value of all `formats`: the join of torch.promote_types.
+    """Return the narrowest format that holds every value of all `formats`: the join of torch.promote_types.
 
     Defined on bf16, fp16, fp32 and fp64, where bf16 with fp16 gives fp32. FormatError for the rest (torch promotes
     no fp8, and no tensor is stored as tf32) and for no formats at all.

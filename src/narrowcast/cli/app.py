@@ -87,12 +87,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _is_usage_error(error: Exception) -> TypeGuard[Any]:
-    """Whether the command line itself was wrong. typer brings its own copy of click in some versions, so by name."""
+    """Return whether the command line itself was wrong: by class name, as typer may bring its own copy of click."""
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 
 def _with_flags(message: str) -> str:
-    """The message of an error of the Python interface, with `name=value` written as the option of that name."""
+    """Return the message of an error of the Python interface, with `name=value` written as the option of that name."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = [p.name for command in commands.values() for p in command.params if p.param_type_name == "option"]
     return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|[\w.]+)", _as_flag, message)

@@ -91,7 +91,7 @@ def _goal(graphs: GraphOptions) -> Goal:
 
 
 def program_parts(explanation: nc.Explanation) -> list[str]:
-    """The programs of every graph before and after the passes, in their text form."""
+    """Return the programs of every graph before and after the passes, in their text form."""
     from rich.markup import escape
 
     from narrowcast.programs.program import print_program

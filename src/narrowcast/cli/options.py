@@ -24,14 +24,14 @@ from narrowcast.output.screen import LINES, columns, wrapped
 
 
 def check_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The path of a file to write. TargetError if its folder does not exist, or if it is a folder."""
+    """Return the path of a file to write. Raise TargetError if its folder does not exist, or if it is a folder."""
     if path is not None and path.is_dir():
         raise TargetError(f"{_flag(option)} {path}", "it is a folder", advice="Name a file in a folder that exists.")
     return check_folder(option, path)
 
 
 def check_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The path of a folder to write. TargetError if the folder that it is to be in does not exist."""
+    """Return the path of a folder to write. Raise TargetError if the folder that it is to be in does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         advice = "Make the folder, or name another."
         raise TargetError(f"{_flag(option)} {path}", "its folder does not exist", advice=advice)
@@ -85,7 +85,7 @@ class ResultOptions:
 
 @contextmanager
 def interruptible(keep: Callable[[], str] = lambda: "no result is saved") -> Iterator[None]:
-    """Ctrl-C ends a command with the shell's exit code, and with what was kept, which `keep` does and returns."""
+    """End a command on Ctrl-C with the shell's exit code, and with what `keep` saves and returns."""
     try:
         yield
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def interruptible(keep: Callable[[], str] = lambda: "no result is saved") -> Ite
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with a parameter for each field of the dataclasses that it takes, as typer reads commands."""
+    """Return the command with a parameter for each field of the dataclasses that it takes, as typer reads commands."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}

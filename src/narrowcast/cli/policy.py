@@ -25,15 +25,15 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 @policy_app.command(epilog="Example: narrowcast policy show native --device cuda")
 def show(policy: PolicyName, device: Device = None, whole: AllOption = False) -> None:
     """Show the rules of a policy, in order of precedence."""
-    found = _resolved(policy, device)
-    settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
-    head = f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}"
+    resolved = _resolved(policy, device)
+    settings = ", ".join(f"{key} {value}" for key, value in _settings(resolved).items())
+    head = f"{resolved.name} ({resolved.digest[:8]}), {len(resolved.rules)} rules, {settings}"
     rules: list[list[str]] = []
-    for layer in reversed(found.layers):
+    for layer in reversed(resolved.layers):
         for (reason, source), alike in groupby(layer, lambda rule: (rule.reason, rule.source)):
             lines = [f"{rule}" + (f"    {rule.origin}" if rule.origin else "") for rule in alike]
             rules.append(["", f"# {reason or 'no reason given'} ({source or 'no source given'})", *lines])
-    actions = Counter(str(rule.action) for rule in found.rules)
+    actions = Counter(str(rule.action) for rule in resolved.rules)
     counts = "actions: " + ", ".join(f"{action} {number}" for action, number in actions.most_common())
     _print_rows([head, *([counts] if actions else [])], rules, whole)
 
@@ -46,10 +46,10 @@ def check(policy: PolicyName, whole: AllOption = False) -> None:
     """
     from narrowcast.runtime.torch_bridge import check_ops
 
-    found = as_policy(policy)
-    check_ops(found)
-    findings = found.lint()
-    verdict = f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}"
+    loaded = as_policy(policy)
+    check_ops(loaded)
+    findings = loaded.lint()
+    verdict = f"{loaded.name}: {len(loaded.rules)} rules, {len(findings)} findings, digest {loaded.digest}"
     _print_rows([], [str(finding).split("\n") for finding in findings], whole, [verdict])
     if findings:
         raise typer.Exit(1)
@@ -66,7 +66,7 @@ def diff_policies(before: str, after: str, device: str | None, whole: bool) -> N
 
 
 def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Sequence[str] = ()) -> None:
-    """Head, rows and tail; or as many of the rows as the first screen has room for."""
+    """Print head, rows and tail; or as many of the rows as the first screen has room for."""
 
     def everything() -> str:
         return "\n".join([*head, *(line for row in rows for line in row), *tail])
@@ -75,8 +75,8 @@ def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Seque
     if whole:
         print_text(everything())
         return
-    lines = [[line for said in part for line in wrapped(said, width=width)] for part in (head, list(tail))]
-    middle = Part([line for row in rows for said in row for line in wrapped(said, "#   ", width) or [""]], rank=1)
+    lines = [[line for text in part for line in wrapped(text, width=width)] for part in (head, list(tail))]
+    middle = Part([line for row in rows for text in row for line in wrapped(text, "#   ", width) or [""]], rank=1)
     print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], everything))
 
 
@@ -86,10 +86,10 @@ def _settings(policy: Policy) -> dict[str, str]:
 
 
 def _resolved(name: str, device: str | None) -> Policy:
-    found = as_policy(name)
+    policy = as_policy(name)
     if device is None:
-        return found.resolve("cpu")
+        return policy.resolve("cpu")
     if device not in DEVICE_TYPES:
         advice = f"Give one of: {', '.join(DEVICE_TYPES)}."
         raise PolicyError(f"device type {device!r}", "no autocast lists are known for it", advice=advice)
-    return found.resolve(device)
+    return policy.resolve(device)

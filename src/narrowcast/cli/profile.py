@@ -67,10 +67,10 @@ def measure_command(
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
-    said = [f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
+    lines = [f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
     if missing:
-        said.append(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
-    print_text(first_screen([Part([line for one in said for line in wrapped(one, width=columns())])]))
+        lines.append(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
+    print_text(first_screen([Part([line for one in lines for line in wrapped(one, width=columns())])]))
 
 
 @profile_app.command()
@@ -136,8 +136,8 @@ def _profile(file: Path | None, device: str) -> Profile:
 
     if file is not None:
         return Profile.read(file)
-    found = load_profile(_here(device))
-    if not found.samples:
-        asked, where = f"the profile of {found.device}", (Origin(str(found.path)),)
+    profile = load_profile(_here(device))
+    if not profile.samples:
+        asked, where = f"the profile of {profile.device}", (Origin(str(profile.path)),)
         raise ProfileError(asked, "nothing was measured yet", where, "Run: narrowcast profile")
-    return found
+    return profile

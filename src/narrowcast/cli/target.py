@@ -20,7 +20,7 @@ _ADVICE = (
 
 
 def load_case(target: str) -> nc.Case:
-    """The case that TARGET names. TargetError if it cannot be imported, or its function fails or gives another."""
+    """Return the case that TARGET names. TargetError if it cannot be imported, or its function fails or gives none."""
     path, _, function = target.partition(":") if not Path(target).exists() else (target, "", "")
     module = _import(path, target)
     name = function or "case"
@@ -40,7 +40,7 @@ def load_case(target: str) -> nc.Case:
 
 
 def grad(is_on: bool) -> AbstractContextManager[Any]:
-    """With gradients, or without. torch is imported when a command runs a model, which `--help` need not wait for."""
+    """Return a context with gradients, or without. torch is imported only when a command runs a model."""
     import torch
 
     return torch.set_grad_enabled(is_on)
@@ -78,7 +78,7 @@ def _wrong(target: str, found: str, where: Origin) -> TargetError:
 
 
 def _where(error: BaseException, path: str) -> Origin:
-    """The deepest line of the target's own file in the traceback."""
+    """Return the deepest line of the target's own file in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return Origin(error.filename, error.lineno or 0)
     frames = traceback.extract_tb(error.__traceback__)

@@ -66,7 +66,7 @@ class Result:
     """What to cast floating results to: all of them, or one `part` (`1` is the second of several, `logits` a name).
 
     A format of None is that of the first eligible argument, which is not known until the call runs. fp64 is cast only
-    where the format is meant `exactly`.
+    where the format is asked for `exactly`.
     """
 
     part: str
@@ -108,11 +108,11 @@ class Plan:
         return (*(rule for _, rule in self.argument_rules), *whole)
 
     def rule_for(self, name: str) -> Rule | None:
-        """The rule that decided about an argument or a result (`input`, `result.logits`): its own, or the call's."""
+        """Return the rule that decided about an argument or a result (`input`, `result.logits`), or else the call's."""
         return next((rule for about, rule in self.argument_rules if about == name), self.rule)
 
     def rule_about(self, name: str) -> Rule | None:
-        """The same, where a rule about a part of it (`result.logits` of `result`) will do."""
+        """Return the rule about an argument, a result or a part of it (`result.logits`), or else the call's."""
         return next((rule for about, rule in self.argument_rules if about.partition(".")[0] == name), self.rule)
 
     @property
@@ -122,13 +122,13 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the call may run exactly as it came."""
-        told = self.set_dtype or self.append_dtype or self.results or self.refused or self.undecided
-        return not (self.shields or told) and not any(self.formats)
+        """Whether the call may run exactly as it is made."""
+        changes_results = self.set_dtype or self.append_dtype or self.results or self.refused or self.undecided
+        return not (self.shields or changes_results) and not any(self.formats)
 
 
 def decide(call: Call, policy: Policy, region: Region) -> Plan:
-    """The plan for one call under a policy in a region.
+    """Return the plan for one call under a policy in a region.
 
     Eligible are floating tensors on the region's device type that are not fp64 and that the op does not write to;
     everything else passes untouched. (Where a module's call is to have exactly one format, fp64 is cast, too.) Calls
@@ -204,14 +204,14 @@ _COMPARING = (Kind.INSIDE, Kind.ALIGN, Kind.PROMOTE)
 
 
 def _first_format(call: Call, eligible: list[bool], planned: Sequence[Format | None] = ()) -> Format | None:
-    """The format of the first eligible argument, as it came, or as it is cast."""
+    """Return the format of the first eligible argument: the planned one, or else its input format."""
     cast = planned or (None,) * len(eligible)
     arguments = zip(call.arguments, eligible, cast, strict=True)
     return next((dst or a.format for a, is_eligible, dst in arguments if is_eligible), None)
 
 
 def _compare_later(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
-    """What the formats of arguments decide together. One fp32 decides a promotion, whatever the others are."""
+    """Return a plan that compares formats when the call runs; one fp32 decides a promotion at once."""
     arguments = zip(call.arguments, eligible, strict=True)
     if rule.action.kind is Kind.PROMOTE and any(e and a.format is fp32 for a, e in arguments):
         return Plan(_cast_all(fp32, call, eligible), rule, shields=True)
@@ -226,7 +226,7 @@ def _cast_all(dst: Format, call: Call, eligible: list[bool]) -> tuple[Format | N
 
 
 def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
-    """Native promotion: the wider of the low format and fp32.
+    """Plan native promotion: to the wider of the low format and fp32.
 
     Native folds from the left and stops at the first fp32; a third format that it meets before is an error there.
     """
@@ -240,7 +240,7 @@ def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
 
 
 def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
-    """Mixed floats follow the destination that the op writes to, or else the widest of them (fp64 counts)."""
+    """Align mixed floats to the destination that the op writes to, or else to the widest of them (fp64 counts)."""
     floats = [a for a in call.arguments if a.format is not None]
     destination = next((a.format for a in floats if a.written), None)
     if destination is None:
@@ -254,7 +254,7 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
 
 
 def _repair_mixture(plan: Plan, lack: Lack, call: Call, eligible: list[bool]) -> Plan:
-    """The plan, unless it leaves several formats to an op that takes one: then they are aligned."""
+    """Return the plan, with arguments aligned where it leaves several formats to an op that takes one."""
     if plan.refused is not None or plan.undecided is not None:
         return plan
     planned = [dst or a.format for a, dst in zip(call.arguments, plan.formats, strict=True)]
@@ -272,8 +272,8 @@ def _repair_mixture(plan: Plan, lack: Lack, call: Call, eligible: list[bool]) ->
 
 
 def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool], policy: Policy, low: Format) -> Plan:
-    """The plan, unless the call would compute in a format that the device lacks: then fp32 on the inputs as they are,
-    and the results that were promised.
+    """Return the plan, unless the call would compute in a format that the device lacks: then fp32 on the inputs as they
+    are, and the results that were promised.
     """
     computes_in = plan.computes_in or _format_inside(lacking, call, policy, low)
     if computes_in is None:
@@ -290,7 +290,7 @@ def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool
 
 
 def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) -> Format | None:
-    """The format of the op that the call is made of; None if no rule is about that one."""
+    """Return the format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
     rules = policy.table.candidates(inside).whole
     action = next((rule.action for rule in rules if rule.matches_call(call.site, 0)), None)
@@ -298,25 +298,25 @@ def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) ->
 
 
 def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rule], ...]:
-    """For each argument, and each result that a rule names, the strongest rule that names it and holds here."""
+    """Return the strongest rule that holds here for each argument, and each result, that a rule names."""
     names = dict.fromkeys([a.name for a in call.arguments])
     names.update((r.argument, None) for r in rules if r.argument is not None and r.is_about_result)
     held = [r for r in rules if r.matches_call(call.site, call.number)]
-    found = ((name, next((r for r in held if r.argument == name), None)) for name in names)
-    return tuple((name, r) for name, r in found if r is not None)
+    strongest = ((name, next((r for r in held if r.argument == name), None)) for name in names)
+    return tuple((name, r) for name, r in strongest if r is not None)
 
 
 def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rule], ...]) -> list[bool]:
-    """The eligible arguments except those that rules of their own keep, unless these are all."""
+    """Return the eligible arguments except those that rules of their own keep, unless these are all."""
     kept = {name for name, rule in overrides if rule.action.kind is Kind.FOLLOW}
-    found = [e and a.name not in kept for a, e in zip(call.arguments, eligible, strict=True)]
-    return found if any(found) else eligible
+    cast = [e and a.name not in kept for a, e in zip(call.arguments, eligible, strict=True)]
+    return cast if any(cast) else eligible
 
 
 def _override(
     plan: Plan, overrides: tuple[tuple[str, Rule], ...], call: Call, eligible: list[bool], region: Region
 ) -> Plan:
-    """The plan with single arguments and results decided by their own rules."""
+    """Return the plan with single arguments and results decided by rules about them."""
     wanted: dict[str, Format | None] = {}
     exactly = set()
     results = {r.part: r for r in plan.results}

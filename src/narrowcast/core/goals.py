@@ -1,6 +1,6 @@
 """What a user asks of the formats: the goal, with what belongs to it, and what is done about weights.
 
-`goal="fast"` and `goal=Goal.fast()` are the same; the method takes what else is to be said of the goal.
+`goal="fast"` and `goal=Goal.fast()` are the same; the method takes the settings of the goal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Goal:
 
     @staticmethod
     def fast(*, profile: str | Path = "", memory_limit_bytes: int | None = None, verify: bool = True) -> Goal:
-        """The formats that take least time on this device, never less precise per op than the policy.
+        """Return the goal of the fastest formats on this device, never less precise per op than the policy.
 
         profile: file of a profile to plan with, instead of this device's own (another device's only with
             verify=False).
@@ -76,7 +76,7 @@ class Goal:
 
     @staticmethod
     def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
-        """The formats that hold fewest bytes at once, never less precise per op than the policy.
+        """Return the goal of the fewest bytes held at once, in formats never less precise per op than the policy.
 
         profile: as for `fast`. slowdown_limit: they may be predicted to take at most this many times as long as the
             fastest formats; where fewer bytes take longer, a warning says so.
@@ -98,7 +98,7 @@ _WANTED = {"verify": "True or False", "profile": "the path of a file"}
 
 
 def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
-    """The goal that a user wrote. GoalError for what does not exist, and where both say another thing of weights."""
+    """Return the goal that a user wrote. Raise GoalError for an unknown one, or for two choices about weights."""
     if not isinstance(goal, Goal):
         if goal not in GOALS:
             advice = f"Give one of {', '.join(map(repr, GOALS))}, Goal.fast(...) or Goal.memory(...)."

@@ -32,12 +32,12 @@ class ModuleCall:
     site: Site
 
     def plan(self, name: str = "") -> Plan:
-        """What is decided about the argument of that name; without a name, about the call as a whole."""
+        """Return the plan for the argument of that name; without a name, for the call as a whole."""
         argument = Argument(name, None, self.region.device_type, unknown=True)
         return decide(Call(MODULE_CALL_OP, (argument,), self.site), self.policy, self.region)
 
     def cast_of(self, name: str) -> tuple[Format | None, bool]:
-        """What floating tensors of an argument are cast to, None for nothing; and whether fp64 ones are, too."""
+        """Return what floating tensors of an argument are cast to, None for nothing; and whether fp64 ones are, too."""
         plan = self.plan(name)
         rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}  # an argument may be named so, too
         rule = rules.get(name, plan.rule)
@@ -45,15 +45,15 @@ class ModuleCall:
         return dst, rule is not None and rule.is_exact
 
     def names(self, name: str) -> bool:
-        """Whether a rule is about the argument of that name."""
-        return any(name == found for found, _ in self.plan(name).argument_rules)
+        """Return whether a rule is about the argument of that name."""
+        return any(name == named for named, _ in self.plan(name).argument_rules)
 
     def rule_about(self, name: str) -> Rule | None:
-        """The rule about an argument, or about `result`, or else about the whole."""
+        """Return the rule about an argument, or about `result`, or else about the whole."""
         return self.plan(name).rule_about(name)
 
     def inside(self, plan: Plan) -> Inside:
-        """What regions hold inside; plan: of the call as a whole."""
+        """Return which regions hold inside the module."""
         rule = plan.rule
         if rule is None:
             return Inside(True, None)

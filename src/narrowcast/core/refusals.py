@@ -8,7 +8,7 @@ from narrowcast.errors import Origin, RefusedError
 
 
 def refusal(plan: Plan, op: str, site: Site) -> RefusedError:
-    """The error for a call of this op id, or of a module, that must not run."""
+    """Return the error for a call of this op id, or of a module, that must not run."""
     if op == MODULE_CALL_OP:
         asked = f"the call of {site.classes[0] if site.classes else 'a module'}"
         advice = "Do not call it here, or change the rule."
@@ -19,7 +19,7 @@ def refusal(plan: Plan, op: str, site: Site) -> RefusedError:
 
 
 def check_counted(policy: Policy, op: str, site: Site, computes: bool = True) -> None:
-    """RefusedError if a rule is about the n-th call of this op at this place, where nobody can say which call it is.
+    """Raise RefusedError if a rule is about the n-th call of this op here, and nobody can say which call this is.
 
     So it is where the graph begins inside a module's call, and where an op may run more or less often: in a branch, in
     a loop, and behind them.
@@ -34,7 +34,7 @@ def check_counted(policy: Policy, op: str, site: Site, computes: bool = True) ->
 
 
 def origins(site: Site, rule: Rule | None) -> tuple[Origin, ...]:
-    """Where a call is made, as far as it is known, and where the rule about it was written."""
+    """Return where a call is made, as far as it is known, and where the rule about it was written."""
     module = f"in module {site.module_path}" if site.module_path else ""
     where = [Origin(site.file, site.line, module)] if site.file else []
     if rule is not None and rule.origin is not None:

@@ -13,9 +13,9 @@ from narrowcast.frontends.scripts.script import TARGET
 
 
 def target_of(made: ExportedProgram | torch.jit.ScriptModule | Any) -> str:
-    """`cpu (avx2), torch 2.13.0`: the device that an exported program or a script module was made for.
+    """Return the device that an exported program or a script module was made for: `cpu (avx2), torch 2.13.0`.
 
-    Also of one that was saved and loaded; empty where nobody noted it (a script function, another library's program).
+    Also of one that was saved and loaded; empty where it was not noted (a script function, another library's program).
     Raises NarrowcastError for anything else.
     """
     if isinstance(made, ExportedProgram):

@@ -62,18 +62,18 @@ class AcceleratePrecision(TrainingPrecision):
         accelerator.register_load_state_pre_hook(self._load)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """What `accelerator.prepare` gives, with models that run in the region."""
+        """Return what `accelerator.prepare` returns, with models that run in the region."""
         for one in objects:
             if isinstance(one, torch.nn.Module):
                 self.follow(one)
         prepared = self.accelerator.prepare(*objects, **options)
-        for made in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
-            if isinstance(made, torch.nn.Module):
-                run_in_region(self.accelerator.unwrap_model(made), self, self._convert)
+        for one_prepared in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(one_prepared, torch.nn.Module):
+                run_in_region(self.accelerator.unwrap_model(one_prepared), self, self._convert)
         return prepared
 
     def loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss function that runs in the region."""
+        """Return a loss function that runs in the region."""
 
         @wraps(function, updated=())
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class AcceleratePrecision(TrainingPrecision):
         return inside
 
     def _autocast(self, autocast_handler: Any = None) -> Any:
-        """Our region where Accelerate's would be; a handler that is switched off stays off."""
+        """Return our region where Accelerate's would be; a handler that is switched off stays off."""
         if autocast_handler is not None and not autocast_handler.enabled:
             return autocast(self.device, enabled=False)
         return self.around_forward()
@@ -92,7 +92,7 @@ class AcceleratePrecision(TrainingPrecision):
         return self._accelerate.utils.convert_to_fp32(result) if self._fp32_outputs else result
 
     def _save(self, models: Any, weights: Any, folder: Any) -> None:
-        """Beside the scaler's file, which Accelerate writes: what it leaves out, in a file that it does not ask for."""
+        """Save, beside the scaler's file of Accelerate, what it leaves out, in a file that it does not ask for."""
         if self.accelerator.is_main_process:
             save_precision(self, folder)
 
@@ -154,7 +154,7 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
     accelerator.scaler = scaler
 
     def unscale_gradients(optimizer: Any = None) -> None:
-        """Accelerate's own does nothing where `mixed_precision` is `no`."""
+        """Unscale gradients. Accelerate's own function does nothing where `mixed_precision` is `no`."""
         wanted = accelerator._optimizers if optimizer is None else optimizer
         for one in wanted if isinstance(wanted, (tuple, list)) else (wanted,):
             if scaler is not None:
@@ -178,7 +178,7 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: 
 
 
 def _end_steps_of(optimizer: Any, accelerator: Any, precision: TrainingPrecision, to_open: str) -> Any:
-    """Have what Accelerate prepared say to the precision when it steps."""
+    """Have what Accelerate prepared report its steps to the precision."""
     step = optimizer.step
     if getattr(step, "__narrowcast_precision__", None) is precision:  # prepared before
         return optimizer

@@ -33,7 +33,7 @@ class IgnitePrecision(TrainingPrecision):
     """
 
     def model_fn(self, model: Any, x: Any) -> Any:
-        """Ignite's `model_fn`, in the region: for evaluators and for engines of your own."""
+        """Return the model's output in the region, as Ignite's `model_fn`: for evaluators and engines of your own."""
         with self.around_forward():
             return model(x)
 
@@ -54,7 +54,7 @@ class IgnitePrecision(TrainingPrecision):
         model_fn: Callable[[Any, Any], Any] = operator.call,
         clip: Callable[[], object] | None = None,
     ) -> Any:
-        """`create_supervised_trainer`, with the same arguments; forward and loss run in the region.
+        """Return a trainer like `create_supervised_trainer`, with its arguments; forward and loss run in the region.
 
         clip: called before each step, when gradients are unscaled. `amp_mode` and `scaler` belong to Ignite's own
         autocasting: TrainingError.
@@ -82,10 +82,10 @@ class IgnitePrecision(TrainingPrecision):
                 self.step(optimizer, clip=clip)
             return output_transform(x, y, y_pred, loss * every)
 
-        made = (engine.DeterministicEngine if deterministic else engine.Engine)(update)
+        trainer_engine = (engine.DeterministicEngine if deterministic else engine.Engine)(update)
         for event in (engine.Events.COMPLETED, engine.Events.TERMINATE):
-            made.add_event_handler(event, self.close)
-        return made
+            trainer_engine.add_event_handler(event, self.close)
+        return trainer_engine
 
     def evaluator(
         self,
@@ -96,7 +96,7 @@ class IgnitePrecision(TrainingPrecision):
         amp_mode: str | None = None,
         **options: Any,
     ) -> Any:
-        """`create_supervised_evaluator`, with the same arguments; `model_fn`, which may generate, is in the region."""
+        """Return an evaluator like `create_supervised_evaluator`; `model_fn`, which may generate, is in the region."""
         engine = find_framework("ignite.engine", "pytorch-ignite", "IgnitePrecision.evaluator")
         _refuse(amp_mode, False)
         if self._model is None:

@@ -35,9 +35,9 @@ class _Plugin:
     def __new__(cls, *, package: str | None = None, **settings: Any) -> Any:
         if not issubclass(cls, _Made):
             home = _home(cls, package)
-            found = find_framework(home, home.partition(".")[0].replace("_", "-"), cls.__name__)
+            framework = find_framework(home, home.partition(".")[0].replace("_", "-"), cls.__name__)
             plugin: Any = cls
-            return object.__new__(_joined(plugin, found.MixedPrecision))
+            return object.__new__(_joined(plugin, framework.MixedPrecision))
         return object.__new__(cls)
 
     def __init__(self, *, package: str | None = None, **settings: Unpack[Settings]) -> None:
@@ -59,12 +59,12 @@ class _Plugin:
         return PRECISIONS.get(self.training.low, "32-true")
 
     def convert_module(self, module: Any) -> Any:
-        """The module as it is: its parameters stay in their format."""
+        """Return the module as it is: its parameters stay in their format."""
         self.training.follow(module)
         return super().convert_module(module)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As the framework does it, and LBFGS, which it refuses to scale, with our scaler; then the step has ended."""
+        """Step as the framework does, and LBFGS, which it refuses to scale, with our scaler; then end the step."""
         with dropping_step(self.training):
             if kwargs.get("closure") is None:  # a closure runs the forward
                 self.training.before_step(TO_OPEN)
@@ -77,19 +77,19 @@ class _Plugin:
         return result
 
     def around_closure(self, optimizer: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of the optimizer's step, its closure being the framework's."""
+        """Return the arguments of the optimizer's step, its closure being the framework's."""
         return kwargs
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `TrainingPrecision`."""
+        """Return the state of `TrainingPrecision`."""
         return self.training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of `TrainingPrecision`; also what Lightning's own plugin has saved."""
+        """Load the state of `TrainingPrecision`, or what Lightning's own plugin has saved."""
         self.training.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        """The framework is done."""
+        """Close the training: the framework is done."""
         self.training.close()
         super().teardown()  # type: ignore[misc]
 
@@ -130,28 +130,28 @@ class LightningPrecision(_Plugin):
             self.training = TrainingPrecision(**settings)
 
     def autocast_context_manager(self) -> Any:
-        """The region."""
+        """Return the region."""
         return self.training.region
 
     def train_step_context(self) -> AbstractContextManager[None]:
-        """The region, and the begin of a step."""
+        """Return a context of the region that begins a step."""
         return self.training.training()
 
     def around_closure(self, optimizer: Any, **kwargs: Any) -> dict[str, Any]:
-        """Hooks and clip come after each call of the closure, as without a scaler, and when gradients are unscaled."""
+        """Return arguments in which hooks and clip follow each call of the closure, when gradients are unscaled."""
         model, closure = kwargs.pop("model"), kwargs.pop("closure")
 
         def whole() -> Any:
             loss = closure()
             self.scaler.unscale_(optimizer)
-            told: Any = self
-            told._after_closure(model, optimizer)
+            strategy: Any = self
+            strategy._after_closure(model, optimizer)
             return loss
 
         return {"closure": whole, **kwargs}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The scaler's state under the name of Lightning's own plugin, too, which can go on with it."""
+        """Save the scaler's state under the name of Lightning's own plugin, too, which can go on with it."""
         if self.scaler is not None:
             checkpoint[NATIVE] = self.scaler.state_dict()
 
@@ -180,11 +180,11 @@ class FabricPrecision(_Plugin):
     }
 
     def forward_context(self) -> Any:
-        """The region; with gradients, the begin of a step."""
+        """Return a context of the region that, with gradients, begins a step."""
         return self.training.around_forward()
 
     def convert_input(self, data: Any) -> Any:
-        """Inputs as they are: the policy says what is cast."""
+        """Return inputs as they are: the policy decides what is cast."""
         return data
 
 
@@ -193,7 +193,7 @@ class _Made:
 
 
 def _home(cls: type[_Plugin], package: str | None) -> str:
-    """The module with the base: of the package that is named, else of the one that is imported or installed."""
+    """Return the module with the base: of the package that is named, else of the one that is imported or installed."""
     asked = f"{cls.__name__}(package={package!r})"
     if package is not None:
         if package not in cls.homes:
@@ -209,12 +209,12 @@ def _home(cls: type[_Plugin], package: str | None) -> str:
 
 @cache
 def _joined(cls: Any, base: Any) -> Any:
-    """The plugin with the framework's class below it, under the plugin's name, by which checkpoints know it."""
-    made = type(cls.__name__, (cls, base, _Made), {"__module__": cls.__module__})
-    made.__qualname__ = cls.__qualname__
-    return made
+    """Return the plugin with the framework's class below it, under the plugin's name, by which checkpoints know it."""
+    joined = type(cls.__name__, (cls, base, _Made), {"__module__": cls.__module__})
+    joined.__qualname__ = cls.__qualname__
+    return joined
 
 
 def _again(cls: Any, base: Any) -> Any:
-    """A plugin that was copied, or pickled for a process that is started; its state comes next."""
+    """Return a plugin that was copied, or pickled for a process that is started; its state comes next."""
     return object.__new__(_joined(cls, base))

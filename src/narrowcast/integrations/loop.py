@@ -32,7 +32,7 @@ class LoopPrecision(TrainingPrecision):
     to_open = "Run the forward and its loss in `with precision.amp_autocast():`."
 
     def amp_autocast(self) -> Any:
-        """The region; with gradients, the begin of a step. For evaluation and generation as well."""
+        """Return a context of the region that, with gradients, begins a step. For evaluation and generation as well."""
         return self.around_forward()
 
     def __call__(

@@ -1,4 +1,4 @@
-"""What a checkpoint says of precision, and what is said where a run goes on under another one."""
+"""What a checkpoint has about precision, and the warnings where a run goes on under another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = 12
 
 
 def precision_state(policy: Policy, region: autocast, steps: int, scaler: dict[str, Any] | None) -> dict[str, Any]:
-    """What goes into a checkpoint."""
+    """Return what goes into a checkpoint."""
     return {
         "schema": SCHEMA, "policy": policy.name, "digest": policy.digest, "rules": policy.to_toml(),
         "dtype": str(FORMATS[region.fast_dtype]), "steps": steps, "has_scaler": scaler is not None,
@@ -36,7 +36,7 @@ def precision_state(policy: Policy, region: autocast, steps: int, scaler: dict[s
 def take_up(
     state: dict[str, Any], policy: Policy, region: autocast, has_scaler: bool
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """Steps and the scaler's state of what was saved, after saying what is not as it was."""
+    """Return steps and the scaler's state of a checkpoint, after a warning of what differs from it."""
     if not state:
         say(f"the checkpoint says nothing of precision; this run trains under {_words(policy, region)}")
         return None, None
@@ -63,20 +63,20 @@ def save_precision(precision: Any, folder: str | Path) -> None:
 
 
 def load_precision(precision: Any, folder: str | Path) -> None:
-    """Go on from a checkpoint's folder; one that a framework saved by itself says nothing of precision, and that is
-    said. TrainingError if the file cannot be read.
+    """Go on from a checkpoint's folder; one that a framework saved by itself has nothing about precision, and that is
+    reported. TrainingError if the file cannot be read.
     """
     file = Path(folder) / STATE_FILE
     try:
-        found: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
+        saved: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
     except Exception as error:
         advice = "Resume from another checkpoint, or delete this file to go on without what it says."
         raise TrainingError(RESUMING, f"{type(error).__name__}: {error}", (Origin(str(file)),), advice) from error
-    precision.load_state_dict(found)
+    precision.load_state_dict(saved)
 
 
 def say(text: str) -> None:
-    """TrainingWarning at the user's line that resumes, if there is something to say."""
+    """Warn at the user's line that resumes, if there is a text."""
     if text:
         warn_at(f"narrowcast: {text}", loop_line(), TrainingWarning)
 
@@ -86,13 +86,13 @@ def _words(policy: Policy, region: autocast) -> str:
 
 
 def _changes(rules: str, policy: Policy) -> list[str]:
-    """The first rules that differ; a policy that stands on files which are gone is told by its digest alone."""
+    """Return the first rules that differ; a policy whose files are missing is compared by its digest alone."""
     try:
-        found = [str(change) for change in Policy.parse(rules, "<checkpoint>").diff(policy)]
+        changes = [str(change) for change in Policy.parse(rules, "<checkpoint>").diff(policy)]
     except (OSError, ValueError):
         return []
-    more = [f"  ... {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    return [f"  {line}" for line in found[:SHOWN]] + more
+    more = [f"  ... {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+    return [f"  {line}" for line in changes[:SHOWN]] + more
 
 
 def _of_scaler(was_there: bool, is_there: bool) -> str:

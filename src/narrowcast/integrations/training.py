@@ -135,13 +135,13 @@ class TrainingPrecision:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The region around a forward and its loss in training; begins a step, unless one has begun."""
+        """Open the region around a forward and its loss in training; begin a step, unless one has begun."""
         self.begin_step()
         with dropping_step(self), self.region:
             yield
 
     def around_forward(self) -> Any:
-        """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is.
+        """Return `training()` where gradients are recorded, the region elsewhere: for loops without the difference.
 
         What such a forward begins ends with the next step, or with `close`.
         """
@@ -150,8 +150,8 @@ class TrainingPrecision:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def before_step(self, advice: str | None = None) -> None:
-        """An optimizer is about to step. TrainingError where nothing has opened the region yet: what it steps with was
-        computed as if there were no plugin. advice: how to open it; None is `to_open`.
+        """Raise TrainingError where an optimizer is about to step and nothing has opened the region yet: what it steps
+        with was computed as if there were no plugin. advice: how to open it; None is `to_open`.
         """
         if not self._has_opened:
             here, asked = loop_line(), f"training under policy {self.policy.name} in {FORMATS[self.low]}"
@@ -160,7 +160,7 @@ class TrainingPrecision:
             raise TrainingError(asked, f"{early}: nothing was computed under the policy", where, advice or self.to_open)
 
     def begin_step(self) -> None:
-        """A forward that trains comes: open what looks at it. Further micro-batches of the step change nothing."""
+        """Open what observes a forward that trains. Further micro-batches of the step change nothing."""
         wanted = self._settings.get("watch")
         if wanted and self._watch is None:
             self._watch = ExitStack()
@@ -170,7 +170,7 @@ class TrainingPrecision:
             self._recording = stack, stack.enter_context(record())
 
     def end_step(self) -> None:
-        """The optimizer has stepped, or the scaler has skipped it: the ledger of the step is complete."""
+        """Complete the ledger of the step: the optimizer has stepped, or the scaler has skipped it."""
         if self._recording is not None:
             _, ledger = self._recording
             self.drop_step()
@@ -183,22 +183,22 @@ class TrainingPrecision:
         self.steps += 1
 
     def drop_step(self) -> None:
-        """The step ended in an error: what was recorded of it is not a step."""
+        """Drop the records of a step that ended in an error."""
         if self._recording is not None:
             stack, _ = self._recording
             self._recording = None
             stack.close()
 
     def close(self) -> None:
-        """Training is over, or broke off: close what looks at it, and say what the watch found first."""
+        """Close what observes when training is over, or broke off, and report the watch's first finding."""
         self.drop_step()
         if self._watch is None:
             return
         self._watch.close()
         self._watch = None
-        found = self.watching.first if self.watching is not None else None
-        if found is not None:
-            text = f"narrowcast: while it trained, {found.in_short()}\n  All of it: print(precision.watching)"
+        finding = self.watching.first if self.watching is not None else None
+        if finding is not None:
+            text = f"narrowcast: while it trained, {finding.in_short()}\n  All of it: print(precision.watching)"
             warn_at(text, loop_line(), TrainingWarning)
 
     # -- scaling and stepping, for loops that have no framework to do it ----------------------------------------------
@@ -227,7 +227,7 @@ class TrainingPrecision:
         self._process_group = process_group
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
+        """Run the backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
         with dropping_step(self):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
@@ -249,7 +249,7 @@ class TrainingPrecision:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: the policy's digest and text, the low format, the steps so far, the scaler's state.
+        """Return the state for a checkpoint: the policy's digest and text, the low format, the steps, the scaler.
 
         Texts, numbers and None alone, beside what the scaler's state holds.
         """
@@ -257,9 +257,9 @@ class TrainingPrecision:
         return precision_state(self.policy, self._own_region, self.steps, scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, by what `state_dict` gave or by the state of a bare GradScaler.
+        """Go on from a checkpoint, by what `state_dict` returned or by the state of a bare GradScaler.
 
-        A TrainingWarning says what is not as it was: the policy, with both digests and the first rules that differ, the
+        A TrainingWarning names what differs: the policy, with both digests and the first rules that differ, the
         low format, or the scaler. TrainingError for what is neither.
         """
         steps, scaler_state = take_up(state, self.policy, self._own_region, self.scaler is not None)
@@ -280,7 +280,7 @@ class TrainingPrecision:
 
 @contextmanager
 def dropping_step(precision: TrainingPrecision) -> Iterator[None]:
-    """A part of a step; an error in it ends the step."""
+    """Run a part of a step; an error in it ends the step."""
     try:
         yield
     except BaseException:
@@ -289,7 +289,7 @@ def dropping_step(precision: TrainingPrecision) -> Iterator[None]:
 
 
 def find_framework(module: str, package: str, asked: str) -> Any:
-    """A module of a framework. TrainingError, with what to install, if it is not there."""
+    """Return a module of a framework. Raise TrainingError, with what to install, if it is not there."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -297,12 +297,12 @@ def find_framework(module: str, package: str, asked: str) -> Any:
 
 
 def _device_type(model: Any) -> str:
-    """Where the model's parameters are; before they are anywhere, the accelerator that is there."""
+    """Return the device type of the model's parameters; before they are anywhere, the accelerator's."""
     parameter = next(iter(model.parameters()), None) if model is not None else None
     if parameter is not None and parameter.device.type != "meta":
         return str(parameter.device.type)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _rank() -> str:

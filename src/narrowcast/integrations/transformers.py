@@ -58,9 +58,7 @@ class PrecisionMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's Accelerator, with our scaler, and our region where its own would be; nothing else may
-        autocast.
-        """
+        """Make the trainer's Accelerator, with our scaler, and our region for its own; nothing else may autocast."""
         trainer: Any = self
         flags = [name for name in FLAGS if getattr(trainer.args, name, False)]
         if flags:
@@ -78,14 +76,14 @@ class PrecisionMixin:
 
         @wraps(prepare)
         def in_regions(*args: Any, **kwargs: Any) -> Any:
-            made = prepare(*args, **kwargs)
-            run_in_region(accelerator.unwrap_model(made), self.precision, to_fp32)
-            return made
+            prepared = prepare(*args, **kwargs)
+            run_in_region(accelerator.unwrap_model(prepared), self.precision, to_fp32)
+            return prepared
 
         accelerator.prepare_model = in_regions
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever; what looks at it is closed, also after an error."""
+        """Train as usual; what observes is closed, also after an error."""
         with self.precision:
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
@@ -96,7 +94,7 @@ class PrecisionMixin:
             save_precision(self.precision, output_dir)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """After the scaler, which has a file of its own, the rest; each is said if it is not as it was."""
+        """Load the rest after the scaler, which has a file of its own; each difference is reported."""
         if checkpoint is None:
             return
         if self.precision.scaler is not None:

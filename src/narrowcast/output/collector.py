@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """It looks at all objects again and again while many are made that stay: no longer linear."""
+    """Pause the garbage collector: while many objects are made that stay it visits all of them again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from narrowcast.output.screen import columns
 
 
 def terminal() -> Console:
-    """A console on standard output; where nobody says how wide that is, tables have `PIPED` columns."""
+    """Return a console on standard output; where its width is unknown, tables have `PIPED` columns."""
     return Console(width=columns(), highlight=False)
 
 
@@ -23,7 +23,7 @@ def print_text(text: str) -> None:
 
 
 class _Colours(RegexHighlighter):
-    """Formats wherever they stand, and what is said in capitals at the beginning of a line."""
+    """Formats wherever they stand, and words in capitals at the beginning of a line."""
 
     base_style = "narrowcast."
     highlights = [  # noqa: RUF012 (as the base class has it)
@@ -37,7 +37,7 @@ _THEME = Theme({"narrowcast.high": "green", "narrowcast.low": "yellow", "narrowc
 
 
 def in_bytes(count: float) -> str:
-    """1536 -> `1.5 KiB`."""
+    """Return bytes with a unit: 1536 -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -46,6 +46,6 @@ def in_bytes(count: float) -> str:
 
 
 def short_place(site: str) -> str:
-    """`model.py:12` of `/home/me/model.py:12`; what is no line of a file, as it is."""
+    """Return `model.py:12` for `/home/me/model.py:12`; what is no line of a file, as it is."""
     file, _, line = site.rpartition(":")
     return f"{Path(file).name}:{line}" if file else site

@@ -11,7 +11,7 @@ from narrowcast.errors import Origin, RunError
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file; what is in a folder that may not be entered is not."""
+    """Return whether there is such a file; what is in a folder that may not be entered is not."""
     try:
         return path.exists()
     except OSError:
@@ -24,7 +24,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """The same of bytes."""
+    """Write bytes in place of a file's content, at once: a reader sees the old content or the new."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -63,7 +63,7 @@ def set_aside(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where profiles and choices are kept: NARROWCAST_CACHE_DIR, or the user's cache folder."""
+    """Return the folder of profiles and choices: NARROWCAST_CACHE_DIR, or the user's cache folder."""
     given = os.environ.get("NARROWCAST_CACHE_DIR")
     if given:
         return Path(given)

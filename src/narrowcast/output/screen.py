@@ -18,12 +18,12 @@ NARROWEST = 40
 
 
 def columns() -> int:
-    """How wide standard output is: as COLUMNS or the terminal says."""
+    """Return how wide standard output is: as COLUMNS or the terminal says."""
     return max(shutil.get_terminal_size((PIPED, LINES)).columns, NARROWEST)
 
 
 def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
-    """The line on as many of this many columns as it needs, broken between words; a path that is wider stays whole."""
+    """Return the line in parts of at most this many columns, broken between words; a wider path stays whole."""
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -45,7 +45,7 @@ class Part:
 def first_screen(
     parts: Sequence[Part], whole: Callable[[], str] | None = None, room: int = LINES, rows: int = 0
 ) -> str:
-    """The parts on at most `room` lines; what `whole` has besides is counted on the last one. No line is cut.
+    """Return the parts on at most `room` lines; what `whole` has besides is counted on the last one. No line is cut.
 
     rows: that tables have which are not here, in place of `whole`.
     """

@@ -13,7 +13,7 @@ LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class RanCall:
-    """A call of a run: the formats in which it computed and that it gave, the rule if one decided, and its line."""
+    """A call of a run: the formats in which it computed and of its output, the rule if one decided, and its line."""
 
     id: CallId
     computes: str
@@ -61,11 +61,11 @@ class BesideEager:
     disagreements: tuple[Disagreement, ...]
 
 
-def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanCall]) -> BesideEager:
-    """Hold two runs together: by identity where a module makes the same calls; in order where these are other ops, as
-    many (`addmm` for `linear`); or else, for the rest of a module's calls, the set of formats.
+def compare_calls(front_end: str, eager: Iterable[RanCall], others: Iterable[RanCall]) -> BesideEager:
+    """Compare two runs: by identity where a module makes the same calls; in order where these are other ops, the same
+    number of them (`addmm` for `linear`); or else, for the rest of a module's calls, the set of formats.
     """
-    ours, theirs = _by_module(eager), _by_module(found)
+    ours, theirs = _by_module(eager), _by_module(others)
     count = 0
     whole: list[str] = []
     disagreements: list[Disagreement] = []
@@ -84,16 +84,16 @@ def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanC
 
 
 def _by_module(calls: Iterable[RanCall]) -> dict[tuple[str, int], list[RanCall]]:
-    found: dict[tuple[str, int], list[RanCall]] = {}
+    by_module: dict[tuple[str, int], list[RanCall]] = {}
     for call in calls:
-        found.setdefault((call.id.module_path, call.id.turn), []).append(call)
-    return found
+        by_module.setdefault((call.id.module_path, call.id.turn), []).append(call)
+    return by_module
 
 
 def _pairs(
     ours: Sequence[RanCall], theirs: Sequence[RanCall]
 ) -> tuple[list[tuple[RanCall, RanCall]], list[RanCall], list[RanCall]]:
-    """Calls that belong together, and what is left on each side."""
+    """Return calls that belong together, and what is left on each side."""
     counts = tuple(Counter(call.id.op for call in calls) for calls in (ours, theirs))
     same = {op for op in counts[0] if counts[0][op] == counts[1][op]}
     by_id = {call.id: call for call in theirs if call.id.op in same}
@@ -107,7 +107,7 @@ def _pairs(
 
 
 def disagreement_lines(disagreements: Sequence[Disagreement]) -> list[str]:
-    """For a stranger: which call, in which formats here and there, the rule, the line."""
+    """Return lines for any reader: which call, in which formats here and there, the rule, the line."""
     lines = []
     for each in disagreements[:LISTED]:
         first, other = each.eager[0], each.found[0]

@@ -31,7 +31,7 @@ ANEW = (
 
 
 def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, device: str | None = None) -> Snapshot:
-    """The formats of each call of the model, forward, on fake tensors where these carry it.
+    """Return the formats of each call of the model, forward, on fake tensors where these carry it.
 
     model:  a Module, a callable, or a Case (then without inputs). It is left as it is; weights may be meta tensors.
     inputs, under, device: as for `explain`: a device that this machine lacks is stood in for. On a machine that has it
@@ -39,22 +39,22 @@ def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, dev
 
     CheckError for a model that raises under the policy and not in fp32, or of which the policy refuses a call.
     """
-    found = explain(model, inputs, under=under, device=device)
-    asked = f"the formats of {found.subject} on {found.device_type}"
-    if found.failure is not None:
-        where = (Origin(found.failure.file, found.failure.line),) if found.failure.file else ()
-        raise CheckError(asked, found.failure.text, where, "Fix the model, or name a policy that runs it.")
-    if found.ledger.refusals:
-        refusal = found.ledger.refusals[0]
+    explanation = explain(model, inputs, under=under, device=device)
+    asked = f"the formats of {explanation.subject} on {explanation.device_type}"
+    if explanation.failure is not None:
+        where = (Origin(explanation.failure.file, explanation.failure.line),) if explanation.failure.file else ()
+        raise CheckError(asked, explanation.failure.text, where, "Fix the model, or name a policy that runs it.")
+    if explanation.ledger.refusals:
+        refusal = explanation.ledger.refusals[0]
         refused = f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}"
         where = (Origin(refusal.file, refusal.line, refusal.module_path),)
         raise CheckError(asked, refused, where, "Fix the model, or the policy.")
-    if not any(kind.came or kind.result for kind in found.ledger.calls):
+    if not any(kind.came or kind.result for kind in explanation.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
-    policy = asked_or_around("take_snapshot", under, found.device_type).policy.resolve(found.device_type)
-    made = snapshot_of(found, policy.rules, minor_of(installed_torch()), torch.is_grad_enabled())
-    slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
-    return replace(made, notes=found.note.removeprefix(slow).strip())
+    policy = asked_or_around("take_snapshot", under, explanation.device_type).policy.resolve(explanation.device_type)
+    snapshot = snapshot_of(explanation, policy.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    slow = slow_note(explanation.device_type, parse_format(explanation.low))  # of this machine, and of no format
+    return replace(snapshot, notes=explanation.note.removeprefix(slow).strip())
 
 
 def assert_formats(
@@ -84,14 +84,14 @@ def assert_formats(
     given: str | Path | Mapping[str, Any] | Snapshot = _one_of("assert_formats", snapshot, expected)
     asked: dict[str, Any] = {"under": under, "device": device}
     if isinstance(given, Mapping):
-        found = take_snapshot(model, inputs, **asked)
-        wrong = unmet(found, given)
+        snapshot_now = take_snapshot(model, inputs, **asked)
+        wrong = unmet(snapshot_now, given)
         if wrong:
-            said = f"formats: {len(wrong)} of {len(given)} expected entries do not hold for {found.model} on "
-            said += f"{found.device_type}, policy {found.policy}, low {found.low}"
+            text = f"formats: {len(wrong)} of {len(given)} expected entries do not hold for {snapshot_now.model} on "
+            text += f"{snapshot_now.device_type}, policy {snapshot_now.policy}, low {snapshot_now.low}"
             advice = "A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its "
-            raise CheckError(f"{said}\n\n{unmet_text(wrong)}\n", advice=f"{advice}#NUMBER.")
-        return found
+            raise CheckError(f"{text}\n\n{unmet_text(wrong)}\n", advice=f"{advice}#NUMBER.")
+        return snapshot_now
     return _held(_check(model, inputs, given, asked, torch_versions))
 
 
@@ -126,7 +126,7 @@ def check_formats(
     torch_versions: str = "",
     update: bool = False,
 ) -> SnapshotCheck:
-    """What changed since the snapshot was written, as data; nothing is raised because of it.
+    """Return what changed since the snapshot was written, as data; nothing is raised because of it.
 
     The arguments are those of `assert_formats`. update: write the file first, as a run of pytest with
     --narrowcast-update does. Raises SnapshotError as that does, and CheckError where no formats can be had.
@@ -168,7 +168,7 @@ def _check(
 
 
 def _one_of(verb: str, snapshot: str | Path | None, expected: Expected | None) -> str | Path | Expected:
-    """The file, or what is expected. SnapshotError if it is neither, or both."""
+    """Return the file, or what is expected. Raise SnapshotError if it is neither, or both."""
     if snapshot is not None and expected is None:
         return snapshot
     if expected is not None and snapshot is None:

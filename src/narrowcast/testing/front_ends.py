@@ -51,36 +51,36 @@ def assert_front_ends_agree(
     asked = tuple(FRONT_ENDS if front_ends is None else front_ends)
     unknown = [name for name in asked if name not in FRONT_ENDS]
     if unknown:
-        said, missing = f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}"
+        call, missing = f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}"
         advice = f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against."
-        raise NarrowcastError(said, missing, advice=advice)
+        raise NarrowcastError(call, missing, advice=advice)
     trial = Trial.of("assert_front_ends_agree", model, inputs)
     opened = observed_region("assert_front_ends_agree", trial, under, "native")
     eager = _calls(trial, opened, opened.policy)
-    found: dict[str, BesideEager] = {}
+    by_front_end: dict[str, BesideEager] = {}
     not_taken: dict[str, str] = {}
     for name in asked:
         try:
-            found[name] = compare_calls(name, eager, _calls_through(name, trial, opened))
+            by_front_end[name] = compare_calls(name, eager, _calls_through(name, trial, opened))
         except Exception as error:
             not_taken[name] = first_line(error).rstrip(":. ")
     agreement = Agreement(
-        {name: each.calls for name, each in found.items()}, not_taken,
-        {name: each.as_a_whole for name, each in found.items() if each.as_a_whole},
-        tuple(d for each in found.values() for d in each.disagreements),
+        {name: each.calls for name, each in by_front_end.items()}, not_taken,
+        {name: each.as_a_whole for name, each in by_front_end.items() if each.as_a_whole},
+        tuple(d for each in by_front_end.values() for d in each.disagreements),
     )  # fmt: skip
     _tell(agreement, trial, len(eager), front_ends is not None)
     return agreement
 
 
 def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCall]:
-    """The calls of the model in another front end. What it raises says why it cannot be taken."""
+    """Return the calls of the model in another front end. What it raises is the reason why it cannot be taken."""
     if front_end == "compile":
         forget_compiled_code()
         try:
             with watch_graphs() as graphs:
-                made = Trial(compile(trial.model, under=region, backend="aot_eager"), trial.args, trial.kwargs)
-                calls = _calls(made, None, region.policy)
+                compiled = Trial(compile(trial.model, under=region, backend="aot_eager"), trial.args, trial.kwargs)
+                calls = _calls(compiled, None, region.policy)
         finally:
             forget_compiled_code()
         if not any(graph.after is not None for graph in graphs):
@@ -97,7 +97,7 @@ def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCa
 
 
 def _calls(trial: Trial, region: AbstractContextManager[Any] | None, policy: Policy) -> list[RanCall]:
-    """The calls of one run that compute with floating tensors; conversions between formats left out."""
+    """Return the calls of one run that compute with floating tensors; conversions between formats left out."""
     observer = _Formats((policy,))
     trial.run(region, observer.observing())
     return observer.calls
@@ -120,13 +120,13 @@ def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None
     missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
     if agreement.disagreements:
         front_ends = ", ".join(dict.fromkeys(d.front_end for d in agreement.disagreements))
-        said = f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
-        lines = [f"{said}{front_ends} than in eager code", "", *disagreement_lines(agreement.disagreements)]
+        text = f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
+        lines = [f"{text}{front_ends} than in eager code", "", *disagreement_lines(agreement.disagreements)]
         raise CheckError("\n".join(lines), advice=f"\nNot taken: {missing}" if missing else "")
     if not agreement.not_taken:
         return
     if by_name or not agreement.calls:
-        said = f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken"
-        raise CheckError(said, missing, advice="Omit it from front_ends, or fix the error.")
-    said = f"narrowcast: front ends of {trial.name} that were not compared: {missing}"
-    warnings.warn(said, CheckWarning, stacklevel=3)
+        text = f"front ends of {trial.name}: {', '.join(agreement.not_taken)} cannot be taken"
+        raise CheckError(text, missing, advice="Omit it from front_ends, or fix the error.")
+    text = f"narrowcast: front ends of {trial.name} that were not compared: {missing}"
+    warnings.warn(text, CheckWarning, stacklevel=3)

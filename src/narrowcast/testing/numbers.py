@@ -26,7 +26,7 @@ def assert_finite(
 ) -> None:
     """Assert that no call of the model makes a NaN or an infinity.
 
-    What is meant is none: masks, fills with -inf, and what the policy allows (`allow_nonfinite = true`).
+    Intentional ones do not count: masks, fills with -inf, and what the policy allows (`allow_nonfinite = true`).
     inputs, under: as for `nc.compare`; the policy native if no region is given.
     backward: differentiate, too, as for `nc.capture`. The model runs once, for real, and is left as it is.
 
@@ -86,10 +86,10 @@ def assert_close_to(
         raise CheckError(asked, there, advice=advice)
     too_far = [error for error in errors if not error.relative_error <= budget]
     if too_far:
-        found = compare(trial.model, (trial.args, trial.kwargs), under=opened, reference=reference)
-        said = _too_far_text(too_far, len(errors), opened) + _blame_text(found.worst[:_NAMED])
+        comparison = compare(trial.model, (trial.args, trial.kwargs), under=opened, reference=reference)
+        text = _too_far_text(too_far, len(errors), opened) + _blame_text(comparison.worst[:_NAMED])
         advice = "Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32."
-        raise CheckError(asked, said, advice=advice)
+        raise CheckError(asked, text, advice=advice)
     return errors
 
 

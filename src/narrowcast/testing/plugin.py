@@ -12,7 +12,7 @@ from narrowcast.testing.updating import VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
+    """Add the option."""
     parser.getgroup("narrowcast").addoption(
         "--narrowcast-update", action="store_true",
         help="write snapshots of formats (narrowcast.testing) again instead of holding runs against them",
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The environment says it to whatever runs in this process: the assertions know no pytest."""
+    """Put the option into the environment, where the assertions, which know no pytest, find it."""
     if config.getoption("--narrowcast-update"):
         environment = pytest.MonkeyPatch()
         environment.setenv(VARIABLE, "1")
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """A run that wrote must not pass for one that held."""
+    """Report a run that wrote, which must not pass for one that compared."""
     if config.getoption("--narrowcast-update"):
         terminalreporter.write_line(
             "narrowcast: snapshots of formats were not held but written again where they differ; git diff shows it"

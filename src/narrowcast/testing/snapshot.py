@@ -36,7 +36,7 @@ class Found:
 class CallFormats:
     """A call, or calls alike, with the formats of its floating tensors.
 
-    came, computes, result: as they came, as the op reads them, of what it gives (`fp32`, `bf16,fp32`, or empty).
+    came, computes, result: of its inputs, those that it computes in, of its output (`fp32`, `bf16,fp32`, or empty).
     rule: the action that decided, `unlisted` where no rule did. casts: the arguments that are cast. times: how many
     calls of this place are alike. found: of a run. line: of a file, where the call stands in it.
     """
@@ -70,7 +70,7 @@ class Snapshot:
     """The formats of a model's calls, in the order in which they first ran.
 
     torch: the versions for which they hold: `2.13`, `2.13 or 2.15`, or a range (`>=2.11,<2.16`). gradients: whether
-    they were on. notes: what is to be said of the run; they are not kept in a file. file, line: where it was read.
+    they were on. notes: about the run; they are not kept in a file. file, line: where it was read.
     """
 
     device_type: str
@@ -87,7 +87,7 @@ class Snapshot:
 
 
 def holds_for(versions: str, torch: str) -> bool:
-    """Whether `2.13`, `2.13 or 2.15` or `>=2.11,<2.16` holds a version. SnapshotError for other text."""
+    """Return whether `2.13`, `2.13 or 2.15` or `>=2.11,<2.16` holds a version. Raise SnapshotError for other text."""
     try:
         return any(in_range(f"=={v}.*" if v[:1].isdigit() else v, torch) for v in versions.split(OR))
     except InvalidSpecifier:
@@ -96,7 +96,7 @@ def holds_for(versions: str, torch: str) -> bool:
 
 
 def minor_of(torch: str) -> str:
-    """`2.13` of `2.13.0+cpu`."""
+    """Return the minor version: `2.13` of `2.13.0+cpu`."""
     return ".".join(torch.split(".")[:2])
 
 
@@ -104,7 +104,7 @@ def minor_of(torch: str) -> str:
 
 
 def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gradients: bool) -> Snapshot:
-    """The calls of an explained run that have floating tensors. rules: all of the policy, built-in ones included."""
+    """Return the calls of an explained run that have floating tensors. rules: all of the policy, built-in included."""
     ledger = explanation.ledger
     casts: dict[_Site, list[Cast]] = {}
     for cast, _ in ledger.kinds():
@@ -125,7 +125,7 @@ def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gra
 
 
 def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:
-    """Each call of a kind under its identity, and how often it ran.
+    """Yield each call of a kind under its identity, and how often it ran.
 
     Of more than SEPARATE calls in one call of a module that differ in nothing, their line included, as a loop makes
     them, the first represents all. What nobody counted is numbered in the order in which it first ran.
@@ -145,29 +145,29 @@ _Site = tuple[str, str, str, int, str]
 
 
 def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
-    """Which arguments of this call are cast, in order; `self` of what converts by itself."""
+    """Return which arguments of this call are cast, in order; `self` of what converts by itself."""
     if kind.op == CONVERSION and kind.action == "unlisted":
         return ("self",) if kind.came != kind.result else ()
     there = casts.get((kind.op, kind.module_path, kind.file, kind.line, kind.direction), [])
     there = [cast for cast in there if cast.number in (0, identity.number)]
-    came, computes, gave = (set(names.split(",")) for names in (kind.came, kind.computes, kind.result))
+    ins, computes, outs = (set(names.split(",")) for names in (kind.came, kind.computes, kind.result))
     return tuple(
         dict.fromkeys(
             cast.argument for cast in there
-            if (cast.dst in gave if cast.argument.startswith("result") else cast.src in came and cast.dst in computes)
+            if (cast.dst in outs if cast.argument.startswith("result") else cast.src in ins and cast.dst in computes)
         )
     )  # fmt: skip
 
 
 def _rule_text(kind: CallKind, rules: tuple[Rule, ...], ledger: Ledger) -> str:
-    """The rule that decided, with its place; empty where none did.
+    """Return the rule that decided, with its place; empty where none did.
 
-    A run that stands in for another device may tell of the same rule in the list of the device that it is on.
+    A run in place of another device's may report the same rule in the list of the device that it is on.
     """
     there = [label for label, modules in ledger.matches.items() if kind.module_path in modules]
     for rule in rules:
-        said = str(rule.action) == kind.action and (rule.reason or str(rule)) == kind.reason
-        if said and rule.matches_op(kind.op) and any(f"{label} ".startswith(f"{rule} ") for label in there):
+        is_named = str(rule.action) == kind.action and (rule.reason or str(rule)) == kind.reason
+        if is_named and rule.matches_op(kind.op) and any(f"{label} ".startswith(f"{rule} ") for label in there):
             return rule.label
     return ""
 
@@ -183,46 +183,46 @@ class Snapshots:
     file: str = ""
 
     def of(self, device_type: str, torch: str) -> Snapshot | None:
-        """The section of a device type that holds for a version. SnapshotError if there are two."""
-        found = [s for s in self.sections if s.device_type == device_type and holds_for(s.torch, torch)]
-        if len(found) > 1:
-            where = tuple(Origin(self.file, s.line, f"torch {s.torch}") for s in found)
-            said = f"{len(found)} sections of {self.file} hold"
-            raise SnapshotError(_asked(device_type, torch), said, where, "Delete one, or narrow its torch versions.")
-        return found[0] if found else None
+        """Return the section of a device type that holds for a version. Raise SnapshotError if there are two."""
+        sections = [s for s in self.sections if s.device_type == device_type and holds_for(s.torch, torch)]
+        if len(sections) > 1:
+            where = tuple(Origin(self.file, s.line, f"torch {s.torch}") for s in sections)
+            reason = f"{len(sections)} sections of {self.file} hold"
+            raise SnapshotError(_asked(device_type, torch), reason, where, "Delete one, or narrow its torch versions.")
+        return sections[0] if sections else None
 
     def needed(self, device_type: str, torch: str) -> Snapshot:
-        """The same. SnapshotError if there is none, with what there is."""
-        found = self.of(device_type, torch)
-        if found is None:
+        """Return the section that holds. Raise SnapshotError if there is none, with what there is."""
+        section = self.of(device_type, torch)
+        if section is None:
             there = ", ".join(f"{s.device_type} with torch {s.torch}" for s in self.sections) or "nothing"
             advice = "Add them: run once with this torch and pytest --narrowcast-update (or narrowcast check --update)"
             advice += "; what the file holds of others stays."
             raise SnapshotError(_asked(device_type, torch), f"{self.file} holds {there}", (Origin(self.file),), advice)
-        return found
+        return section
 
-    def with_section(self, made: Snapshot, torch: str, versions: str = "") -> Snapshots:
-        """With what a run on this version of torch made, in place of what held for it.
+    def with_section(self, snapshot: Snapshot, torch: str, versions: str = "") -> Snapshots:
+        """Return these with what a run on this version of torch made, in place of what held for it.
 
-        versions: for which it is said to hold. Otherwise it is put with a section that is equal, or represents this
+        versions: for which it is declared to hold. Otherwise it joins a section that is equal, or represents this
         version alone; what another version has is left as it is.
         """
-        held = self.of(made.device_type, torch)
+        held = self.of(snapshot.device_type, torch)
         if versions:
-            others = [s for s in self.sections if s is not held and not _is_inside(s, made.device_type, versions)]
-            return self._sorted([*others, replace(made, torch=versions)])
+            others = [s for s in self.sections if s is not held and not _is_inside(s, snapshot.device_type, versions)]
+            return self._sorted([*others, replace(snapshot, torch=versions)])
         others = [s for s in self.sections if s is not held]
-        if held is not None and (held.calls == made.calls or not _is_list(held.torch)):
-            return self._sorted([*others, replace(made, torch=held.torch)])
+        if held is not None and (held.calls == snapshot.calls or not _is_list(held.torch)):
+            return self._sorted([*others, replace(snapshot, torch=held.torch)])
         minor = minor_of(torch)
         if held is not None:  # what the other versions of its list have was not looked at
             rest = [v for v in held.torch.split(OR) if v != minor]
             others += [replace(held, torch=OR.join(rest))] if rest else []
-        twin = next((s for s in others if s.device_type == made.device_type and s.calls == made.calls), None)
+        twin = next((s for s in others if s.device_type == snapshot.device_type and s.calls == snapshot.calls), None)
         if twin is None:
-            return self._sorted([*others, replace(made, torch=minor)])
+            return self._sorted([*others, replace(snapshot, torch=minor)])
         others = [s for s in others if s is not twin]
-        return self._sorted([*others, replace(made, torch=OR.join([*twin.torch.split(OR), minor]))])
+        return self._sorted([*others, replace(snapshot, torch=OR.join([*twin.torch.split(OR), minor]))])
 
     def _sorted(self, sections: list[Snapshot]) -> Snapshots:
         return Snapshots(tuple(sorted(sections, key=lambda s: (s.device_type, s.torch))), self.file)
@@ -243,7 +243,7 @@ def _is_inside(section: Snapshot, device_type: str, versions: str) -> bool:
 
 
 def check_versions(versions: str, torch: str) -> None:
-    """SnapshotError if that is no range of versions, or one without this torch."""
+    """Raise SnapshotError for what is no range of versions, or one without this torch."""
     if versions and not holds_for(versions, torch):
         advice = "Widen the range, or skip the test where another torch is installed."
         raise SnapshotError(f"a snapshot for torch {versions}", f"this is torch {torch}", advice=advice)

@@ -66,12 +66,12 @@ class SnapshotCheck:
         return not self.changes and not self.moves
 
     def new_casts(self) -> SnapshotCheck:
-        """Of the changes those by which something is cast that was not."""
-        found = tuple(change for change in self.changes if _new_casts(change))
-        return replace(self, changes=found, moves=(), of_casts=True)
+        """Return the changes by which something is cast that was not."""
+        changes = tuple(change for change in self.changes if _new_casts(change))
+        return replace(self, changes=changes, moves=(), of_casts=True)
 
     def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.check/1` (docs/reference/testing.md)."""
+        """Return JSON text under the schema `narrowcast.check/1` (docs/reference/testing.md)."""
         data: dict[str, Any] = {
             "schema": SCHEMA, "verdict": "same" if self.is_same else "changed", "snapshot": self.was.file,
             "device_type": self.now.device_type, "was": _head(self.was), "now": _head(self.now),
@@ -85,7 +85,7 @@ class SnapshotCheck:
 
 
 def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
-    """What changed. Calls of one op of one module are aligned by what they do where there are more or fewer of them."""
+    """Return what changed. If their number differs, calls of one op of one module are aligned by what they do."""
     before, after = _groups(was.calls), _groups(now.calls)
     changes: list[Change] = []
     for key in after | before:
@@ -95,23 +95,23 @@ def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
 
 
 def _groups(calls: Iterable[CallFormats]) -> dict[tuple[str, str, int, str], list[CallFormats]]:
-    found: dict[tuple[str, str, int, str], list[CallFormats]] = {}
+    groups: dict[tuple[str, str, int, str], list[CallFormats]] = {}
     for call in calls:
-        found.setdefault((call.id.module_path, call.id.op, call.id.turn, call.id.direction), []).append(call)
-    return found
+        groups.setdefault((call.id.module_path, call.id.op, call.id.turn, call.id.direction), []).append(call)
+    return groups
 
 
 def _changes_in(before: list[CallFormats], after: list[CallFormats]) -> list[Change]:
-    found: list[Change] = []
+    changes: list[Change] = []
     is_even = len(before) == len(after)
     for was, now in zip(before, after, strict=True) if is_even else _aligned(before, after):
         if now is None:
-            found += [] if was is None else [Change(GONE, was.id, was, None)]
+            changes += [] if was is None else [Change(GONE, was.id, was, None)]
         elif was is None:
-            found.append(Change(NEW, now.id, None, now))
+            changes.append(Change(NEW, now.id, None, now))
         elif was.facts != now.facts:
-            found.append(Change(CHANGED, now.id, was, now))
-    return found
+            changes.append(Change(CHANGED, now.id, was, now))
+    return changes
 
 
 def _aligned(
@@ -126,7 +126,7 @@ def _aligned(
 
 
 def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCalls, ...]]:
-    """Modules that are gone, and whose calls are now those of another path: a rename, told in a line."""
+    """Return the changes without modules whose calls are now those of another path: a rename, reported in a line."""
     gone, new = _by_path(changes, GONE), _by_path(changes, NEW)
     waiting: dict[tuple[object, ...], list[str]] = {}
     for path, calls in new.items():
@@ -149,12 +149,12 @@ def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCall
 
 
 def _by_path(changes: list[Change], kind: str) -> dict[str, list[CallFormats]]:
-    found: dict[str, list[CallFormats]] = {}
+    by_path: dict[str, list[CallFormats]] = {}
     for change in changes:
         call = change.was if kind == GONE else change.now
         if change.kind == kind and call is not None:
-            found.setdefault(call.id.module_path, []).append(call)
-    return found
+            by_path.setdefault(call.id.module_path, []).append(call)
+    return by_path
 
 
 def _signature(calls: list[CallFormats]) -> tuple[object, ...]:
@@ -162,7 +162,7 @@ def _signature(calls: list[CallFormats]) -> tuple[object, ...]:
 
 
 def _new_casts(change: Change) -> tuple[str, ...]:
-    """The arguments that are cast now and were not; all that a call casts that runs more often."""
+    """Return the arguments that are cast now and were not; all that a call casts that runs more often."""
     if change.now is None:
         return ()
     if change.was is None or change.now.times > change.was.times:
@@ -183,10 +183,10 @@ class Unmet:
 
 
 def unmet(snapshot: Snapshot, expected: Mapping[str, Any]) -> list[Unmet]:
-    """The entries that do not hold: `aten.linear`, `encoder.* aten.softmax`, `head aten.matmul.default #2`, each with
-    the format (`bf16`, or `bf16,fp32`) in which these calls compute. Patterns are those of a policy's rules.
+    """Return the entries that do not hold: `aten.linear`, `encoder.* aten.softmax`, `head aten.matmul.default #2`, each
+    with the format (`bf16`, or `bf16,fp32`) in which these calls compute. Patterns are those of a policy's rules.
     """
-    found = []
+    entries = []
     for pattern, value in expected.items():
         wanted = frozenset(str(parse_format(part.strip())) for part in str(value).split(","))
         named, _, number = pattern.partition(" #")
@@ -197,64 +197,64 @@ def unmet(snapshot: Snapshot, expected: Mapping[str, Any]) -> list[Unmet]:
             calls = [c for c in calls if c.id.number == int(number) and c.id.module_path == module]
         wrong = tuple(c for c in calls if frozenset(filter(None, c.computes.split(","))) != wanted)
         if wrong or not calls:
-            found.append(Unmet(pattern, ",".join(sorted(wanted)), wrong))
-    return found
+            entries.append(Unmet(pattern, ",".join(sorted(wanted)), wrong))
+    return entries
 
 
 # -- as text and JSON --------------------------------------------------------------------------------------------------
 
 
-def check_text(found: SnapshotCheck, most: int | None = SHOWN) -> str:
-    """The verdict, each kind of change with its rule and its line, causes first, and what else differs.
+def check_text(check: SnapshotCheck, most: int | None = SHOWN) -> str:
+    """Return the verdict, each kind of change with its rule and its line, causes first, and what else differs.
 
     most: this many kinds of change at most.
     """
-    if found.is_same:
-        return _same(found)
-    alike = _alike(found)
-    blocks = [[summary(found)], *_moved(found), *(_change_lines(c, found.was.file) for c in alike[:most])]
+    if check.is_same:
+        return _same(check)
+    alike = _alike(check)
+    blocks = [[summary(check)], *_moved(check), *(_change_lines(c, check.was.file) for c in alike[:most])]
     if most is not None and len(alike) > most:
         blocks.append([f"... and {sum(len(c) for c in alike[most:])} more, of {len(alike) - most} other kinds"])
-    return "\n\n".join("\n".join(block) for block in [*blocks, [since_then(found)]])
+    return "\n\n".join("\n".join(block) for block in [*blocks, [since_then(check)]])
 
 
-def check_screen(found: SnapshotCheck, width: int, room: int = LINES) -> str:
-    """The same on at most `room` lines of `width` columns: the first kinds of change."""
-    if found.is_same:
-        return first_screen([Part(wrapped(_same(found), width=width))], None, room)
-    blocks = [*_moved(found), *(_change_lines(changes, found.was.file) for changes in _alike(found))]
-    parts = [Part(wrapped(summary(found), width=width))]
+def check_screen(check: SnapshotCheck, width: int, room: int = LINES) -> str:
+    """Return the text on at most `room` lines of `width` columns: the first kinds of change."""
+    if check.is_same:
+        return first_screen([Part(wrapped(_same(check), width=width))], None, room)
+    blocks = [*_moved(check), *(_change_lines(changes, check.was.file) for changes in _alike(check))]
+    parts = [Part(wrapped(summary(check), width=width))]
     parts += [Part(["", *block], min(n, 1), step=len(block) + 1) for n, block in enumerate(blocks)]
-    since = Part(["", *wrapped(since_then(found), width=width)])
-    return first_screen([*parts, since], lambda: check_text(found, None), room)
+    since = Part(["", *wrapped(since_then(check), width=width)])
+    return first_screen([*parts, since], lambda: check_text(check, None), room)
 
 
-def _same(found: SnapshotCheck) -> str:
-    now = found.now
-    return f"{len(now.calls)} calls of {now.model} on {now.device_type} compute as {found.was.file} says"
+def _same(check: SnapshotCheck) -> str:
+    now = check.now
+    return f"{len(now.calls)} calls of {now.model} on {now.device_type} compute as {check.was.file} says"
 
 
-def _moved(found: SnapshotCheck) -> list[list[str]]:
-    names = [(f"{m.src or '(the root)'} is now {m.dst or '(the root)'}", m.calls) for m in found.moves]
-    return [[f"moved    {said}: {calls} calls, their formats as they were"] for said, calls in names]
+def _moved(check: SnapshotCheck) -> list[list[str]]:
+    names = [(f"{m.src or '(the root)'} is now {m.dst or '(the root)'}", m.calls) for m in check.moves]
+    return [[f"moved    {move}: {calls} calls, their formats as they were"] for move, calls in names]
 
 
-def summary(found: SnapshotCheck) -> str:
-    """`BertModel on cpu does not compute as formats.txt says: 2 changed, 1 new (91 calls)`."""
-    now, file = found.now, found.was.file
+def summary(check: SnapshotCheck) -> str:
+    """Return a line: `BertModel on cpu does not compute as formats.txt says: 2 changed, 1 new (91 calls)`."""
+    now, file = check.now, check.was.file
     model = f"{now.model} on {now.device_type}"
-    if found.of_casts:
-        return f"{model} casts what it did not cast in {file}: {len(found.changes)} of {len(now.calls)} calls"
-    kinds = {kind: sum(c.kind == kind for c in found.changes) for kind in (CHANGED, NEW, GONE)}
-    kinds["moved"] = sum(move.calls for move in found.moves)
-    said = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
-    return f"{model} does not compute as {file} says: {said} ({len(now.calls)} calls)"
+    if check.of_casts:
+        return f"{model} casts what it did not cast in {file}: {len(check.changes)} of {len(now.calls)} calls"
+    kinds = {kind: sum(c.kind == kind for c in check.changes) for kind in (CHANGED, NEW, GONE)}
+    kinds["moved"] = sum(move.calls for move in check.moves)
+    counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
+    return f"{model} does not compute as {file} says: {counts} ({len(now.calls)} calls)"
 
 
-def _alike(found: SnapshotCheck) -> list[list[Change]]:
-    """Changes that say the same of other modules, together; those that follow from others last."""
+def _alike(check: SnapshotCheck) -> list[list[Change]]:
+    """Return changes that are alike in other modules, together; those that follow from others last."""
     groups: dict[tuple[object, ...], list[Change]] = {}
-    for change in found.changes:
+    for change in check.changes:
         facts = tuple(call.facts if call is not None else None for call in (change.was, change.now))
         seen = change.now.found if change.now is not None else None
         key = (change.kind, change.id.op, facts, seen.rule if seen is not None else "")
@@ -277,7 +277,7 @@ def _change_lines(changes: list[Change], file: str) -> list[str]:
 
 
 def _found_lines(call: CallFormats) -> list[str]:
-    """The rule that decided about a call of a run, with its place and reason, and the line of the call."""
+    """Return the rule that decided about a call of a run, with its place and reason, and the line of the call."""
     seen = call.found
     if seen is None:
         return []
@@ -288,7 +288,7 @@ def _found_lines(call: CallFormats) -> list[str]:
 
 
 def unmet_text(entries: Iterable[Unmet]) -> str:
-    """Each entry, and of the calls that compute otherwise the first few."""
+    """Return each entry, and of the calls that compute otherwise the first few."""
     blocks = []
     for entry in entries:
         head = f"{entry.pattern!r} is to compute in {entry.formats}"
@@ -304,9 +304,9 @@ def unmet_text(entries: Iterable[Unmet]) -> str:
     return "\n\n".join(blocks)
 
 
-def since_then(found: SnapshotCheck) -> str:
-    """What else is not as it was when the snapshot was written; or that it must be the model or what it is given."""
-    was, now = found.was, found.now
+def since_then(check: SnapshotCheck) -> str:
+    """Return what else differs from when the snapshot was written; or that it must be the model or its inputs."""
+    was, now = check.was, check.now
     policies = tuple(f"{s.policy} ({s.digest})" for s in (was, now))
     pairs = {
         "the model": (was.model, now.model), "the policy": policies, "the low format": (was.low, now.low),

@@ -23,7 +23,7 @@ _ANEW = "Have it from version control again, or delete it and write it again: py
 
 
 def snapshots_text(snapshots: Snapshots) -> str:
-    """The file: lines that are alike are equal, and nothing in it changes unless formats do."""
+    """Return the file: lines that are alike are equal, and nothing in it changes unless formats do."""
     lines = [SCHEMA, _LEGEND]
     for section in snapshots.sections:
         lines += [
@@ -35,12 +35,12 @@ def snapshots_text(snapshots: Snapshots) -> str:
 
 
 def call_text(call: CallFormats) -> str:
-    """One line: `encoder aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight`."""
+    """Return one line: `encoder aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight`."""
     return f"{call.id} | {call.said}"
 
 
 def load_snapshots(path: str | Path) -> Snapshots:
-    """The snapshots in a file. SnapshotError for one that is missing, broken, cut off, or another kind of file."""
+    """Return the snapshots in a file. SnapshotError for one that is missing, broken, cut off, or of another kind."""
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
@@ -63,7 +63,7 @@ def save_snapshots(snapshots: Snapshots, path: Path) -> None:
 
 
 def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
-    """The snapshots in text. SnapshotError for other text, with the line and what is wrong with it."""
+    """Return the snapshots in text. SnapshotError for other text, with the line and what is wrong with it."""
     lines = text.splitlines()
     first = lines[0].strip() if lines else ""
     if first != SCHEMA:
@@ -118,20 +118,20 @@ class _DeviceSection:
         self._facts[key] = value.strip()
 
     def add_call(self, line: str, number: int, where: tuple[Origin, ...]) -> None:
-        found = _CALL.fullmatch(line)
-        if found is None:
+        match = _CALL.fullmatch(line)
+        if match is None:
             raise _broken(f"{line[:80]!r} is not of the form {_CALL_FORM}", where)
         try:
-            identity = CallId.parse(found["id"])
+            identity = CallId.parse(match["id"])
         except RunError:
-            raise _broken(f"{found['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
-        came, computes, result = (_formats(found[name], where) for name in ("came", "computes", "result"))
+            raise _broken(f"{match['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
+        inputs, computes, result = (_formats(match[name], where) for name in ("came", "computes", "result"))
         if identity in self._seen:
             raise _broken(f"{identity} is here and on line {self._seen[identity]}", where)
         self._seen[identity] = number
-        casts = tuple(found["casts"].split(", ")) if found["casts"] else ()
-        times = int(found["times"] or 1)
-        self._calls.append(CallFormats(identity, came, computes, result, found["rule"], casts, times, line=number))
+        casts = tuple(match["casts"].split(", ")) if match["casts"] else ()
+        times = int(match["times"] or 1)
+        self._calls.append(CallFormats(identity, inputs, computes, result, match["rule"], casts, times, line=number))
 
     def made(self, file: str) -> Snapshot:
         where, facts = (Origin(file, self._line),), self._facts
@@ -155,7 +155,7 @@ class _DeviceSection:
 
 
 def _formats(names: str, where: tuple[Origin, ...]) -> str:
-    """The names as a ledger has them. SnapshotError for what is no format."""
+    """Return the names as a ledger has them. Raise SnapshotError for what is no format."""
     if names == "-":
         return ""
     for name in names.split(","):

@@ -1,4 +1,4 @@
-"""Whether snapshots are to be written again: said once for a whole run, in the environment."""
+"""Whether snapshots are to be written again: decided once for a whole run, in the environment."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ VARIABLE = "NARROWCAST_UPDATE"
 
 
 def is_updating() -> bool:
-    """Whether snapshots are to be written again."""
+    """Return whether snapshots are to be written again."""
     return os.environ.get(VARIABLE, "") not in ("", "0")

@@ -117,7 +117,7 @@ def capture(
 
 
 def note_of_changed(names: list[str]) -> str:
-    """`The model changes its own weights while it runs (linear.weight)`."""
+    """Return a note of weights: `The model changes its own weights while it runs (linear.weight)`."""
     shown = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
     return f"The model changes its own weights while it runs ({shown})"
 
@@ -127,7 +127,7 @@ NOTHING = Policy("fp32", extends=())
 
 
 def observed_region(verb: str, trial: Trial, under: Under, default: str | None = None) -> autocast:
-    """The region that was asked for, or the one around the call; or else under `default`, or one that casts nothing."""
+    """Return the region that was asked for, or the one around the call; or else under `default`, or without casts."""
     asked = asked_or_around(verb, under, trial.device_type)
     device = asked.device_type or trial.device_type
     if not asked.is_there:
@@ -207,7 +207,7 @@ class Capturing:
         return self._table.without_values() if tensors is None else tensors
 
     def note_environment(self) -> None:
-        """In which environment the run was made, and where the tensors themselves are, if they were asked for."""
+        """Note the environment of the run, and where the tensors themselves are, if they were asked for."""
         region = self._region
         if region is None:
             self.run.environment = environment(self._observer.device_type or "cpu")
@@ -241,7 +241,7 @@ class _Capture(Observer):
         self.device_type = ""
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call; of an outermost one, what it returns."""
+        """Run a module's call; note what an outermost one returns."""
         is_outermost, self._local.is_inside = not self._local.is_inside, True
         try:
             result = super().called(call, module, args, kwargs)
@@ -266,7 +266,7 @@ class _Capture(Observer):
             self._table.copied(args[0], result)
 
     def before(self, call: SeenCall) -> None:
-        """The facts of its tensors, before an op may write to them."""
+        """Note the facts of its tensors, before an op may write to them."""
         tensors = tensors_by_name(call.facts, call.args, call.kwargs)
         self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
         call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
@@ -274,7 +274,7 @@ class _Capture(Observer):
             call.notes["began"] = self._now()
 
     def after(self, call: SeenCall) -> None:
-        """The line in the run."""
+        """Add the call to the run."""
         if self._times:
             self._run.elapsed_ns.append(self._now() - call.notes["began"])
             number = len(self._run.calls)
@@ -304,14 +304,14 @@ class _Capture(Observer):
         return result
 
     def _now(self) -> int:
-        """Nanoseconds, once what was given to an accelerator is done."""
+        """Return nanoseconds, once the accelerator has done its work."""
         if self.device_type not in ("", "cpu"):
             torch.accelerator.synchronize()
         return time.perf_counter_ns()
 
 
 def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token but the first of its row, and its log-probability given those before it, in fp64: two of [N].
+    """Return each token but the first of its row, and its log-probability given those before it, in fp64: two of [N].
 
     output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T]. RunError for others.
     """

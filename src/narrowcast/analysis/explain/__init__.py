@@ -1,1 +1,1 @@
-"""`explain`: a model is run without leaving a trace in it, and what happened is said, for every front end."""
+"""`explain`: a model is run without leaving a trace in it, and what happened is reported, for every front end."""

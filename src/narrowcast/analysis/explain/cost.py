@@ -26,9 +26,9 @@ _SECONDS = 10.0
 def with_cost(
     differences: Differences, metrics: tuple[Named, Named], runs: tuple[Run, Run], weight_bytes: int, repeats: int = 7
 ) -> Comparison:
-    """The differences with the model's metric, and what the region costs; metrics, runs: of fp32 and of the region.
-    Both are run once observed, for peak memory and what time is spent on, then in alternating pairs for time: `repeats`
-    of them, or after the third as many as fit into ten seconds.
+    """Return the differences with the model's metric, and what the region costs; metrics, runs: of fp32 and of the
+    region. Both are run once observed, for peak memory and what time is spent on, then in alternating pairs for time:
+    `repeats` of them, or after the third as many as fit into ten seconds.
     """
     reference, region = runs
     observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
@@ -62,7 +62,7 @@ def with_cost(
 
 
 def observe(run: Run) -> Observed:
-    """What `run()` returns, op by op. Python collects no cycles meanwhile, as in timeit: that would take time."""
+    """Run and return the observation, op by op. Python collects no cycles meanwhile, as in timeit: that takes time."""
     mode = Observed()
     with collector_paused(), mode:
         mode.result = run()

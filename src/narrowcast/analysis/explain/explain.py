@@ -84,10 +84,10 @@ def explain(
             (compile, export) what calls and casts take one by one, predicted by this device's profile.
     backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
 
-    Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
-    it runs for real, its buffers and the random state restored after. What raises under the policy and not in fp32 is
-    explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in fp32,
-    too, is raised.
+    Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow depends on values;
+    then it runs for real, its buffers and the random state restored after. What raises under the policy and not in fp32
+    is explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in
+    fp32, too, is raised.
     """
     trial = Trial.of("explain", model, inputs)
     own_device = trial.device_type
@@ -136,22 +136,22 @@ def explain(
 def _run(
     asked: Explanation, trial: Trial, opened: autocast, stands_in: bool, real: bool, goal: Goal, backend: str
 ) -> Explanation:
-    """The model as eager code, and through a graph front end if one is to be explained."""
+    """Run the model as eager code, and through a graph front end if one is to be explained."""
     ran = _record(asked, trial, opened, stands_in, real)
     ledger = ran.ledger
-    note = _sentences(ran.note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
+    note = _sentences(ran.note, *(line for line in ledger.notes if line.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
     if asked.front_end not in ("compile", "export") or ran.failure is not None:
         return replace(ran, note=_sentences(note, _script_note(trial)))
     graphs, eager = graphs_of(asked.front_end, trial, opened, goal, backend)
-    found = graph_ledger(graphs)
+    of_graphs = graph_ledger(graphs)
     is_whole = not goal.places and not any(g.fallback or g.broken_by for g in graphs)
-    differences = decision_differences(ledger, found) if is_whole else ()
+    differences = decision_differences(ledger, of_graphs) if is_whole else ()
     other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
     if any(graph.after is not None for graph in graphs):
-        others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+        others = ", ".join(path or "the model itself" for path in other_paths(ledger, of_graphs))
         other = f"{_OTHER_PATH}: {others}" if others else ""
-        ledger, on = found, f"eager beside it ran on {ran.ran_on}"
+        ledger, on = of_graphs, f"eager beside it ran on {ran.ran_on}"
     note = _sentences(note, eager, other, _script_note(trial))
     return replace(ran, ledger=ledger, ran_on=on, note=note, graphs=graphs, differences=differences)
 
@@ -229,12 +229,12 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
 
 
 def _sentences(*notes: str) -> str:
-    said = [note for note in notes if note]
-    return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
+    present = [note for note in notes if note]
+    return " ".join([*(note if note.endswith(".") else f"{note}." for note in present[:-1]), *present[-1:]])
 
 
 def _not_shown_by_fakes(ledger: Ledger) -> str:
-    """A sentence naming the ops of a fake run that a real one would refuse, or cast inside; empty if there are none."""
+    """Return a sentence naming the ops of a fake run that a real one would refuse, or cast inside; or nothing."""
     strict = {lack.op for lack in one_format() if not lack.low_first}
     mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
     if mixed:
@@ -257,7 +257,7 @@ _CAST_NOTE = (
 
 
 def _script_note(trial: Trial) -> str:
-    """What is to be said if the model is scripted or traced, or a part of it is."""
+    """Return a note if the model is scripted or traced, or a part of it is."""
     model = trial.model
     parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
     scripts = [part for part in parts if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction))]
@@ -269,7 +269,7 @@ _NO_COMPUTE = " (no compute)"
 
 
 def _compare(trial: Trial, region: autocast) -> Comparison:
-    """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
+    """Compare fp32 (autocasting off) with the region, on the same input and metric, with gradients on if they are."""
 
     def run(around: AbstractContextManager[Any]) -> Any:
         with around:
@@ -290,7 +290,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
 
 
 def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
-    """What raised in a region, and what runs instead; None if the model raises in fp32, too. What is suggested was
+    """Return what raised in a region, and what runs instead; None if the model raises in fp32, too. Suggestions were
     tried: the model is run again to see the call, in fp32, and under each policy that may help.
     """
     if _raised(trial, None):
@@ -301,10 +301,10 @@ def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | N
     return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
-def _watched(trial: Trial, region: autocast, said: str) -> Raising:
-    """The call that raises, seen in another run; nothing if that does not raise the same.
+def _watched(trial: Trial, region: autocast, message: str) -> Raising:
+    """Return the call that raises, seen in another run; nothing if that does not raise the same.
 
-    A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
+    A model may take another path while functions are seen (fused layers do): then ops alone are inspected.
     """
     for modes in ((SeeFunctions, SeeOps), (SeeOps,)):
         seen = Raising()
@@ -316,13 +316,13 @@ def _watched(trial: Trial, region: autocast, said: str) -> Raising:
                     stack.enter_context(mode(seen))
                 again()
         except Exception as error:
-            if first_line(error) == said:
+            if first_line(error) == message:
                 return seen
     return Raising()
 
 
 def _raised(trial: Trial, region: autocast | None) -> str:
-    """What the model raises in the region, or in fp32; empty if it runs."""
+    """Return what the model raises in the region, or in fp32; empty if it runs."""
     try:
         with trial.isolated() as again, nullcontext() if region is None else region:
             again()
@@ -332,7 +332,7 @@ def _raised(trial: Trial, region: autocast | None) -> str:
 
 
 def _others(region: autocast) -> Iterable[tuple[Policy, autocast]]:
-    """The policies that may run what raised: the region's own with what it lacks repaired, if it is a user's; safe."""
+    """Yield the policies that may run what raised: a user's own with what the device lacks in fp32; safe."""
     own, safe = region.policy, Policy.safe()
     policies = [safe]
     if own.layers and own.unsupported != FULL and own.name != safe.name and own.extends:

@@ -17,13 +17,13 @@ _LEARNED = ("weight", "bias", "running_mean", "running_var")
 
 
 def with_row_and_flow(graph: CompiledGraph) -> CompiledGraph:
-    """The graph, with what is said of its programs."""
+    """Return the graph, with its row, its flow and its casts of results."""
     graph.row, graph.flow, graph.returned = graph_row(graph), graph_flow(graph), returned_casts(graph)
     return graph
 
 
 def graph_row(graph: CompiledGraph) -> GraphRow:
-    """The line about one graph."""
+    """Return the line about one graph."""
     kinds = Counter((e.kind, e.by) for e in graph.edits)
     calls = len(graph.before.steps) if graph.before else 0
     return GraphRow(
@@ -45,7 +45,7 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
 
 
 def returned_casts(graph: CompiledGraph) -> tuple[int, int]:
-    """The casts that were put on what the graph returns: how many, and the bytes that they write."""
+    """Return the casts that were put on what the graph returns: how many, and the bytes that they write."""
     if graph.before is None or graph.after is None:
         return 0, 0
     steps = [graph.after.steps[value] for value in graph.after.body.returns if value in graph.after.steps]
@@ -54,7 +54,7 @@ def returned_casts(graph: CompiledGraph) -> tuple[int, int]:
 
 
 def graph_flow(graph: CompiledGraph) -> GraphFlow:
-    """Steps and edges of a graph as it was written, its backward after its forward, if autograd made one.
+    """Return steps and edges of a graph as it was written, its backward after its forward, if autograd made one.
 
     A step of the backward has the place of the forward step whose gradients it makes. Casts, views and what takes a
     tuple apart are on the edges; factories and edges of regions are left out.
@@ -85,11 +85,11 @@ class _FlowWalk:
         for step in filter(self._is_drawn, after.steps.values()):
             number = self.numbers[step.id] = len(flow.steps)
             flow.steps.append(self._step(step))
-            found = [self._edge(number, operand.name, operand.value) for operand in step.operands]
-            flow.edges.extend(edge for edge in found if edge)
+            ends = [self._edge(number, operand.name, operand.value) for operand in step.operands]
+            flow.edges.extend(edge for edge in ends if edge)
 
     def _is_drawn(self, step: Step) -> bool:
-        """Whether it is a call, and of a joint graph one of the backward."""
+        """Return whether it is a call, and of a joint graph one of the backward."""
         if step.is_cast or passes(step) or not step.operands or step.op.startswith(("cast.", "region.", "prim.")):
             return False
         return self.forward is None or step.direction != FORWARD
@@ -98,7 +98,7 @@ class _FlowWalk:
         return None if self.forward is None else self.forward.after.steps.get(self.origins.get(step, OUTSIDE))
 
     def _maker(self, value: int) -> int:
-        """The row of the step that makes a value which no cast and no view makes."""
+        """Return the row of the step that makes a value which no cast and no view makes."""
         known, step = self.numbers.get(value, OUTSIDE), self._origin(value)
         if known != OUTSIDE or step is None or self.after.steps[value].direction != FORWARD:
             return known
@@ -109,17 +109,17 @@ class _FlowWalk:
         return OUTSIDE
 
     def _step(self, step: Step) -> FlowStep:
-        gave = self.parts.get(step.id, [step.value])
-        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
-        moved = sum(v.bytes for v in (*read, *gave))
+        outputs = self.parts.get(step.id, [step.value])
+        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs)
+        moved = sum(v.bytes for v in (*read, *outputs))
         at = self._origin(step.id) or step
         return FlowStep(
-            at.site.module_path, step.op, at.site.file, at.site.line, at.number, step.direction, came, computes,
+            at.site.module_path, step.op, at.site.file, at.site.line, at.number, step.direction, inputs, computes,
             result, moved, done,
         )  # fmt: skip
 
     def _edge(self, end: int, argument: str, value: int) -> FlowEdge | None:
-        """The way back from an operand to what made it; None for what is no floating tensor."""
+        """Return the way back from an operand to what made it; None for what is no floating tensor."""
         read = self.after.values[value]
         if read.format is None:
             return None

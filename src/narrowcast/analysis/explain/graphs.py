@@ -36,7 +36,7 @@ FRONT_ENDS = ("eager", "compile", "export", "script")
 def graphs_of(
     front_end: str, trial: Trial, region: Any, goal: Goal, backend: str
 ) -> tuple[tuple[CompiledGraph, ...], str]:
-    """The graphs of a model in a region, and what a goal found for the eager code between them.
+    """Return the graphs of a model in a region, and what a goal found for the eager code between them.
 
     A copy of the model is run, uncompiled code between graphs included.
 
@@ -44,8 +44,8 @@ def graphs_of(
     The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; with the goal `exact` none
     generates code here, with another goal `backend` does, because candidates are timed.
     """
-    made: list[Made] = []
-    through = _through(front_end, goal, backend, made)
+    compiled: list[Made] = []
+    through = _through(front_end, goal, backend, compiled)
     note = held = ""
     with warnings.catch_warnings(), trial.isolated(through=through) as run:
         warnings.simplefilter("ignore")  # fallbacks are listed
@@ -56,8 +56,8 @@ def graphs_of(
                 else:  # if it is recorded: no time says much
                     with region:
                         run()
-            if made and goal.kind == MEMORY and not count_dispatch_modes():
-                held = _held_at_most(*made[0], region)
+            if compiled and goal.kind == MEMORY and not count_dispatch_modes():
+                held = _held_at_most(*compiled[0], region)
         finally:
             if front_end == "compile":  # not earlier: Dynamo forgets where graphs break with the rest
                 forget_compiled_code()
@@ -74,7 +74,7 @@ Made = tuple[Callable[[], Any], list[torch.Tensor]]
 """A call of what was compiled, and the tensors that gradients flow to."""
 
 
-def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Through:
+def _through(front_end: str, goal: Goal, backend: str, calls: list[Made]) -> Through:
     def run_compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_compiled_code()
         if not goal.places:
@@ -82,7 +82,7 @@ def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Thro
         compiled = compile(model, backend=backend, goal=goal)
         parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
         leaves = [t for t in (*parameters, *tensors_in(args, kwargs)) if t.requires_grad]
-        made.append((lambda: compiled(*args, **kwargs), leaves))
+        calls.append((lambda: compiled(*args, **kwargs), leaves))
         return compiled(*args, **kwargs)
 
     def exported(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Thro
 
 
 def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: Any) -> str:
-    """What one more call holds at most, with its backward where gradients flow, as a sentence."""
+    """Return what one more call holds at most, with its backward where gradients flow, as a sentence."""
     runs_back = False
 
     def run() -> None:
@@ -129,7 +129,7 @@ def predict_costs(graphs: Iterable[CompiledGraph], device_type: str) -> None:
 
 def _costs(program: Program, model: CostModel) -> dict[int, tuple[float, str]]:
     prices = TimePrices(model, fused=False)
-    found = {}
+    costs = {}
     for step in program.steps.values():
         operands = [program.values[operand.value] for operand in step.operands]
         src, dst = operands[0].format if operands else None, step.value.format
@@ -141,5 +141,5 @@ def _costs(program: Program, model: CostModel) -> dict[int, tuple[float, str]]:
             estimate = model.estimate(replace(signature, backward=False))
         else:
             continue
-        found[step.id] = (estimate.ns, estimate.source)
-    return found
+        costs[step.id] = (estimate.ns, estimate.source)
+    return costs

@@ -49,13 +49,13 @@ class Adviser:
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> Advice:
         """Note one piece of advice, once per line."""
-        found = Advice(kind, what, todo, *site.at)
-        self.ledger.advice[found] = self.ledger.advice.get(found, 0) + 1
-        return found
+        advice = Advice(kind, what, todo, *site.at)
+        self.ledger.advice[advice] = self.ledger.advice.get(advice, 0) + 1
+        return advice
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
+        """Watch optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
         try:
             with (
                 told_of_optimizer_steps(partial(self._told, self._step), before=True),
@@ -67,17 +67,17 @@ class Adviser:
             self._told(self._judge)
 
     def _told(self, look: Callable[..., None], *args: Any) -> None:
-        """Look at what a hook tells, and let the program go on."""
+        """Inspect what a hook reports, and let the program go on."""
         self._door.run(f"what a recording advises ({look.__name__.strip('_')})", look, *args)
 
     # -- regions
 
     def entered(self, region: Any) -> None:
-        """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
+        """Note that a region is entered, unless it is the backward's own (custom_bwd, recomputations)."""
         self._told(self._entered, region)
 
     def left(self, region: Any, raised: bool) -> None:
-        """A region is left: add the calls and casts inside to what was seen of it."""
+        """Note that a region is left: add the calls and casts inside to what was seen of it."""
         self._told(self._left, region, raised)
 
     def _entered(self, region: Any) -> None:
@@ -108,7 +108,7 @@ class Adviser:
             self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls - opened.calls
 
     def _block(self, region: Any, site: Site) -> HidingBlock | None:
-        """What a region, just entered, is to those around it."""
+        """Return the block by which a region, just entered, hides those around it; None if it hides none."""
         if is_enabled(region):
             policy = hidden_policy(region.device) if isinstance(region, torch.autocast) else ""
             return HidingBlock(policy, region.device, site) if policy else None
@@ -119,8 +119,8 @@ class Adviser:
         return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
 
     def _judge(self) -> None:
-        """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that
-        keep a policy from ruling.
+        """Advise on regions that cast nothing in the whole recording, one around a generator is entered step by step;
+        and on blocks that keep a policy from ruling.
         """
         for policy in self._policies.values():
             self._judge_rules(policy)
@@ -138,15 +138,15 @@ class Adviser:
                 )
 
     def _judge_rules(self, policy: Policy) -> None:
-        """The user's rules that matched nothing in the whole recording."""
+        """Advise on the user's rules that matched nothing in the whole recording."""
         for rule in policy.rules:
             if rule.is_builtin or rule.label in self.ledger.matches or not self._sites:
                 continue
-            found = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
+            why = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
             site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
             self.add(
                 "rule without effect",
-                f"policy {policy.name}: the rule {rule} matches nothing: {found}",
+                f"policy {policy.name}: the rule {rule} matches nothing: {why}",
                 "Correct the name, or delete the rule, unless other inputs, or another part of the model, need it.",
                 site,
             )
@@ -156,7 +156,7 @@ class Adviser:
         return is_enabled(self._open[-1].seen.region) if self._open else self._on_at_start
 
     def converted(self) -> None:
-        """A conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
+        """Count a conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
         self._conversions += 1
 
     # -- steps and backwards
@@ -175,7 +175,7 @@ class Adviser:
             )
 
     def backward(self) -> None:
-        """An op runs in the backward; asked once per backward."""
+        """Advise on ops that run in the backward; checked once per backward."""
         task = current_graph_task()
         if task in self._tasks:
             return
@@ -192,7 +192,7 @@ class Adviser:
             )
 
     def decided(self, facts: OpFacts, site: Site, tensors: list[torch.Tensor]) -> None:
-        """A call in a region reads these tensors."""
+        """Note that a call in a region reads these tensors."""
         if len(self._sites) < _MOST_SITES:
             self._sites[site] = None
         for tensor in tensors:
@@ -211,22 +211,22 @@ class Adviser:
                 return
 
     def gave(self, facts: OpFacts, results: list[torch.Tensor], site: Site) -> None:
-        """A call in a region gave these."""
+        """Note that a call in a region returned these."""
         for tensor in results:
             if tensor.dtype in LOW:
                 self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, site)
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
-        found = self._first_of_region(arguments)
-        if found is not None:
-            _, op, site = found
+        """Note that an op outside of regions, or a view, returned what has a region's low format still."""
+        of_region = self._first_of_region(arguments)
+        if of_region is not None:
+            _, op, site = of_region
             for tensor in results:
                 if tensor.dtype in LOW and self._first_of_region([tensor]) is None:
                     self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
-        """An op that writes runs in a region: autocast passes it by."""
+        """Advise on an op that writes in a region, which autocast passes by."""
         name, is_out = op_name(facts.op), overload_name(facts.op).endswith("out")
         base = name if is_out else name.removesuffix("_")
         floats = [t for t in tensors if t.is_floating_point()]
@@ -245,7 +245,7 @@ class Adviser:
             )
 
     def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
-        """An op runs where autocasting is off."""
+        """Advise on an op that runs where autocasting is off."""
         low = self._first_of_region(tensors)
         if low is None:
             return
@@ -266,14 +266,14 @@ class Adviser:
 
     def let_go(self, ids: set[int]) -> None:
         """Keep no references to tensors of these ids."""
-        self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
+        self._low_results = {key: entry for key, entry in self._low_results.items() if key not in ids}
 
     def _first_of_region(self, tensors: list[torch.Tensor]) -> tuple[torch.dtype, str, Site] | None:
-        """Of the first that a region gave: its dtype, and which op gave it where."""
+        """Return of the first tensor that a region made its dtype, and which op made it where."""
         for tensor in tensors:
-            found = self._low_results.get(id(tensor))
-            if found is not None and found[0]() is tensor:
-                return tensor.dtype, found[1], found[2]
+            entry = self._low_results.get(id(tensor))
+            if entry is not None and entry[0]() is tensor:
+                return tensor.dtype, entry[1], entry[2]
         return None
 
 
@@ -307,7 +307,7 @@ _FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
 
 @cache
 def listed_kinds(device_type: str) -> dict[str, Kind]:
-    """The ops on a device type's native lists by name, and what is done to them."""
+    """Return the ops on a device type's native lists by name, and what is done to them."""
     if device_type not in DEVICE_TYPES:
         return {}
     return {rule.op.split(".")[1]: rule.action.kind for rule in Policy.native(device_type).rules}

@@ -27,7 +27,7 @@ from narrowcast.reports.results.ledger import Ledger
 
 
 def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
-    """Calls and casts of the graphs as a ledger, alike that of an eager run; the user's own casts are not in it."""
+    """Return calls and casts of the graphs as a ledger, as of an eager run; the user's own casts are not in it."""
     ledger = Ledger()
     for graph in graphs:
         ledger.edits += [*graph.edits, *graph.joint_edits]
@@ -38,21 +38,21 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
 
 
 def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifference, ...]:
-    """Decided calls of which eager and graph have different numbers in some formats; none if they agree."""
+    """Return decided calls of which eager and graph have different numbers in some formats; none if they agree."""
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
         for kind, tally in ledger.calls.items():
             if kind.action != "unlisted" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     keys = list(dict.fromkeys([*counts[0], *counts[1]]))
-    found = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
+    differences = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
-    return tuple(d for d in found if not f"{d.module_path}.".startswith(others))
+    return tuple(d for d in differences if not f"{d.module_path}.".startswith(others))
 
 
 def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
-    """The modules that are one fused op in eager code, and several calls where torch traces them: that is torch's own
-    choice, and no fault of what is decided.
+    """Return the modules that are one fused op in eager code, and several calls where torch traces them: that is
+    torch's own choice, and no fault of what is decided.
     """
     ops = {f"aten.{name}.default" for name in named("inside.fused_in_eager_code")}
     fused, kept = ({k.module_path for k in ledger.calls if k.op in ops} for ledger in (eager, graph))
@@ -60,21 +60,21 @@ def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
 
 
 def passes(step: Step) -> bool:
-    """Whether it only names what is there: a view, or a part of a tuple."""
+    """Return whether it only names what is there: a view, or a part of a tuple."""
     views = step.aliases and not step.computes and not step.writes
     return bool(step.operands) and bool(step.op == "getitem" or views)
 
 
 def read_of(
-    step: Step, before: Program, after: Program, gave: list[Value]
+    step: Step, before: Program, after: Program, outputs: list[Value]
 ) -> tuple[str, str, str, list[Value], int | None]:
-    """The formats in which a step's tensors came, are read and are given; what it reads; how often it multiplies."""
+    """Return the formats of a step's inputs, compute and outputs; what it reads; how often it multiplies."""
     known = before.steps.get(step.id, step)
-    came = [before.values[o.value] for o in known.operands if o.value in before.values]
+    inputs = [before.values[o.value] for o in known.operands if o.value in before.values]
     read = [after.values[o.value] for o in step.operands]
     computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
-    done = step_multiplications(step, read, gave)
-    return floating_formats(came), computes, floating_formats(gave[:1]), read, done
+    done = step_multiplications(step, read, outputs)
+    return floating_formats(inputs), computes, floating_formats(outputs[:1]), read, done
 
 
 PLACED = "placed"
@@ -92,7 +92,7 @@ class _Walker:
         self.parts = parts_of(before)
 
     def run(self) -> None:
-        """Every call, in order; what only moves or shapes is passed by, as in a recording."""
+        """Add every call, in order; what only moves or shapes is passed by, as in a recording."""
         for step in self.after.steps.values():
             known = self.before.steps.get(step.id)
             if step.id in self.graph.boundaries:
@@ -107,20 +107,20 @@ class _Walker:
         plan, policy = self._plan(known)
         for decided in plan.rules:
             self.ledger.count_match(decided.label, known.site.module_path)
-        gave = self.parts.get(step.id, [step.value])
-        came, computes, result, read, done = read_of(step, self.before, self.after, gave)
+        outputs = self.parts.get(step.id, [step.value])
+        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs)
         action, reason = self._why(step, plan.rule)
         about = action or "unlisted", reason or "follows input dtype", policy
-        kind = CallKind(known.op, *step.site.at, came, computes, result, *about)
+        kind = CallKind(known.op, *step.site.at, inputs, computes, result, *about)
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):
-            made = self.after.steps.get(new.value)
+            cast = self.after.steps.get(new.value)
             is_new = old.value != new.value and new.value not in self.before.steps
-            if made is not None and is_new and made.value.type != self.before.values[old.value].type:
-                self._cast(known, plan, policy, old.name, self.before.values[old.value], made)
+            if cast is not None and is_new and cast.value.type != self.before.values[old.value].type:
+                self._cast(known, plan, policy, old.name, self.before.values[old.value], cast)
 
     def _why(self, step: Step, rule: Rule | None) -> tuple[str, str]:
-        """The action and the reason of a call: its rule's, or the goal's where that chose another format."""
+        """Return the action and the reason of a call: its rule's, or the goal's where that chose another format."""
         placed = self.raised.get(step.id)
         if placed is not None:
             instead = f"; the policy says {rule.action}" if rule else ""
@@ -131,16 +131,16 @@ class _Walker:
         return (str(rule.action), rule.reason or str(rule)) if rule else ("", "")
 
     def _cast_of_result(self, cast: Step) -> None:
-        """A cast that follows a call, as a rule about its result asks."""
-        made = self.before.steps[cast.operands[0].value]
-        if made.op == "getitem":
-            made = self.before.steps[made.operands[0].value]
-        plan, policy = self._plan(made)
-        source, facts = self.after.values[cast.operands[0].value], {"kind": "activation", "number": made.number}
-        self._add(made.op, RESULT, made.site, plan.rule_about(RESULT), source, cast, policy=policy, **facts)
+        """Add a cast that follows a call, as a rule about its result asks."""
+        maker = self.before.steps[cast.operands[0].value]
+        if maker.op == "getitem":
+            maker = self.before.steps[maker.operands[0].value]
+        plan, policy = self._plan(maker)
+        source, facts = self.after.values[cast.operands[0].value], {"kind": "activation", "number": maker.number}
+        self._add(maker.op, RESULT, maker.site, plan.rule_about(RESULT), source, cast, policy=policy, **facts)
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
-        """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
+        """Add a cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
         source = self.after.values[step.operands[0].value]
         self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
@@ -149,14 +149,14 @@ class _Walker:
     def _add(
         self, op: str, argument: str, site: Site, rule: Rule | None, source: Value, cast: Step, /, **facts: Any
     ) -> None:
-        """A cast of this value, as the ledger has it; facts: what is not read off it."""
+        """Add a cast of this value, as the ledger has it; facts: what is not read off it."""
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
         known = {"src": source.type, "dst": cast.value.type, "elements": source.elements, "kind": kind}
         known |= {"moved_bytes": source.bytes + cast.value.bytes, "how": "copied", "direction": "forward"}
         self.ledger.add(Cast.of(op, argument, site, rule, **{**known, **facts}))
 
     def _plan(self, step: Step) -> tuple[Plan, str]:
-        """What was decided about a call, by the one function that decides."""
+        """Return what was decided about a call, by the one function that decides."""
         if step.region is None or not self.before.regions[step.region].facts.enabled:
             return Plan(()), ""
         region = self.before.regions[step.region]

@@ -37,7 +37,7 @@ _SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 @contextmanager
 def record() -> Iterator[Ledger]:
-    """`with record() as ledger:` list every cast that autocasting causes in the block, and every refusal.
+    """List in a ledger, `with record() as ledger:`, every cast that autocasting causes in the block, and every refusal.
 
     Native regions are recorded too. Records: casts of inputs, weights and activations, forward and in the backward run
     inside the block, with the op, the argument, the module path, the user's line, the rule and its reason; refused
@@ -69,7 +69,7 @@ class _RecordedCall:
     done: Tally = field(default_factory=Tally)
 
     def cast_seen(self, src: torch.Tensor, dst: Format) -> str:
-        """The argument, or `result`, whose planned cast was seen; empty for a conversion that nobody planned."""
+        """Return the argument, or `result`, whose planned cast was seen; empty for a conversion without a plan."""
         tensors, plan = self.decided.tensors, self.decided.plan
         for position, (slot, tensor) in enumerate(tensors):
             if tensor is src and not self.seen[position] and plan.formats[position] is dst:
@@ -92,7 +92,7 @@ class _RecorderState(threading.local):
 
 
 class Recorder(WatchingMode):
-    """Sees every op that executes, and is told by our kernels which call it belongs to."""
+    """Sees every op that executes; our kernels report which call it belongs to."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger.notes)
@@ -107,7 +107,7 @@ class Recorder(WatchingMode):
         self._noted: set[Format] = set()
 
     def begin(self, call: DecidedCall) -> None:
-        """A call reaches a kernel of ours: note its plan, and the casts to be seen until it ends."""
+        """Note that a call reaches a kernel of ours, with its plan, and the casts to be seen until it ends."""
         call_seen = self.door.run(call.facts.id, self._begun, call)
         lost = _RecordedCall(call, "", [True] * len(call.tensors), widens=False, again=True)
         self._state.calls.append(call_seen or lost)
@@ -119,7 +119,7 @@ class Recorder(WatchingMode):
         state = self._state
         again = self._executing.op is call.facts.op and not state.entered
         state.entered = state.entered or again
-        came = format_names([t.dtype for _, t in tensors if t is not None])
+        inputs = format_names([t.dtype for _, t in tensors if t is not None])
         if not again:
             if current_autograd_node() is not None:
                 self.adviser.backward()
@@ -128,7 +128,7 @@ class Recorder(WatchingMode):
                 self.ledger.count_match(label, call.site.module_path)
             self._note_slow(plan, tensors)
             self.adviser.decided(call.facts, call.site, [t for _, t in tensors if t is not None])
-        return _RecordedCall(call, came, [f is None for f in plan.formats], widens, again)
+        return _RecordedCall(call, inputs, [f is None for f in plan.formats], widens, again)
 
     def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
         """Say once what a low format costs here, when the first call computes in it."""
@@ -141,7 +141,7 @@ class Recorder(WatchingMode):
             self.ledger.note(slow_note(first.device.type, low))
 
     def end(self, result: Any) -> None:
-        """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
+        """Note that the call returned: casts planned and not seen are from the cache, or happened inside the op."""
         call = self._state.calls.pop()
         if not call.again:
             self.door.run(call.decided.facts.id, self._ended, call, result)
@@ -163,7 +163,7 @@ class Recorder(WatchingMode):
         self._count(decided.facts.id, decided.site, call.came, computes, result, call.done, decided)
 
     def _how_unseen(self, call: _RecordedCall, tensor: torch.Tensor | None, dst: str) -> str:
-        """What became of a cast that was planned and that the mode did not see."""
+        """Return how a cast was made that was planned and that the mode did not see."""
         if tensor is None:
             return "inside"
         cacheable = call.decided.caches and is_weight(tensor)
@@ -174,7 +174,7 @@ class Recorder(WatchingMode):
         return "copied" if self._executing.op is not None else "inside"
 
     def fail(self, error: BaseException) -> None:
-        """The call that began last has raised: close it, and record it as refused if the policy refused it."""
+        """Note that the call that began last has raised: close it, and record it as refused if a policy refused it."""
         call = self._state.calls.pop().decided
         if call.plan.refused is not None:
             self.door.run(call.facts.id, self._note_refused, call, call.plan.refused)
@@ -226,27 +226,27 @@ class Recorder(WatchingMode):
         if calls:
             calls[-1].done.add(done)
         else:
-            came = format_names([t.dtype for t in arguments])
+            inputs = format_names([t.dtype for t in arguments])
             site = find_site(with_names=False)
             if on and current_autograd_node() is None:
                 if func is TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
-            self._count(facts.id, site, came, came, result, done, None)
+            self._count(facts.id, site, inputs, inputs, result, done, None)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             self._made[id(tensor)] = weakref.ref(tensor)
 
     def _autocast_on(self) -> tuple[Any, ...]:
-        """None inside calls that were decided."""
+        """Return nothing inside calls that were decided."""
         calls = self._state.calls
         is_inside = (calls and calls[-1].decided.plan.shields) or self._executing.op is not None
         return () if is_inside else super()._autocast_on()
 
     def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
-        """What is to be said of an op besides its casts."""
+        """Advise on an op besides its casts."""
         if current_autograd_node() is not None:
             self.adviser.backward()
         elif is_on and facts.writes:
@@ -255,7 +255,7 @@ class Recorder(WatchingMode):
             self.adviser.outside(facts, arguments)
 
     def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether this conversion is a cast between floating formats that autocasting caused; if so, list it."""
+        """List a conversion that is a cast between floating formats caused by autocasting; return whether it is."""
         if src.dtype is result.dtype or src.dtype not in FORMATS or result.dtype not in FORMATS:
             return False
         calls = self._state.calls
@@ -309,29 +309,29 @@ class Recorder(WatchingMode):
     def _kind(self, tensor: torch.Tensor) -> str:
         if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             return "weight"
-        made = self._made.get(id(tensor))
-        return "activation" if made is not None and made() is tensor else "input"
+        reference = self._made.get(id(tensor))
+        return "activation" if reference is not None and reference() is tensor else "input"
 
     def _count(
-        self, op: str, site: Site, came: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
+        self, op: str, site: Site, inputs: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
     ) -> None:
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
         action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)
-        gave = format_names([t.dtype for t in tensors_in(result)])
+        outputs = format_names([t.dtype for t in tensors_in(result)])
         direction = "forward" if current_autograd_node() is None else "backward"
-        kind = CallKind(op, *site.at, came, computes, gave, action, reason, policy, direction)
+        kind = CallKind(op, *site.at, inputs, computes, outputs, action, reason, policy, direction)
         self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """How much memory the elements take."""
+    """Return how much memory the elements take."""
     return sum([t.numel() * t.itemsize for t in tensors])
 
 
-def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
-    """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
-    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
+def _multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], outputs: list[torch.Tensor]) -> int | None:
+    """Return how many multiplications a call made; None where that is not known, as for rows of several lengths."""
+    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *outputs)):
         return None
     transposed = op.startswith("aten.convolution") and any(value is True for value in args)
-    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)
+    return multiplications(op, [t.shape for t in given], [t.shape for t in outputs], transposed)

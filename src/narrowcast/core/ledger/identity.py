@@ -38,13 +38,13 @@ class CallId:
 
     @staticmethod
     def parse(text: str) -> CallId:
-        """The identity of that text. RunError for other text."""
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        """Return the identity written as a text; raise RunError for other text."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             advice = "Write MODULE_PATH OP #NUMBER, as encoder.layer.0.attention aten.matmul.default #2."
             raise RunError(f"a call named {text!r}", "no identity of a call", advice=advice)
-        path, op, number, turn, direction = found.groups()
-        return CallId(path or "", op, int(number), int(turn or 1), direction or FORWARD)
+        path, op, number, index, direction = match.groups()
+        return CallId(path or "", op, int(number), int(index or 1), direction or FORWARD)
 
 
 _TEXT = re.compile(r"(?:(.*) )?([\w.:]+) #(\d+)(?: turn (\d+))?(?: (backward|recomputation))?")

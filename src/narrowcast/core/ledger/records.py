@@ -1,5 +1,5 @@
 """The records of a ledger: casts, refusals, and how often which op ran in which formats; and blocks inside a region in
-which the region's policy does not rule, with what is to be said of them.
+which the region's policy does not rule, with the advice about them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cast:
 
     @staticmethod
     def of(op: str, argument: str, site: Site, asked_by: Rule | None, /, **facts: Any) -> Cast:
-        """A cast that a rule asked for at a place. facts: all other fields, and what replaces the rule's words."""
+        """Return the record of a cast that a rule asked for. facts: all other fields, and what replaces its words."""
         words = {"action": "", "rule": "", "reason": "", "source": ""}
         if asked_by is not None:
             text, reason = str(asked_by), asked_by.reason
@@ -79,7 +79,7 @@ class Refusal:
 class CallKind:
     """Calls that are alike: the same op at the same place of the program, decided alike, in the same formats.
 
-    came, computes, result: formats of the floating tensors as they came, as the op read them, and of what it returned
+    came, computes, result: formats of the floating inputs, of what the op computes in, and of its output
     (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing; direction
     is `backward` for what autograd runs.
     """
@@ -165,7 +165,7 @@ class Tally:
 
 
 def both(a: int | None, b: int | None) -> int | None:
-    """The sum of two counts; not known if one is not."""
+    """Return the sum of two counts; None if one is not known."""
     return None if a is None or b is None else a + b
 
 
@@ -213,7 +213,7 @@ class HidingBlock:
     site: Site = NOWHERE
 
     def advice(self, calls: int) -> Advice:
-        """What is to be said if this many calls ran in it."""
+        """Return the advice if this many calls ran in it."""
         where = f"{self.site.file}:{self.site.line}"
         if self.policy:
             what = f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "

@@ -44,36 +44,36 @@ _POLYNOMIAL = 2.0**-20
 
 
 def unit(format: Format) -> float:
-    """Half the distance from 1.0 to the next value: the largest relative error of one rounding to nearest."""
+    """Return half the distance from 1.0 to the next value: the largest relative error of one rounding to nearest."""
     return format.epsilon / 2
 
 
 def gamma(terms: int, u: float) -> float:
-    """K u / (1 - K u), infinity from K u = 1 on: what K roundings make at most, however their signs fall."""
+    """Return K u / (1 - K u), infinity from K u = 1 on: the bound of K roundings, whatever their signs."""
     share = terms * u
     return share / (1 - share) if share < 1 else math.inf
 
 
 def probable_gamma(terms: int, u: float, luck: float = _LUCK) -> float:
-    """exp(luck sqrt(K) u + K u^2 / (1 - u)) - 1. It fails for one of exp(luck^2 / 2) / 2 sums: 2e17, if luck is 9."""
+    """Return exp(luck sqrt(K) u + K u^2 / (1 - u)) - 1. One of exp(luck^2 / 2) / 2 sums fails: 2e17, if luck is 9."""
     exponent = luck * math.sqrt(terms) * u + terms * u * u / (1 - u)
     return math.expm1(exponent) if exponent < 700 else math.inf
 
 
 def accumulated(terms: int, format: Format = fp32) -> float:
-    """Gamma of sums in a format: the sure one of up to 4,096 terms, and the probable one where that is larger."""
+    """Return gamma of sums in a format: the sure one up to 4,096 terms, and the probable one where that is larger."""
     u = unit(format)
     sure = gamma(min(terms, _SURE_TERMS), u)
     return sure if terms <= _SURE_TERMS else max(sure, probable_gamma(terms, u))
 
 
 def weights_error(scores: float, roundings: float) -> float:
-    """How far attention's weights may be off, relative to each: by scores that are off by so much, and by roundings."""
+    """Return the relative error bound of attention's weights, from the absolute error of scores and from roundings."""
     return math.expm1(min(2 * scores, 700.0)) + roundings
 
 
 def rounding(format: Format, flushes: bool) -> tuple[float, float]:
-    """u and the absolute error of one rounding to a format; flushes: what is below the smallest normal becomes 0.
+    """Return u and the absolute error of one rounding; flushes: what is below the smallest normal becomes 0.
 
     Below the smallest normal of fp32 nothing is sure: low kernels compute in it, and some flush, whatever the mode.
     """
@@ -82,19 +82,19 @@ def rounding(format: Format, flushes: bool) -> tuple[float, float]:
 
 
 def rounded_between(op: str, u: float) -> float:
-    """What an op is off, relative to its result, by a product that it rounds on its way."""
+    """Return an op's relative error from a product that it rounds on its way."""
     return u if op_kind(op).name in named("bound.twice") else 0.0
 
 
 def cancels(op: str) -> bool:
-    """Whether an op subtracts a mean: of values that are alike fp32 may leave nothing, its error says little then."""
+    """Return whether an op subtracts a mean: of values that are alike fp32 may leave nothing but error."""
     kind = op_kind(op)
     return kind.family == NORM or kind.name in named("bound.cancels")
 
 
 def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
-    """What is off, whatever the result: of log_softmax, which rounds the logarithm of a sum of at most this many
-    exponentials, each up to 1; of logsumexp, which rounds what it subtracts, too; of a polynomial.
+    """Return the absolute error that does not depend on the result: of log_softmax, which rounds the logarithm of a sum
+    of at most this many exponentials, each up to 1; of logsumexp, which rounds what it subtracts, too; of a polynomial.
     """
     name = op_kind(op).name
     if name in named("bound.polynomials"):
@@ -106,13 +106,13 @@ def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
 
 
 def rounds_means(op: str, others: Sequence[Format]) -> bool:
-    """Whether a norm subtracts a mean that it holds in a low format, as its other results are."""
+    """Return whether a norm subtracts a mean that it holds in a low format, as its other results are."""
     is_one = op_kind(op).name in named("bound.rounds_means")
     return is_one and any(format.bits < fp32.bits for format in others)
 
 
 def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool) -> int:
-    """How often a convolution on the cpu that is transposed, or a backward, may add to a result in the result's format:
+    """Return how often a transposed convolution on the cpu, or a backward, may add to a result in the result's format:
     once for each place of the kernel, and for each sample. A bilinear form does for each column.
     """
     name = op_kind(op).name
@@ -125,14 +125,14 @@ def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool) 
 
 
 def bound_kind(op: str, is_pointwise: bool = False) -> str:
-    """What bounds the kernel of the op with this id; empty where nothing does. is_pointwise: as torch says of it."""
+    """Return what bounds the kernel of the op with this id; empty if nothing does. is_pointwise: as torch tags it."""
     kind = op_kind(op)
     name = kind.name
     if name in named("bound.none") or not op.startswith("aten."):
         return ""
-    for fact, found in (("scatter", SCATTER), ("steps", STEPS), ("attention_backward", WEIGHTS_BACKWARD)):
+    for fact, bound in (("scatter", SCATTER), ("steps", STEPS), ("attention_backward", WEIGHTS_BACKWARD)):
         if name in named(f"bound.{fact}"):
-            return found
+            return bound
     if name in named("bound.sums"):
         return SUM
     if kind.family in (GEMM, CONV) or name in named("bound.products"):
@@ -144,25 +144,25 @@ def bound_kind(op: str, is_pointwise: bool = False) -> str:
 
 
 def judged_results(op: str, results: int) -> int:
-    """Of how many of an op's results, from the first on, the bound holds."""
+    """Return how many of an op's results, from the first on, the bound holds for."""
     return 1 if op_kind(op).name in named("bound.first_result") else results
 
 
-def terms_of(op: str, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> int:
-    """How many terms are added up, at most, for one element of a result of a product, a convolution or a sum.
+def terms_of(op: str, given: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> int:
+    """Return how many terms, at most, are added up for one element of a result of a product, a convolution or a sum.
 
-    given, made: shapes of the tensors that it is given and of those that it gives, in order, absent ones left out.
+    given, outs: shapes of the input tensors and of the output tensors, in order, absent ones left out.
     """
     kind = op_kind(op)
     name = kind.name
     if "convolution" in name or kind.family == CONV:
-        weight, other = (given[2], given[0]) if "backward" in name else (given[1], made[0])
+        weight, other = (given[2], given[0]) if "backward" in name else (given[1], outs[0])
         spatial = math.prod(other) // max(1, min(other[1:2] or [1]))
         return max(math.prod(weight[1:]), math.prod(weight) // max(1, weight[1]), spatial) + 1
     if name in ("bilinear", "_trilinear"):
         return math.prod(given[2][1:]) + 1
     if bound_kind(op) == STEPS:
-        return math.prod(given[0]) // max(1, math.prod(made[0])) + 3
+        return math.prod(given[0]) // max(1, math.prod(outs[0])) + 3
     if bound_kind(op) == SUM:
-        return max(1, math.prod(given[0]) // max(1, min(map(math.prod, made)))) if name != "cumsum" else max(given[0])
+        return max(1, math.prod(given[0]) // max(1, min(map(math.prod, outs)))) if name != "cumsum" else max(given[0])
     return max((max(shape, default=1) for shape in given), default=1) + 1  # no inner size is larger

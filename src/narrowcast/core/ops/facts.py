@@ -43,19 +43,19 @@ class OpKind:
 
 @cache
 def named(fact: str) -> frozenset[str]:
-    """The names of the ops of which a fact of the table holds: `result.keeps`, `memory.fresh`. KeyError if none is."""
+    """Return the names of the ops of which a fact of the table holds: `result.keeps`. Raise KeyError if none is."""
     table, _, key = fact.partition(".")
     return frozenset(_table()[table][key].split())
 
 
 def called_by(op: str) -> str | None:
-    """The op id of the one op that the kernel of this one calls, where policies are asked about that."""
+    """Return the op id of the one op that the kernel of this one calls, where policies are asked about that."""
     return _table()["calls"].get(op)
 
 
 @cache
 def op_kind(op: str) -> OpKind:
-    """What the op with this id (`aten.mm.default`) is like."""
+    """Return the kind of the op with this id (`aten.mm.default`)."""
     namespace, _, rest = op.partition(".")
     name = rest.partition(".")[0]
     if namespace != "aten":

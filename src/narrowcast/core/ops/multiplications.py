@@ -1,7 +1,7 @@
 """How many multiplications a call makes, from shapes alone: of products, convolutions, attention, recurrent layers.
 
 What is counted is a multiplication together with the addition that follows it; torch.utils.flop_counter says two. A
-causal mask, zeros and biases are not looked at. With n(x) for the elements of x:
+causal mask, zeros and biases are ignored. With n(x) for the elements of x:
 
     product           left[..., M, K] right[..., K, N]             n(result) K
     convolution       weight[O, C / groups, *kernel]               n(result) n(weight) / O
@@ -31,11 +31,11 @@ _BACKWARD = "_backward"
 def multiplications(
     op: str, shapes: Sequence[Sequence[int | str]], results: Sequence[Sequence[int | str]], transposed: bool = False
 ) -> int | None:
-    """How many a call makes: 0 of an op that makes none, None where that is not known.
+    """Return how many multiplications a call makes: 0 of an op that makes none, None where that is not known.
 
-    op: its id, `aten.mm.default`. shapes: of the tensors that it is given, in the order of its arguments; results: of
-    those that it gives; what is absent is left out of both. transposed: of a convolution, if an argument says so and
-    not its name. Not known: sizes that are symbolic, and ops that multiply in ways that shapes alone do not say.
+    op: its id, `aten.mm.default`. shapes: of the input tensors, in the order of its arguments; results: of the output
+    tensors; what is absent is left out of both. transposed: of a convolution, if an argument says so and not its name.
+    Not known: sizes that are symbolic, and ops that multiply in ways that shapes alone do not say.
     """
     name = op_kind(op).name
     if name in named("multiplies.unknown"):
@@ -46,9 +46,9 @@ def multiplications(
     if any(isinstance(size, str) for shape in (*shapes, *results) for size in shape):
         return None
     given = [[int(size) for size in shape] for shape in shapes]
-    made = [[int(size) for size in shape] for shape in results]
+    outputs = [[int(size) for size in shape] for shape in results]
     try:
-        return count(name, given, made, transposed or "transpose" in name)
+        return count(name, given, outputs, transposed or "transpose" in name)
     except (IndexError, ValueError, ZeroDivisionError):  # not all of them were seen
         return None
 
@@ -62,23 +62,23 @@ def _count_of(op: str, name: str) -> Callable[[str, Sizes, Sizes, bool], int] | 
     return {CONV: _convolution, ATTENTION: _attention}.get(family)
 
 
-def _product(name: str, given: Sizes, made: Sizes, _: bool) -> int:
+def _product(name: str, given: Sizes, output: Sizes, _: bool) -> int:
     left = given[1 if name in named("multiplies.bias_first") and len(given) > 2 else 0]
     if name == "addbmm":  # the sum over the batch is in no size of the result
-        return math.prod(left) * made[0][-1]
+        return math.prod(left) * output[0][-1]
     common = 1 if name == "outer" or not left else left[-1]
-    return math.prod(made[0]) * common
+    return math.prod(output[0]) * common
 
 
-def _convolution(name: str, given: Sizes, made: Sizes, transposed: bool) -> int:
+def _convolution(name: str, given: Sizes, output: Sizes, transposed: bool) -> int:
     is_backward = _BACKWARD in name
     source, weight = given[1:3] if is_backward else given[:2]
-    result = given[0] if is_backward else made[0]
+    result = given[0] if is_backward else output[0]
     once = math.prod(source if transposed else result) * math.prod(weight[1:])
-    return once * sum(len(shape) > 1 for shape in made) if is_backward else once
+    return once * sum(len(shape) > 1 for shape in output) if is_backward else once
 
 
-def _attention(name: str, given: Sizes, made: Sizes, _: bool) -> int:
+def _attention(name: str, given: Sizes, output: Sizes, _: bool) -> int:
     is_backward = _BACKWARD in name
     query, key, value = given[1:4] if is_backward else given[:3]
     queries, keys = math.prod(query[:-1]), key[-2]
@@ -86,7 +86,7 @@ def _attention(name: str, given: Sizes, made: Sizes, _: bool) -> int:
     return queries * keys * (3 * width + 2 * width_of_values if is_backward else width + width_of_values)
 
 
-def _recurrent(name: str, given: Sizes, made: Sizes, _: bool) -> int:
+def _recurrent(name: str, given: Sizes, output: Sizes, _: bool) -> int:
     others = given[1:5] if name.startswith("mkldnn") else given[1:]  # its states have two dimensions, too
     weights = sum(math.prod(shape) for shape in others if len(shape) == 2)
     return math.prod(given[0][:-1]) * weights * (2 if _BACKWARD in name else 1)

@@ -64,25 +64,25 @@ class Capabilities:
     @property
     def lacks(self) -> tuple[Lack, ...]:
         """What it refuses to run, in whichever direction."""
-        found = {(a.op, a.format): a for a in self.abilities if a.state == RAISES}
-        lacks = [Lack(op, parse_format(f), f"{self.device} has no {f} {short_name(op)}") for op, f in found]
+        raising = {(a.op, a.format): a for a in self.abilities if a.state == RAISES}
+        lacks = [Lack(op, parse_format(f), f"{self.device} has no {f} {short_name(op)}") for op, f in raising]
         whole = [replace(lack, op=WHOLE[lack.op], inside=lack.op) for lack in lacks if lack.op in WHOLE]
         return (*lacks, *whole)
 
     def emulated(self, format: Format) -> dict[str, float]:
-        """The families that the format is slow in, with the time over fp32's."""
+        """Return the families that the format is slow in, with the ratio of its time to that of fp32."""
         return {a.op: a.ratio for a in self.abilities if a.format == format.name and a.state == EMULATED}
 
 
 def short_name(op: str) -> str:
-    """`lstm` of aten.mkldnn_rnn_layer.default: what a person calls it."""
+    """Return the name that people use: `lstm` of aten.mkldnn_rnn_layer.default."""
     name = op.split(".")[1] if op.count(".") else op
     return _SHORT.get(name, name)
 
 
 @cache
 def shipped_capabilities(device_type: str, units: tuple[str, ...]) -> Capabilities:
-    """What is known of a device of this type with these units, without asking it."""
+    """Return what is known of a device of this type with these units, without asking it."""
     label = device_label(device_type, units)
     for row in _rows("devices", "device"):
         if row["type"] == device_type and not set(row.get("without", ())) & set(units_in_use(units)):
@@ -92,7 +92,7 @@ def shipped_capabilities(device_type: str, units: tuple[str, ...]) -> Capabiliti
 
 @cache
 def missing_kernels(device_type: str) -> tuple[Lack, ...]:
-    """Ops that the installed torch has no kernel for in a low format, on any device of this type."""
+    """Return the ops that the installed torch has no kernel for in a low format, on any device of this type."""
     version = installed_torch()
     return tuple(
         Lack(op, parse_format(row["format"]), f"{device_type} has no {row['format']} kernel for {short_name(op)}")
@@ -105,7 +105,7 @@ def missing_kernels(device_type: str) -> tuple[Lack, ...]:
 
 @cache
 def one_format() -> tuple[Lack, ...]:
-    """Ops that torch runs, on every device, with tensors of one format alone."""
+    """Return the ops that torch runs, on every device, with tensors of one format alone."""
     return tuple(
         Lack(op, None, row["reason"], low_first=row.get("low_first", False))
         for row in _rows("one_format", "one_format")
@@ -122,7 +122,7 @@ def _abilities(row: Mapping[str, Any]) -> Iterable[Ability]:
 
 
 def _rows(name: str, table: str) -> list[dict[str, Any]]:
-    """The rows of a table of a file of `builtin/`; none where there is no such file."""
+    """Return the rows of a table of a file of `builtin/`; none where there is no such file."""
     file = Path(__file__).parent / "builtin" / f"{name}.toml"
     return list(tomllib.loads(file.read_text(encoding="utf-8"))[table]) if file.is_file() else []
 
@@ -136,7 +136,7 @@ _LIMITED = {
 
 
 def units_in_use(units: Iterable[str]) -> tuple[str, ...]:
-    """The units that libraries use: those that the processor has, without those that a variable keeps them from."""
+    """Return the units that libraries use: those of the processor, without those that a variable keeps them from."""
     plain = [unit for unit in units if "=" not in unit]
     for unit in units:
         name, _, value = unit.partition("=")
@@ -148,7 +148,7 @@ def units_in_use(units: Iterable[str]) -> tuple[str, ...]:
 
 
 def device_label(device_type: str, units: Iterable[str]) -> str:
-    """`cpu (avx2)`: the type and the best of its units that are in use."""
+    """Return the type and the best of its units that are in use: `cpu (avx2)`."""
     used = units_in_use(units)
     best = next((label for label in _LABELS if label in used), next(iter(used), ""))
     return f"{device_type} ({best})" if best else device_type

@@ -1,7 +1,7 @@
 """The op names of the installed PyTorch, for errors and lint, never for deciding. torch itself is not imported.
 
 Its wheel has them in a text file of torchgen. Where no torch is installed, `builtin/aten_ops.txt` has the names of all
-supported versions (`tools/generate_policies.py` writes it). For other namespaces (custom ops) nothing is said here: the
+supported versions (`tools/generate_policies.py` writes it). For other namespaces (custom ops) this file knows none: the
 torch half asks the dispatcher when a region opens.
 """
 
@@ -22,15 +22,15 @@ _GENERATED = re.compile(r"^\s+autogen: (.*)$", re.MULTILINE)
 
 @lru_cache(maxsize=1)
 def known_ops() -> tuple[str, ...]:
-    """Op ids (`aten.mm.default`), sorted: those of the installed torch, with the few that only its registry has."""
+    """Return the op ids (`aten.mm.default`), sorted, of the installed torch and the few that only its registry has."""
     return tuple(sorted({*declared_ops(), *listed_ops(installed_torch())}))
 
 
 @lru_cache(maxsize=1)
 def declared_ops() -> frozenset[str]:
-    """What the installed torch declares; nothing if none is installed."""
-    found = importlib.util.find_spec("torchgen")  # a folder of its own beside torch: this imports neither
-    file = Path(found.origin or "").parent / "packaged/ATen/native/native_functions.yaml" if found else Path()
+    """Return the ops that the installed torch declares; nothing if none is installed."""
+    spec = importlib.util.find_spec("torchgen")  # a folder of its own beside torch: this imports neither
+    file = Path(spec.origin or "").parent / "packaged/ATen/native/native_functions.yaml" if spec else Path()
     if not file.is_file():
         return frozenset()
     text = file.read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def declared_ops() -> frozenset[str]:
 
 @lru_cache(maxsize=8)
 def listed_ops(version: str) -> frozenset[str]:
-    """What the list that comes with Narrowcast says that this torch has."""
+    """Return the ops of this torch in the list that comes with Narrowcast."""
     file = Path(__file__).parent / "builtin" / "aten_ops.txt"
     lines = (line.partition(" ") for line in file.read_text(encoding="utf-8").splitlines()[1:])
     return frozenset(op for op, _, versions in lines if not versions or in_range(versions, version))
@@ -54,7 +54,7 @@ def _packets() -> frozenset[str]:
 
 
 def unknown_op(rule: Rule) -> str | None:
-    """None where the rule's op exists or cannot be judged; else a phrase naming the nearest op (maybe empty)."""
+    """Return None where the rule's op exists or cannot be judged; else a phrase naming the nearest op (maybe empty)."""
     if not rule.target.startswith("aten.") or rule.torch is not None:
         return None
     if rule.is_glob:
@@ -73,7 +73,7 @@ _ASSUMED_TORCH = "2.13.0"  # where none is installed
 
 
 def installed_torch() -> str:
-    """The version of the installed torch, read from its metadata: this half never imports it."""
+    """Return the version of the installed torch, read from its metadata: this half never imports it."""
     from importlib import metadata
 
     try:
@@ -83,24 +83,24 @@ def installed_torch() -> str:
 
 
 def existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:
-    """The rules whose `torch` range holds the installed version, without that range."""
+    """Return the rules whose `torch` range holds the installed version, without that range."""
     version = installed_torch()
     rules = ([r for r in layer if in_range(r.torch or "", version)] for layer in layers)
     return tuple(tuple(replace(r, torch=None) if r.torch else r for r in layer) for layer in rules)
 
 
 def cited(source: str, torch_version: str) -> str:
-    """The source of a rule that was read off several versions, this one among them, as this one's: `torch 2.13.0,
-    kernels registered at AutocastCPU`.
+    """Return the source of a rule that was read off several versions, this one among them, as this one's: `torch
+    2.13.0, kernels registered at AutocastCPU`.
     """
-    found = _READ_OFF.match(source)
-    if found is None or not in_range(f">={found['first']},<={found['last']}.999", torch_version):
+    match = _READ_OFF.match(source)
+    if match is None or not in_range(f">={match['first']},<={match['last']}.999", torch_version):
         return source
-    return f"torch {torch_version}{source[found.end() :]}"
+    return f"torch {torch_version}{source[match.end() :]}"
 
 
 def in_range(versions: str, torch_version: str) -> bool:
-    """Whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
+    """Return whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(versions).contains(torch_version.partition("+")[0], prereleases=True)

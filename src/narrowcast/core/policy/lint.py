@@ -15,7 +15,7 @@ from narrowcast.core.policy.table import LintLine, RuleTable
 
 
 def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
-    """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order.
+    """Return findings: rules that can never match or change nothing, unknown ops, overlaps decided by mere order.
 
     Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
     """
@@ -47,23 +47,23 @@ def _bases(extends: tuple[str, ...]) -> tuple[RuleTable, ...]:
 
 
 def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | None:
-    """The rule that always wins over this one, for every op it names: unconditional and stronger."""
+    """Return the rule that always wins over this one, for every op it names: unconditional and stronger."""
     if rule.argument is not None:
         return None
     table = RuleTable(policy.layers[number:])
-    found = [table.candidates(op).whole for op in ops]
-    return None if any(rule in whole for whole in found) else found[0][-1]
+    winners = [table.candidates(op).whole for op in ops]
+    return None if any(rule in whole for whole in winners) else winners[0][-1]
 
 
 def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[RuleTable, ...]) -> bool:
     if rule.argument is not None or rule.action.kind is Kind.REFUSE:
         return False
-    found = (table.candidates(op).whole for table in bases for op in ops)
-    return all(whole and whole[0].action == rule.action for whole in found)
+    winners = (table.candidates(op).whole for table in bases for op in ops)
+    return all(whole and whole[0].action == rule.action for whole in winners)
 
 
 def _overlaps(layer: tuple[Rule, ...]) -> list[LintLine]:
-    """Pairs about the same op, equally specific, with different places that may both hold: order decides."""
+    """Return pairs about the same op, equally specific, with different places that may both hold: order decides."""
     findings = []
     by_key: dict[tuple[object, ...], Rule] = {}
     for rule in layer:
@@ -78,7 +78,7 @@ def _overlaps(layer: tuple[Rule, ...]) -> list[LintLine]:
 
 
 def _may_meet(a: Rule, b: Rule) -> bool:
-    """Whether two rules could hold at one place; two paths without wildcards are apart, and two numbers of calls."""
+    """Return whether two rules may hold at one place: not with different paths without wildcards, or call numbers."""
     if None not in (a.call, b.call) and a.call != b.call:
         return False
     fixed = all(p is not None and not set(p) & set("*?[") for p in (a.module, b.module))
@@ -86,7 +86,7 @@ def _may_meet(a: Rule, b: Rule) -> bool:
 
 
 def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
-    """` module "encoder.layers.*": did you mean 'encoder.layer.*'?`; empty if a module, or class, fits the rule's."""
+    """Return ` module "encoder.layers.*": did you mean ...?`; empty if a module, or class, fits the rule's."""
     sites = list(sites)
     if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in sites):
         names = sorted({name for p in sites for path in p.paths for name in _patterns(path)} - {""})
@@ -100,7 +100,7 @@ def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
 
 
 def _fits(rule: Rule, site: Site) -> bool:
-    """Whether a module on the way to the place is one that the rule is about."""
+    """Return whether a module on the way to the place is one that the rule is about."""
     if rule.op != MODULE_CALL or rule.module is None:
         return rule.matches_site(site)
     inside = Rule("aten.*", rule.action, module=rule.module)  # a call inside a module tells that the module is there
@@ -108,11 +108,11 @@ def _fits(rule: Rule, site: Site) -> bool:
 
 
 def _patterns(path: str) -> list[str]:
-    """A path, those around it, and each with its numbers as stars, as people write them."""
+    """Return a path, those around it, and each with its numbers as stars, as people write them."""
     parts = path.split(".")
-    found = []
+    patterns = []
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
         starred = ".".join("*" if part.isdigit() else part for part in parts[:end])
-        found += [name, starred]
-    return found
+        patterns += [name, starred]
+    return patterns

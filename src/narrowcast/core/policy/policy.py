@@ -45,14 +45,14 @@ class Policy:
 
     Its settings; one that is None is as in what it extends, or else the first named here. `cache`: `native` (torch's
     weight cache, as `cache_enabled` asks) or `off` (weights are cast each time). `unsupported`, what becomes of a call
-    in a format that the device lacks: `raise` (the device's own error) or `full` (it runs in fp32, and its results have
+    in a format that the device lacks: `raise` (the device's error) or `full` (it runs in fp32, and its results have
     the promised format); `lacks` is what the device lacks, once the policy was fitted to one. `inner`, what rules in
     `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native` (torch's own lists: the
     block hides this policy) or `policy` (this policy, in the block's own format); a block that is switched off is off.
     `low` is the low format of regions that name none, and `training` are those to train in: in another, a region that
     records gradients warns; left open they are the device type's, and any.
 
-    `allowances` say where `nc.watch` takes what is not finite as meant (`allow_nonfinite = true`; their actions are
+    `allowances` say where non-finite values are intentional for `nc.watch` (`allow_nonfinite = true`; their actions are
     nothing). Two policies are equal when they decide alike: these, names, reasons and comments take no part.
     """
 
@@ -86,7 +86,7 @@ class Policy:
 
     @staticmethod
     def native(device_type: str | None = None) -> Policy:
-        """torch.autocast's own lists for the installed torch; without a device type, those of the region's."""
+        """Return torch.autocast's own lists for the installed torch; without a device type, those of the region's."""
         if device_type is None:
             return _NATIVE
         check_device_type(device_type)
@@ -94,13 +94,13 @@ class Policy:
 
     @staticmethod
     def safe(device_type: str | None = None) -> Policy:
-        """Native plus repairs of the faults that users report, each rule with its reason and issue number."""
+        """Return native plus fixes of the faults that users report, each rule with its reason and issue number."""
         safe = load_builtin("safe")
         return safe if device_type is None else safe.resolve(device_type)
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """The policy in a TOML file, or the built-in one of that name. PolicyError names file and line of a mistake."""
+        """Return the policy in a TOML file, or the built-in one of that name. PolicyError names file and line."""
         if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
             check_builtin_name(path)
             return Policy.native() if path == "native" else load_builtin(path)
@@ -108,7 +108,7 @@ class Policy:
 
     @staticmethod
     def parse(text: str, file: str = "<string>") -> Policy:
-        """The policy in TOML text; `file` is the name that errors give."""
+        """Return the policy in TOML text; `file` names it in errors."""
         return _parse(text, file, Path(), ())
 
     def save(self, path: str | Path) -> None:
@@ -116,7 +116,7 @@ class Policy:
         replace_text(Path(path), self.to_toml())
 
     def to_toml(self) -> str:
-        """The policy as TOML text; parsing it gives an equal policy."""
+        """Return the policy as TOML text; parsing it gives an equal policy."""
         # By its name, since it is about policies, and here: it loads tomlkit, which nothing else needs.
         written: Any = importlib.import_module("narrowcast.core.policy.written")
         return str(written.print_text(self))
@@ -124,14 +124,14 @@ class Policy:
     # -- new policies from old
 
     def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
-        """This policy with one more layer, whose rules win over everything before it."""
+        """Return this policy with one more layer, whose rules win over everything before it."""
         flat = [rule for given in rules for rule in ([given] if isinstance(given, Rule) else given)]
         if name is None:
             name = self.name if self.name.endswith("+") else f"{self.name}+"
         return replace(self, name=name, layers=(*self.layers, tuple(flat))) if flat else replace(self, name=name)
 
     def merge(self, other: Policy) -> Policy:
-        """This policy with `other`'s layers on top; what both extend is taken once, `other`'s cache setting wins."""
+        """Return this policy with `other`'s layers on top; what both extend is taken once, `other`'s cache wins."""
         extra = tuple(name for name in other.extends if name not in self.extends)
         if extra and self.layers:
             names = ", ".join(extra)
@@ -140,11 +140,11 @@ class Policy:
             raise PolicyError(f"{self.name} merged with {other.name}", found, advice=advice)
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
         settings["allowances"] = self.allowances + other.allowances
-        said = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
-        return Policy(*said, self.description or other.description, **settings)
+        merged = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
+        return Policy(*merged, self.description or other.description, **settings)
 
     def resolve(self, device_type: str) -> Policy:
-        """This policy with the built-in layers for one device type written out. Cheap after the first time."""
+        """Return this policy with the built-in layers for one device type written out. Cheap after the first time."""
         if not self.extends and not self.table.has_versions:
             return self
         return self.remembered(device_type, lambda: _resolve(self, device_type))
@@ -156,22 +156,22 @@ class Policy:
         return _memories.setdefault(key, _WeakDict())
 
     def remembered(self, key: Any, make: Callable[[], T]) -> T:
-        """What was worked out about this policy under a key, or is worked out now."""
-        found: T = self.memory[key] if key in self.memory else self.memory.setdefault(key, make())
-        return found
+        """Return what is remembered about this policy under a key; it is made at the first time."""
+        value: T = self.memory[key] if key in self.memory else self.memory.setdefault(key, make())
+        return value
 
     def without(self, lacks: Iterable[Lack]) -> Policy:
-        """This policy for a device that lacks these; what it lacks already stays."""
+        """Return this policy for a device that lacks these; what it lacks already stays."""
         return replace(self, lacks=tuple(lacks))
 
     def repairing(self) -> Policy:
-        """This policy, with what the device lacks run in fp32, and what takes one format given one."""
+        """Return this policy with fixes: what the device lacks runs in fp32, and what takes one format gets one."""
         if self.resolve("cpu").unsupported == FULL:
             return self
         return self.remembered(FULL, lambda: replace(self, unsupported=FULL))
 
     def with_inner(self, inner: str) -> Policy:
-        """This policy with another `inner`: what rules in `torch.autocast` blocks inside its regions."""
+        """Return this policy with another `inner`: what rules in `torch.autocast` blocks inside its regions."""
         if inner == self.effective_inner:
             return self
         return self.remembered(("inner", inner), lambda: replace(self, inner=inner))
@@ -181,13 +181,13 @@ class Policy:
     @cached_property
     def lacking(self) -> dict[str, dict[Format | None, Lack]]:
         """What the device lacks: by op, by format; under None, several formats at once."""
-        found: dict[str, dict[Format | None, Lack]] = {}
+        lacking: dict[str, dict[Format | None, Lack]] = {}
         for lack in self.lacks or ():
-            found.setdefault(lack.op, {})[lack.format] = lack
-        return found
+            lacking.setdefault(lack.op, {})[lack.format] = lack
+        return lacking
 
     def asks_where(self, op: str, takes_patterns: bool) -> bool:
-        """Whether what becomes of a call of this op depends on the place of the call. Of a resolved policy."""
+        """Return whether the plan for a call of this op depends on the place of the call. Of a resolved policy."""
         inside = [lack.inside for lack in self.lacking.get(op, {}).values() if lack.inside]
         asked = [(op, takes_patterns), *((name, True) for name in inside)]
         return any(self.table.candidates(*each).depends_on_site for each in asked)
@@ -221,17 +221,17 @@ class Policy:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def diff(self, other: Policy) -> tuple[RuleChange, ...]:
-        """What changes from this policy to `other`, rule by rule; built-in layers are compared by name.
+        """Return what changes from this policy to `other`, rule by rule; built-in layers are compared by name.
 
         Resolve both first to see `native` against `safe`, or cpu against cuda.
         """
         return changed_rules(self.rules, other.rules)
 
     def lint(self) -> tuple[LintLine, ...]:
-        """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order."""
+        """Return findings: rules that can never match or change nothing, unknown ops, overlaps decided by order."""
         lint: Any = importlib.import_module("narrowcast.core.policy.lint")  # by its name: it is about policies
-        found: tuple[LintLine, ...] = lint.lint_policy(self)
-        return found
+        findings: tuple[LintLine, ...] = lint.lint_policy(self)
+        return findings
 
     @cached_property
     def effective_cache(self) -> str:
@@ -249,7 +249,7 @@ class Policy:
         return self.resolve("cpu").inner or INNER[0]
 
     def trains_in(self, low: Format) -> bool:
-        """Whether a region in this low format is one to train in. Of a resolved policy."""
+        """Return whether a region in this low format is one to train in. Of a resolved policy."""
         return not self.training or low.name in (*self.training, "fp32")
 
     @property
@@ -286,13 +286,13 @@ class Policy:
         return any(rule.direction != "forward" for rule in self.rules)
 
     def forward(self) -> Policy:
-        """This policy without its rules about the backward."""
+        """Return this policy without its rules about the backward."""
         if not self.has_backward_rules:
             return self
         return replace(self, layers=self._layers_about(forward=True), text=None, text_layers=0)
 
     def backward(self) -> Policy:
-        """The rules about the backward alone."""
+        """Return the rules about the backward alone."""
         return Policy(self.name, self._layers_about(forward=False), extends=())
 
     def _layers_about(self, forward: bool) -> tuple[tuple[Rule, ...], ...]:
@@ -322,13 +322,13 @@ _known: WeakValueDictionary[int, Policy] = WeakValueDictionary()  # by id: equal
 
 
 def known_policy(digest: str) -> Policy | None:
-    """A policy of that digest that is in use: compiled code can name a policy, but not hold one."""
+    """Return a policy of that digest that is in use: compiled code can name a policy, but not hold one."""
     return next((policy for policy in list(_known.values()) if policy.digest == digest), None)
 
 
 def as_policy(wanted: Policy | str | Path | None) -> Policy:
-    """A policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's path, or
-    as the digest of one that is in use, which is how compiled code names them.
+    """Return the policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's
+    path, or as the digest of one that is in use, which is how compiled code names them.
 
     None is native. Raises PolicyError for a name that is neither.
     """
@@ -345,7 +345,7 @@ def as_policy(wanted: Policy | str | Path | None) -> Policy:
 
 
 def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
-    """The policy in the file; `inside` are the files that extend one another on the way here."""
+    """Return the policy in the file; `inside` are the files that extend one another on the way here."""
     if path.resolve() in inside:
         where = tuple(Origin(str(p)) for p in inside)
         raise PolicyError(f"policy file {path}", "it extends itself", where, "Break the circle.")
@@ -353,18 +353,19 @@ def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
 
 
 def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Policy:
-    """The policy in the text; the paths of files that it extends start at `folder`."""
-    said = parse_text(text, file)
+    """Return the policy in the text; the paths of files that it extends start at `folder`."""
+    parsed = parse_text(text, file)
     try:
-        below = [_load(folder / name, inside) for name in said.extends if name.endswith(".toml")]
+        below = [_load(folder / name, inside) for name in parsed.extends if name.endswith(".toml")]
         policy = Policy(
-            said.name, said.layers, tuple(n for n in said.extends if not n.endswith(".toml")) or (NOTHING,),
-            said.description, allowances=said.allowances, text=text, text_layers=len(said.layers), **said.settings,
+            parsed.name, parsed.layers, tuple(n for n in parsed.extends if not n.endswith(".toml")) or (NOTHING,),
+            parsed.description, allowances=parsed.allowances, text=text, text_layers=len(parsed.layers),
+            **parsed.settings,
         )  # fmt: skip
     except NarrowcastError as error:
         if error.where:
             raise
-        raise with_origin(error, Origin(file, said.line_of(error))) from None
+        raise with_origin(error, Origin(file, parsed.line_of(error))) from None
     for base in reversed(below):
         policy = replace(base.merge(policy), name=policy.name, description=policy.description)
     return policy
@@ -372,7 +373,7 @@ def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Poli
 
 @cache
 def load_builtin(name: str) -> Policy:
-    """The built-in policy of that name, for the installed torch."""
+    """Return the built-in policy of that name, for the installed torch."""
     file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
     policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
     version = installed_torch()

@@ -59,7 +59,7 @@ ACTIONS = [f"{k.value}(format)" if k is Kind.TO else k.value for k in Kind]
 
 
 def parse_action(text: str) -> Action:
-    """The action of that text: `lower`, `to(fp16)` and so on.
+    """Return the action of that text: `lower`, `to(fp16)` and so on.
 
     Raises PolicyError with the nearest known spelling for anything else.
     """
@@ -74,7 +74,7 @@ def parse_action(text: str) -> Action:
 
 
 def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """A phrase that names the nearest known word, or nothing."""
+    """Return a phrase that names the nearest known word, or nothing."""
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -142,7 +142,7 @@ class Rule:
               module that is called.
     function: glob on the qualified name of any user function around the call.
     argument: the action is for this argument only (lower, full, follow and to(format) may be given so). `result` is
-              what the call returns: `follow` gives it the format of the first floating argument, as it came.
+              what the call returns: `follow` gives it the format of the first floating argument, in its input format.
     call:     the n-th call of the op alone, from 1, inside one call of the innermost module around it (`#2` of a call's
               identity); each overload is counted by itself.
     torch:    version range (`>=2.12`) in which the rule exists.
@@ -282,7 +282,7 @@ class Rule:
         return (*place, (self.call is not None, 0), (is_narrow, not self.is_glob), _literals(self.op))
 
     def matches_op(self, op: str) -> bool:
-        """Whether the op id `namespace.name.overload` is one that the rule names."""
+        """Return whether the op id `namespace.name.overload` is one that the rule names."""
         target = self.target
         if not self.is_pattern:
             return target == op
@@ -291,11 +291,11 @@ class Rule:
         return op.rpartition(".")[0] == target
 
     def matches_direction(self, direction: str) -> bool:
-        """Whether the rule is about calls of this direction (`forward`, `backward`, `dgrad` or `wgrad`)."""
+        """Return whether the rule is about calls of this direction (`forward`, `backward`, `dgrad` or `wgrad`)."""
         return self.direction == direction or (self.direction == "backward" and direction != "forward")
 
     def matches_site(self, site: Site) -> bool:
-        """Whether the call's place satisfies the module, class and function conditions."""
+        """Return whether the call's place satisfies the module, class and function conditions."""
         matches_path: Callable[[str, str], bool] = _matches_path
         classes = site.classes
         if self.is_module_call:  # the module itself, not what is inside
@@ -307,7 +307,7 @@ class Rule:
         )
 
     def matches_call(self, site: Site, number: int) -> bool:
-        """The same, and whether it is about the call of this number (0: nobody counted)."""
+        """Return whether the rule is about the call at this place, of this number (0: calls are not counted)."""
         return (self.call is None or self.call == number) and self.matches_site(site)
 
     def __str__(self) -> str:
@@ -322,18 +322,18 @@ class Rule:
 
 
 def naming(module_path: str) -> str | None:
-    """The glob that names the module of that path, whatever letters are in it; none for the root."""
+    """Return the glob that names the module of that path, whatever letters are in it; none for the root."""
     return glob.escape(module_path) or None
 
 
 def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "", number: int = 0) -> Rule | None:
-    """Of a policy's allowances the one for what a call reads (an argument), or gives, being not finite."""
+    """Return the allowance for a non-finite input (an argument) or output of a call, if the policy has one."""
     about = [r for r in rules if r.matches_op(op) and r.matches_call(site, number)]
     return next((r for r in about if (r.argument or argument) == argument), None)
 
 
 def _name_of(op: object) -> str:
-    """The name of what somebody took for an op."""
+    """Return the name of an object that a caller passed as an op."""
     text = str(op)  # torch.ops.aten.gelu.default says its own
     return text if text.startswith("aten.") else f"aten.{getattr(op, '__name__', 'gelu')}"
 
@@ -343,15 +343,15 @@ _PER_MODULE = (Kind.LOWER, Kind.FULL, Kind.INSIDE, Kind.FOLLOW, Kind.TO, Kind.RE
 
 
 def _literals(pattern: str | None) -> tuple[bool, int]:
-    """Whether there is a pattern, and how much of it is fixed text."""
+    """Return whether there is a pattern, and how many of its characters are fixed."""
     return pattern is not None, sum(c not in "*?[]" for c in pattern or "")
 
 
 def _matches_path(path: str, pattern: str) -> bool:
-    """A glob names modules; a call is inside if its module or one around it is named."""
+    """Return whether a glob names the module of a path, or one around it."""
     return fnmatchcase(path, pattern) or (path != "" and _matches_path(path.rpartition(".")[0], pattern))
 
 
 def _matches_name(pattern: str, qualified: str) -> bool:
-    """A class or function may be named by its qualified name or by any dotted tail of it."""
+    """Return whether a pattern names a class or function by its qualified name or by any dotted tail of it."""
     return qualified != "" and (fnmatchcase(qualified, pattern) or _matches_name(pattern, qualified.partition(".")[2]))

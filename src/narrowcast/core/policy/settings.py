@@ -32,7 +32,7 @@ INNER = ("native", "policy")
 def check_settings(
     cache: str | None, unsupported: str | None, inner: str | None, low: str | None, training: tuple[str, ...]
 ) -> None:
-    """PolicyError for a value that a setting cannot have."""
+    """Raise PolicyError for a value that a setting cannot have."""
     choices = (("cache", cache, CACHES), ("unsupported", unsupported, UNSUPPORTED), ("inner", inner, INNER))
     formats = (("low", low, LOW), *(("training", format, LOW) for format in training))
     for key, value, known in (*choices, *formats):
@@ -49,7 +49,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_is_loaded(name: str, extends: tuple[str, ...], has_rules: bool) -> None:
-    """PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
+    """Raise PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
     is_file, is_builtin = name.endswith(".toml"), name in BUILTIN and extends != (name,)
     if not has_rules and (is_file or (is_builtin and name != "native")):
         found = "this makes a policy of that name, without rules"

@@ -51,12 +51,12 @@ class RuleTable:
         self._known: dict[tuple[str, bool, str], Candidates] = {}
 
     def candidates(self, op: str, takes_patterns: bool = True, direction: str = "forward") -> Candidates:
-        """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
+        """Return the rules about `op`; patterns count only where `takes_patterns` (it computes and writes nothing)."""
         key = (op, takes_patterns, direction)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._find(*key)
-        return found
+        candidates = self._known.get(key)
+        if candidates is None:
+            candidates = self._known[key] = self._find(*key)
+        return candidates
 
     def _find(self, op: str, takes_patterns: bool, direction: str) -> Candidates:
         ranks = self._named.get(op, [])
@@ -110,7 +110,7 @@ class RuleChange:
 
 
 def changed_rules(old: Iterable[Rule], new: Iterable[Rule]) -> tuple[RuleChange, ...]:
-    """The calls about which the rules say something else. Of several about the same calls the last one counts."""
+    """Return the calls about which the rules differ. Of several rules about the same calls the last one counts."""
     before, after = {rule.conditions: rule for rule in old}, {rule.conditions: rule for rule in new}
     changes = [RuleChange(k, before.get(k), after.get(k)) for k in before | after]
     return tuple(c for c in changes if c.before is None or c.after is None or c.before.action != c.after.action)

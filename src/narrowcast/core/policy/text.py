@@ -16,7 +16,7 @@
     source = "..."
 
     [[rule]]
-    op = "aten.log"             # what nc.watch takes as meant here; an action is not needed, and may stand beside it
+    op = "aten.log"             # what nc.watch takes as intentional; an action is not needed, and may stand beside it
     allow_nonfinite = true
 
 Rules of a later layer win whatever their specificity; a file has one layer, and `[[layer]]` with `[[layer.rule]]`
@@ -81,12 +81,12 @@ class PolicyText:
     allowances: tuple[Rule, ...] = ()
 
     def line_of(self, error: NarrowcastError) -> int:
-        """The line of the setting that an error is about, or of `extends`."""
+        """Return the line of the setting that an error is about, or of `extends`."""
         return self.head.line_of(next((key for key in SETTINGS if error.asked.startswith(key)), "extends"))
 
 
 def read_text(path: Path) -> str:
-    """The text of a policy file. PolicyError for one that is missing or no text."""
+    """Return the text of a policy file. Raise PolicyError for one that is missing or no text."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_text(text: str, file: str) -> PolicyText:
-    """What the text says; `file` names it in errors. PolicyError, with file:line, for what no policy can say."""
+    """Return the parts of a policy's text; `file` names it in errors. PolicyError, with file:line, for a mistake."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -124,7 +124,7 @@ def parse_text(text: str, file: str) -> PolicyText:
 
 
 def _blocks(text: str) -> tuple[_TableLines, dict[str, list[_TableLines]]]:
-    """The text cut at its [[...]] headers: what stands before the first, and each kind's tables in order."""
+    """Return the text cut at its [[...]] headers: what precedes the first, and each kind's tables in order."""
     head_lines: list[str] = []
     current = head_lines
     starts: list[tuple[str, int, list[str]]] = []
@@ -146,7 +146,7 @@ def _blocks(text: str) -> tuple[_TableLines, dict[str, list[_TableLines]]]:
 def _rules(
     rows: list[Any], blocks: list[_TableLines], file: str, head: _TableLines, allowances: list[Rule]
 ) -> list[Rule]:
-    """The rules of a layer; those that allow what is not finite are added to the allowances."""
+    """Return the rules of a layer; those that allow what is not finite are added to the allowances."""
     inline = _TableLines(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
     rules: list[Rule] = []
     for number, row in enumerate(rows):

@@ -10,7 +10,7 @@ from narrowcast.core.policy.settings import NOTHING, SETTINGS
 
 
 def print_text(policy: Policy) -> str:
-    """Its TOML text. Where there is a text that says the first layers already, its comments stay."""
+    """Return the policy's TOML text. Where its first layers were read from a text, the comments there stay."""
     document = tomlkit.parse(policy.text) if policy.text is not None else _header(policy)
     if document.get("name") != policy.name:
         document["name"] = policy.name

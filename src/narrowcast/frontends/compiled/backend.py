@@ -84,7 +84,7 @@ class GraphBackend:
         return self._running(graph, explicit, compiled, expected)
 
     def _running(self, graph: GraphModule, explicit: Explicit, compiled: Compiled, expected: State) -> Compiled:
-        """The compiled graph as Dynamo calls it: outside of regions, its backward watched."""
+        """Return the compiled graph as Dynamo calls it: outside of regions, its backward watched."""
         elsewhere = find_elsewhere(graph, explicit)
         device_type = next((r.facts.device_type for r in explicit.reading.program.regions), "cpu")
         watched = _watched(compiled, expected, self.backward)
@@ -102,17 +102,17 @@ class GraphBackend:
         return run
 
     def _inner(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """What the compiler inside makes of a graph; while a run is observed, the graph runs call by call."""
+        """Compile a graph with the inner compiler; while a run is observed, the graph runs call by call."""
         return steppable(graph, self.inner(graph, inputs))
 
     def _without_regions(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Nothing to decide; the backward is held to its promise all the same."""
+        """Compile a graph without regions: nothing to decide; its backward is checked all the same."""
         with self.backward.tracing(graph) as expected:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
     def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
-        """The graph in the formats that are predicted to be the best, and what compiles its candidates."""
+        """Return the graph in the formats that are predicted to be the best, and what compiles its candidates."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
         uncompiled = self.rules is None and self.backward.runs_as_inputs
@@ -125,7 +125,7 @@ class GraphBackend:
         return placed.explicit, partial(compile_placed, placed, inputs, self._inner, self._compiling, report)
 
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Compiling]:
-        """The graph with explicit casts, and what compiles it."""
+        """Return the graph with explicit casts, and what compiles it."""
         values = _fake_inputs(graph, inputs)
         with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
@@ -148,7 +148,7 @@ class GraphBackend:
     def _fall_back(
         self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
     ) -> Compiled:
-        """The graph as it came, traced inside its regions as eager code runs in them; its backward is checked as ever.
+        """Compile the graph as captured, traced inside its regions as eager code runs in them; its backward is checked.
 
         Where a backward is asked for that only an explicit graph can have, the error is raised.
         """
@@ -167,8 +167,8 @@ class GraphBackend:
 
     @contextmanager
     def _compiling(self, explicit: Explicit, report: CompiledGraph) -> Any:
-        """While the inner compiler runs: its joint graph goes through the passes for after autograd. Gives the state
-        that the backward is compiled for.
+        """Put the joint graph of the inner compiler through the passes for after autograd. Yields the state that the
+        backward is compiled for.
         """
         earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
@@ -239,7 +239,7 @@ compile_graph = _Registered()
 
 
 def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
-    """The compiled graph, whose backward checks that autocast is as it was compiled for."""
+    """Return the compiled graph, whose backward checks that autocast is as it was compiled for."""
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
@@ -251,7 +251,7 @@ def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
 
 
 def _check_joint(joint: GraphModule, rules: Policy) -> None:
-    """CaptureError, with the rules, if an op does not take the formats that they give it."""
+    """Raise CaptureError, with the rules, if an op does not take the formats that they ask for."""
     with fake_mode_of(joint):
         try:
             check_formats(joint, [noted(node) for node in joint.graph.find_nodes(op="placeholder")])
@@ -265,18 +265,18 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
 
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs as Dynamo's fake tensors, as they come: without the autograd of what was written to them."""
-    found = [noted(node) for node in graph.graph.find_nodes(op="placeholder")]
-    for n, (fake, given) in enumerate(zip(found, inputs, strict=False)):
+    """Return the graph's inputs as Dynamo's fake tensors, without the autograd of what was written to them."""
+    fakes = [noted(node) for node in graph.graph.find_nodes(op="placeholder")]
+    for n, (fake, given) in enumerate(zip(fakes, inputs, strict=False)):
         if isinstance(fake, torch.Tensor) and isinstance(given, torch.Tensor):
             if fake.requires_grad and not given.requires_grad:
-                found[n] = detached(fake)
-    return found
+                fakes[n] = detached(fake)
+    return fakes
 
 
 def _may_fall_back(error: Exception, compiling: bool) -> bool:
-    """Whether a graph that raised is compiled as it came: not where the user is to hear of it, as of a warning that is
-    to be an error, nor where Dynamo begins again.
+    """Return whether a graph that raised is compiled as captured: not where the error is the user's to see, as of a
+    warning that is to be an error, nor where Dynamo begins again.
     """
     if isinstance(error, Warning):
         return False

@@ -68,7 +68,7 @@ def compile(
     goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
         than the policy: calls that it lowers may run in fp32 where that is cheaper. Candidates (placed by cost, as the
         policy says, all as high as may be) are timed on the first call's inputs. `memory`: those that hold fewest bytes
-        at once. `Goal.fast(...)` and `Goal.memory(...)` take what else is to be said.
+        at once. `Goal.fast(...)` and `Goal.memory(...)` take settings.
     weights: `cast` at each call; `folded`, the default: where no gradient flows they are cast once and kept, until they
         change; `working_copies`: in training, too. What changes parts of `weight.data` needs
         narrowcast.frontends.eager.invalidate.
@@ -122,7 +122,7 @@ def compile(
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:
-    """The backend, or one that needs no C++ compiler where there is none."""
+    """Return the backend, or one that needs no C++ compiler where there is none."""
     if backend != "inductor" or device_type not in ("cpu", None):
         return backend
     missing = missing_cpp_compiler(os.environ.get("CXX"))

@@ -37,11 +37,11 @@ class Compiled:
     """What runs a compiled call."""
 
     def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        """The call's result."""
+        """Return the call's result."""
         return compiled(*args, **kwargs)
 
     def region(self, args: Any = (), kwargs: Any = None) -> AbstractContextManager[Any]:
-        """The region of a call with these arguments, for what is run in it and is not compiled by us."""
+        """Return the region of a call with these arguments, for what is run in it and is not compiled by us."""
         return nullcontext()
 
 
@@ -59,7 +59,7 @@ class InRegion(Compiled):
         self._as_asked = make(device_type) if device_type is not None else None  # what is wrong is said at once
 
     def region(self, args: Any = (), kwargs: Any = None) -> AbstractContextManager[Any]:
-        """The region, as it was asked for; where Dynamo traces, one that it makes there."""
+        """Return the region, as it was asked for; where Dynamo traces, one that it makes there."""
         if self._as_asked is not None:
             return self._as_asked.again()
         return self._make(self._device_of(args, kwargs or {}))
@@ -68,7 +68,7 @@ class InRegion(Compiled):
         return self._device_type or device_type_of(args, kwargs) or "cpu"
 
     def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        """The call's result."""
+        """Return the call's result."""
         device_type = self._device_type or self._device_of(args, kwargs)
         region = self._regions.get(device_type)
         if region is None:
@@ -96,7 +96,7 @@ dynamo.never_trace(InRegion._first_call)
 
 
 def _called(around: Compiled, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    """The call's result; while a run is observed, from our graphs, which tell of their calls.
+    """Return the call's result; while a run is observed, it is that of our graphs, which report their calls.
 
     An error of ours that Dynamo has wrapped comes out as it was raised.
     """
@@ -125,7 +125,7 @@ class CompiledModule(dynamo.OptimizedModule):  # type: ignore[misc]
 
     @staticmethod
     def of(compiled: Any, around: Compiled, again: functools.partial[Any]) -> CompiledModule:
-        """What torch.compile returned, in place. again: compiles a copy, with the same arguments."""
+        """Change the module that torch.compile returned, in place. again: compiles a copy, with the same arguments."""
         compiled.__class__ = CompiledModule
         object.__setattr__(compiled, "_around", around)
         object.__setattr__(compiled, "_again", again)
@@ -142,7 +142,7 @@ class CompiledModule(dynamo.OptimizedModule):  # type: ignore[misc]
         return call_of_module(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's result, computed in the region."""
+        """Return the module's result, computed in the region."""
         if torch.compiler.is_dynamo_compiling():
             with self._around.region(args, kwargs):
                 return self._modules[COMPILED](*args, **kwargs)
@@ -155,10 +155,10 @@ class CompiledModule(dynamo.OptimizedModule):  # type: ignore[misc]
         module = self._modules[COMPILED]
         if name == COMPILED:
             return module
-        found = getattr(module, name)
-        if isinstance(found, MethodType) and found.__self__ is module and not _is_torchs(found):
-            return _method_in_region(found, self._around)
-        return found
+        attribute = getattr(module, name)
+        if isinstance(attribute, MethodType) and attribute.__self__ is module and not _is_torchs(attribute):
+            return _method_in_region(attribute, self._around)
+        return attribute
 
     def __bool__(self) -> bool:  # torch 2.11 asks for a length, which most models have not
         return bool(self._orig_mod)
@@ -168,8 +168,8 @@ class CompiledModule(dynamo.OptimizedModule):  # type: ignore[misc]
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
-    """Dynamo stops at the hooks of FSDP2 around a block, and begins again in the block's forward; but never in one of
-    torch's own classes: such a block would run as eager code without a word.
+    """Raise RegionError where FSDP2 shards a block of one of torch's own classes. Dynamo stops at the hooks around a
+    block, and begins again in the block's forward, but not in torch's: that would run as eager code without notice.
     """
     for name, module in model.named_modules():
         inside = (other for other in module.modules() if other is not module)
@@ -188,7 +188,7 @@ def refuse_sharded(model: torch.nn.Module) -> None:
 
 
 def _is_torchs(method: MethodType) -> bool:
-    """Whether a method is one that every module has, or that a module keeps for itself."""
+    """Return whether a method is one that every module has, or that a module keeps for itself."""
     return method.__name__.startswith("_") or hasattr(torch.nn.Module, method.__name__)
 
 
@@ -216,7 +216,7 @@ def _tell_uncompiled(method: MethodType) -> None:
 def compiled_function(
     function: Callable[..., Any], compiled: Callable[..., Any], around: Compiled, asked: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """A function that runs what was compiled of it in its region."""
+    """Return a function that runs what was compiled of it in its region."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -230,18 +230,18 @@ def compiled_function(
 
 
 def original(model: Any) -> Any:
-    """What a compiled module or function was compiled of."""
+    """Return what a compiled module or function was compiled of."""
     return compiled_of(model) if isinstance(model, CompiledModule) else model.__wrapped__
 
 
 def asked_before(model: Any) -> Mapping[str, Any] | None:
-    """What `compile` was asked when it made this; None if it did not."""
-    found: Mapping[str, Any] | None = getattr(model, "__narrowcast_compiled__", None)
-    return model._again.keywords if isinstance(model, CompiledModule) else found
+    """Return the arguments of the `compile` that made this; None if it did not."""
+    asked: Mapping[str, Any] | None = getattr(model, "__narrowcast_compiled__", None)
+    return model._again.keywords if isinstance(model, CompiledModule) else asked
 
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to compile a compiled model again: its region stays. RegionError if another is asked for."""
+    """Return the arguments to compile a compiled model again: its region stays. RegionError if another is asked for."""
     if now["under"] is not None and _facts(before["under"]) != _facts(now["under"]):
         raise RegionError(
             asked=f"compile(model, {_shown(now['under'])})",
@@ -252,7 +252,7 @@ def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def _facts(under: Under) -> AskedRegion:
-    """What is asked for, so that equal regions are equal."""
+    """Return what is asked for in a form in which equal regions are equal."""
     asked = asked_region("compile", under)
     return replace(asked, dtype=None if asked.dtype is None else to_dtype(asked.dtype))
 

@@ -1,4 +1,4 @@
-"""Graphs run call by call, for those who want to be told of each call: observers of runs."""
+"""Graphs run call by call, for watchers that are notified of each call: observers of runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_POLICY = Policy("graph", extends=())
 
 
 class Stepwise(torch.fx.Interpreter):
-    """One run of a graph: each node at its site, and those who watch told of the calls that a policy decides."""
+    """One run of a graph: each node at its site, and watchers notified of the calls that a policy decides."""
 
     def __init__(self, graph: GraphModule, watching: tuple[Watcher, ...]) -> None:
         super().__init__(graph)
@@ -38,13 +38,13 @@ class Stepwise(torch.fx.Interpreter):
         self._site = Site()
 
     def run_node(self, n: Node) -> Any:
-        """One call, at its place."""
+        """Run one call, at its place."""
         self._site = node_site(n.meta, self._outside)
         with at_site(self._site, graph_call(n.meta, self)):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """One call of an op, of which those who want it whole are told."""
+        """Run one call of an op, of which watchers that want it whole are notified."""
         if not isinstance(target, OpOverload):
             return super().call_function(target, args, kwargs)
         facts = op_facts(target)
@@ -60,7 +60,7 @@ class Stepwise(torch.fx.Interpreter):
 
 
 def steppable(graph: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled graph; while somebody wants to be told of every call, the graph itself, call by call."""
+    """Return the compiled graph; while a watcher wants every call, the graph itself, call by call."""
 
     def run(*args: Any) -> Any:
         watching = stepping()
@@ -70,12 +70,12 @@ def steppable(graph: GraphModule, compiled: Callable[..., Any]) -> Callable[...,
 
 
 def is_program(module: torch.nn.Module) -> TypeGuard[GraphModule]:
-    """Whether a module is a graph of torch.export's, as `program.module()` gives it, that can run step by step."""
+    """Return whether a module is a graph of torch.export's, as `program.module()` makes it, that can run in steps."""
     return isinstance(module, GraphModule) and "_in_spec" in vars(module) and "_out_spec" in vars(module)
 
 
 def run_program(program: GraphModule, watching: tuple[Watcher, ...], args: Arguments, kwargs: Keywords) -> Any:
-    """The program's result, computed call by call."""
+    """Return the program's result, computed call by call."""
     values = inspect.signature(program.forward).bind(*args, **kwargs)
     values.apply_defaults()
     return Stepwise(program, watching).run(*values.args, *values.kwargs.values())
@@ -104,10 +104,10 @@ class Elsewhere(torch.fx.Interpreter):
         self.warned = False
 
     def is_elsewhere(self) -> bool:
-        """Whether this call is made in another module, or under another policy, than the graph was compiled for.
+        """Return whether this call is made in another module, or under another policy, than the graph was compiled for.
 
-        torch's own state is as it was, or Dynamo would not have come here; so where one region of ours is all, and the
-        same, no policy needs to be looked at. This is asked at every call.
+        torch's own state is the same, or Dynamo would not have come here; so where one region of ours is all, and the
+        same, no policy needs to be inspected. This is asked at every call.
         """
         region = stack.innermost
         if region is not None:
@@ -117,7 +117,7 @@ class Elsewhere(torch.fx.Interpreter):
         return self.compiled_for is not None and module_path(called_modules()) != self.compiled_for
 
     def run(self, *args: Any, **_: Any) -> Any:
-        """The graph's results, computed call by call at the places where this call makes them."""
+        """Return the graph's results, computed call by call at the places where this call makes them."""
         self.outside = Outside.now()
         self.numbering = Numbering(self.outside.begins)
         if not self.warned and self.compiled_for is not None and self.outside.site.module_path != self.compiled_for:
@@ -131,18 +131,18 @@ class Elsewhere(torch.fx.Interpreter):
         return super().run(*args)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """One call, at its place."""
+        """Run one call, at its place."""
         with at_site(node_site(n.meta, self.outside), number=partial(self.numbering.number, n.meta)):
             return super().run_node(n)
 
 
 def find_elsewhere(graph: GraphModule, explicit: Explicit) -> Elsewhere | None:
-    """What checks where the graph is called: if a region of ours is open, or the policy asks for modules."""
+    """Return a check of where the graph is called, if a region of ours is open, or the policy asks for modules."""
     rules = [rule for policy in explicit.reading.policies.values() for rule in policy.rules]
     modules_matter = not all(rule.is_unconditional for rule in rules) and len(called_modules()) >= 2
     return Elsewhere(graph, modules_matter) if modules_matter or stack.innermost is not None else None
 
 
 def _policies() -> tuple[tuple[str, str], ...]:
-    """The policies in force, by device type."""
+    """Return the policies in force, by device type."""
     return tuple((device, r.prepared.for_graphs.policy.digest) for device, r in ruling_regions().items())

@@ -37,16 +37,16 @@ class AskedRegion:
     cache_limit_bytes: int | None = None
 
     def on(self, device_type: str, policy: Policy) -> autocast:
-        """The region on a device type, under this policy in place of the one that was asked for."""
+        """Return the region on a device type, under this policy in place of the one that was asked for."""
         return region_of(policy, (device_type, self.dtype, self.enabled, self.cache, self.cache_limit_bytes))
 
     def fast_dtype_on(self, device_type: str) -> torch.dtype:
-        """The low dtype: the one that was asked for, or that of the policy, or of the device type."""
+        """Return the low dtype: the one that was asked for, or that of the policy, or of the device type."""
         return default_dtype(self.policy, device_type) if self.dtype is None else to_dtype(self.dtype)
 
 
 def asked_region(verb: str, under: Under) -> AskedRegion:
-    """What a user wrote; `verb` is the function that they called. RegionError for what is none of it."""
+    """Return what a user wrote; `verb` is the function that they called. Raise RegionError for what is none of it."""
     if under is None:
         return AskedRegion(as_policy(None), False)
     if isinstance(under, autocast):
@@ -67,7 +67,7 @@ _WHAT = (
 
 
 def _named(verb: str, name: str) -> AskedRegion:
-    """By a format's name, a built-in policy's, or a file's path, in this order."""
+    """Return the region of a format's name, a built-in policy's, or a file's path, in this order."""
     low = find_format(name)
     if low is not None:
         return AskedRegion(as_policy(None), True, dtype=low)
@@ -79,7 +79,7 @@ def _named(verb: str, name: str) -> AskedRegion:
 
 
 def asked_or_around(verb: str, under: Under, own_device: str, device: str | None = None) -> AskedRegion:
-    """What a user wrote; where they wrote nothing, the region around the call that rules the model's device type.
+    """Return what a user wrote; or else the region around the call that rules the model's device type.
 
     own_device: the model's. device: whose lists are to hold, in place of these. RegionError where the region that is
     given is for another.
@@ -96,14 +96,14 @@ def asked_or_around(verb: str, under: Under, own_device: str, device: str | None
 
 
 def _around(device_type: str) -> AskedRegion | None:
-    """The region on this device type that is open here, one of ours or of torch's."""
-    found = active_region(device_type)
-    if found is None and not torch.is_autocast_enabled(device_type):
+    """Return the region on this device type that is open here, one of ours or of torch's."""
+    ruling = active_region(device_type)
+    if ruling is None and not torch.is_autocast_enabled(device_type):
         return None
-    facts = (found or native_region(device_type)).prepared.facts
-    dtype, owner = DTYPES[facts.low], found.owner if found is not None else None
+    facts = (ruling or native_region(device_type)).prepared.facts
+    dtype, owner = DTYPES[facts.low], ruling.owner if ruling is not None else None
     if isinstance(owner, autocast):
         return AskedRegion(owner.policy, True, device_type, dtype, facts.enabled, *owner.asked[3:])
     # torch's own, or one that a checkpoint's recomputation carries
-    policy = as_policy(None) if found is None else found.prepared.policy
+    policy = as_policy(None) if ruling is None else ruling.prepared.policy
     return AskedRegion(policy, True, device_type, dtype, facts.enabled, facts.cache)

@@ -45,12 +45,12 @@ class Names:
     open: bool
 
     def of(self, position: int) -> str:
-        """The name of a positional argument."""
+        """Return the name of a positional argument."""
         return self.positional[position] if position < len(self.positional) else self.more
 
 
 def names_of(function: Callable[..., Any], bound: bool) -> Names:
-    """The names of a function's arguments; `bound`: without the first, which is the module."""
+    """Return the names of a function's arguments; `bound`: without the first, which is the module."""
     schema = getattr(function, "schema", None)
     if schema is not None and not callable(schema):  # a script's
         scripted = tuple(a.name for a in schema.arguments if a.name != "self")
@@ -66,7 +66,7 @@ def names_of(function: Callable[..., Any], bound: bool) -> Names:
 
 
 def names_of_forward(module: torch.nn.Module) -> Names:
-    """The names of the arguments of a module's `forward`, its class's or its own."""
+    """Return the names of the arguments of a module's `forward`, its class's or its own."""
     forward = module.forward
     function = getattr(forward, "__func__", forward)
     return names_of(function, function is not forward)
@@ -89,12 +89,12 @@ class Boundary:
     entries: dict[str, ArgumentCast] = field(default_factory=dict)
 
     def entry(self, name: str) -> ArgumentCast:
-        """What happens to the argument of that name."""
-        found = self.entries.get(name)
-        if found is None:
+        """Return the cast of the argument of that name."""
+        entry = self.entries.get(name)
+        if entry is None:
             dst, exactly = self.call.cast_of(name)
-            found = self.entries[name] = (None if dst is None else DTYPES[dst], exactly)
-        return found
+            entry = self.entries[name] = (None if dst is None else DTYPES[dst], exactly)
+        return entry
 
     @cached_property
     def positional(self) -> tuple[ArgumentCast, ...]:
@@ -108,11 +108,11 @@ class Boundary:
 
     @cached_property
     def follows(self) -> bool:
-        """Whether a result is to have the format of what came in."""
+        """Whether a result is to have the format of an input."""
         return any(r.format is None for r in self.plan.results)
 
     def note(self, name: str) -> str:
-        """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
+        """Return the rule about an argument or `result`, as JSON for the ledger of a graph."""
         rule = self.call.rule_about(name)
         facts = {"argument": name, "policy": self.call.policy.name}
         if rule is not None:
@@ -121,13 +121,13 @@ class Boundary:
         return json.dumps(facts)
 
     def check(self) -> None:
-        """RefusedError if the call must not run."""
+        """Raise RefusedError if the call must not run."""
         if self.plan.refused is not None:
             raise refusal(self.plan, MODULE_CALL_OP, self.call.site)
 
 
 def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> Boundary:
-    """The boundary that a policy gives a call, if only one that does nothing."""
+    """Return the boundary of a call under a policy, which may do nothing."""
     call = ModuleCall(policy, region, site)
     return Boundary(names, call, call.plan())
 
@@ -136,7 +136,7 @@ def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> B
 
 
 def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
-    """Every floating tensor in nested lists, tuples, dicts and other pytrees, cast; fp64 ones only if `exactly`."""
+    """Return nested tuples, dicts and other pytrees with every floating tensor cast; fp64 ones only if `exactly`."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not exactly):
             return value
@@ -154,7 +154,7 @@ def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
 
 
 def first_floating(value: Any) -> torch.dtype | None:
-    """The dtype of the first floating tensor in nested containers."""
+    """Return the dtype of the first floating tensor in nested containers."""
     if isinstance(value, torch.Tensor):
         return value.dtype if value.is_floating_point() else None
     if isinstance(value, _PLAIN):
@@ -164,9 +164,9 @@ def first_floating(value: Any) -> torch.dtype | None:
 
 
 def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
-    """What a module returned, cast: as a whole, or single parts by position, key or attribute.
+    """Return a module's output, cast: as a whole, or single parts by position, key or attribute.
 
-    came: the dtype of the first floating argument that the boundary casts, which results may be told to follow.
+    came: the dtype of the first floating argument that the boundary casts, which results may follow.
     RegionError for a part that is not there.
     """
     for wanted in results:
@@ -177,33 +177,33 @@ def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | Non
 
 
 def cast_results(result: Any, plan: Plan) -> Any:
-    """What an op returned, with the plan's casts of it made."""
+    """Return an op's output with the plan's casts."""
     parts = {"", *map(str, range(len(result)))} if isinstance(result, (tuple, list)) else {""}
     return cast_parts(result, tuple(r for r in plan.results if r.part in parts), None)
 
 
 def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
-    """What a module returned, with one part cast; the whole, if `part` is empty."""
+    """Return a module's output with one part cast; the whole, if `part` is empty."""
     if not part:
         return cast_tree(result, dtype, exactly)
     if isinstance(result, Mapping) and part in result:
-        made: Any = copy.copy(result)
-        made[part] = cast_tree(result[part], dtype, exactly)
-        return made
+        changed: Any = copy.copy(result)
+        changed[part] = cast_tree(result[part], dtype, exactly)
+        return changed
     if isinstance(result, (list, tuple)) and part.isdigit() and int(part) < len(result):
         position = int(part)
         items = [cast_tree(item, dtype, exactly) if n == position else item for n, item in enumerate(result)]
         return result._make(items) if hasattr(result, "_make") else type(result)(items)
     if not part.isdigit() and hasattr(result, part):
-        found = cast_tree(getattr(result, part), dtype, exactly)
+        low = cast_tree(getattr(result, part), dtype, exactly)
         if hasattr(result, "_replace"):
-            return result._replace(**{part: found})
+            return result._replace(**{part: low})
         if dataclasses.is_dataclass(result):
-            return dataclasses.replace(result, **{part: found})  # type: ignore[type-var]
+            return dataclasses.replace(result, **{part: low})  # type: ignore[type-var]
         if hasattr(result, "__dict__"):
-            made = copy.copy(result)
-            setattr(made, part, found)
-            return made
+            changed = copy.copy(result)
+            setattr(changed, part, low)
+            return changed
     raise RegionError(
         asked=f"result.{part} in another format",
         found=f"what is returned is a {type(result).__name__} without that part",
@@ -218,11 +218,11 @@ ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any regi
 
 
 def ruling_region() -> OpenRegion | None:
-    """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
+    """Return the innermost region of ours whose policy has rules about modules, and which rules its device type now."""
     region = stack.innermost
     if region is None or not region.is_innermost:
-        found = map(carried_region, DEVICE_TYPES) if current_graph_task() != -1 else ()
-        carried = next((r for r in found if r is not None and r.prepared.policy.has_module_rules), None)
+        recomputed = map(carried_region, DEVICE_TYPES) if current_graph_task() != -1 else ()
+        carried = next((r for r in recomputed if r is not None and r.prepared.policy.has_module_rules), None)
         if carried is not None:
             return carried
     passed: list[str] = []
@@ -238,7 +238,7 @@ def ruling_region() -> OpenRegion | None:
 
 
 def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
-    """The boundary of a module's call; None if nothing is said about it."""
+    """Return the boundary of a module's call; None if no pin or rule is about it."""
     pin: Pin | None = pin_of(module)
     ruling = ruling_region()
     if "forward" in module.__dict__:  # its arguments are its own: nothing that is known of the class holds
@@ -248,31 +248,31 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
             return None
         if type(module) not in pin.boundaries:
             pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
-        found: Boundary | None = pin.boundaries[type(module)]
-        return found
+        pinned: Boundary | None = pin.boundaries[type(module)]
+        return pinned
     site = _site(module, ruling, traced)
     if ruling.prepared.sightings is not None:
         ruling.prepared.sightings.see(site, MODULE_CALL_OP, 0)
     key = (type(module), pin.tag if pin is not None else None, site.module_path, site.functions, site.around)
-    made: dict[Any, Boundary | None] = ruling.prepared.boundaries
-    if key not in made:
-        made[key] = _made(module, pin, ruling, site)
-    return made[key]
+    boundaries: dict[Any, Boundary | None] = ruling.prepared.boundaries
+    if key not in boundaries:
+        boundaries[key] = _made(module, pin, ruling, site)
+    return boundaries[key]
 
 
 def _site(module: Module, ruling: OpenRegion | None, traced: bool) -> Site:
-    """As much of the place as the policy's rules ask for."""
+    """Return as much of the place as the policy's rules ask for."""
     asked = ruling.prepared.policy.asked_of_modules if ruling is not None else frozenset()
     if not asked:
         return NOWHERE
     if traced:
-        found = traced_site() or NOWHERE
+        site = traced_site() or NOWHERE
     else:
         called = [module, *called_modules()]
         functions = find_site().functions if "function" in asked else ()
-        found = Site(module_path(called), (), functions, around=path_around(called) if "module" in asked else "")
-    path, around = (found.module_path, found.around) if "module" in asked else ("", "")
-    return Site(path, (), found.functions if "function" in asked else (), around=around)
+        site = Site(module_path(called), (), functions, around=path_around(called) if "module" in asked else "")
+    path, around = (site.module_path, site.around) if "module" in asked else ("", "")
+    return Site(path, (), site.functions if "function" in asked else (), around=around)
 
 
 def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site) -> Boundary | None:
@@ -281,6 +281,6 @@ def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    made = make_boundary(names_of_forward(module), policy, facts, replace(site, classes=(name,)))
-    says = made.plan.rule is not None or made.plan.results or any(map(made.call.names, made.names.known))
-    return made if says else None
+    bound = make_boundary(names_of_forward(module), policy, facts, replace(site, classes=(name,)))
+    says = bound.plan.rule is not None or bound.plan.results or any(map(bound.call.names, bound.names.known))
+    return bound if says else None

@@ -1,4 +1,4 @@
-"""A call with a boundary around it, carried out in eager code, and told to recordings."""
+"""A call with a boundary around it, carried out in eager code, and reported to recordings."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from narrowcast.runtime.torch_surface.state import any_autocast, count_function_
 def run_bounded(
     boundary: Boundary, call: Callable[..., Any], args: Any, kwargs: Keywords, module: Module | None = None
 ) -> Any:
-    """`call(*args, **kwargs)` with a boundary around it; `module` is what is called, if it is one."""
+    """Return `call(*args, **kwargs)`, run with a boundary around it; `module` is what is called, if it is one."""
     if boundary.plan.refused is not None:
         boundary.check()
     watching = bool(watchers())
     if watching:
         _tell(boundary, _named(boundary, args, kwargs), module)
-    came, new_args, new_kwargs = _cast_arguments(boundary, args, kwargs)
+    input_dtype, new_args, new_kwargs = _cast_arguments(boundary, args, kwargs)
     if watching:
         _told((new_args, new_kwargs))
     if boundary.inside.goes_on:
@@ -55,12 +55,12 @@ def run_bounded(
         result = _run_off(call, new_args, new_kwargs)
     if not boundary.plan.results:
         return result
-    if boundary.follows and came is None:
-        came = first_floating([*args, *kwargs.values()])
+    if boundary.follows and input_dtype is None:
+        input_dtype = first_floating([*args, *kwargs.values()])
     if watching:
-        _tell(boundary, [], module, came)
+        _tell(boundary, [], module, input_dtype)
     with annotate({NOTE: boundary.note(RESULT)}) if torch.compiler.is_exporting() else nullcontext():
-        result = cast_parts(result, boundary.plan.results, came)
+        result = cast_parts(result, boundary.plan.results, input_dtype)
     if watching:
         _told(result)
     return result
@@ -69,31 +69,31 @@ def run_bounded(
 def _cast_arguments(
     boundary: Boundary, args: Any, kwargs: Keywords
 ) -> tuple[torch.dtype | None, list[Any], dict[str, Any]]:
-    """The dtype of the first floating argument that the boundary casts, as it came, and the arguments, cast."""
-    came = None
+    """Return the input dtype of the first floating argument that the boundary casts, and the arguments, cast."""
+    input_dtype = None
     entries, known = boundary.positional, len(boundary.positional)
     new_args, new_kwargs = list(args), kwargs
     for position, value in enumerate(args):
         dtype, exactly = entries[position] if position < known else boundary.entry(boundary.names.of(position))
         if dtype is not None:
-            came = came or first_floating(value)
+            input_dtype = input_dtype or first_floating(value)
             new_args[position] = _cast(value, dtype, exactly, boundary, boundary.names.of(position))
     for name, value in kwargs.items():
         dtype, exactly = boundary.entry(name)
         if dtype is not None:
-            came = came or first_floating(value)
+            input_dtype = input_dtype or first_floating(value)
             new_kwargs = {**new_kwargs, name: _cast(value, dtype, exactly, boundary, name)}
-    return came, new_args, new_kwargs
+    return input_dtype, new_args, new_kwargs
 
 
 def _cast(value: Any, dtype: torch.dtype, exactly: bool, boundary: Boundary, name: str) -> Any:
-    """The value, cast; with a note where torch.export writes down what it sees."""
+    """Return the value, cast; with a note where torch.export records it."""
     with annotate({NOTE: boundary.note(name)}) if torch.compiler.is_exporting() else nullcontext():
         return cast_tree(value, dtype, exactly)
 
 
 def _run_off(call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
-    """The call with autocasting off. Where a graph is made, regions that it can see; else a flag, which is cheaper."""
+    """Run the call with autocasting off. Where a graph is made, in regions that it can see; else by a cheaper flag."""
     if not any_autocast():
         return call(*args, **kwargs)
     on = [d for d in _USUAL if torch.is_autocast_enabled(d)]
@@ -123,7 +123,7 @@ def _off(device_type: str) -> autocast:
 
 
 def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
-    """The call in a region of this format, under the policy in force; in none, on a device that has no autocast."""
+    """Run the call in a region of this format, under the policy in force; in none, on a device without autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return call(*args, **kwargs)
     with autocast(device_type, low, policy=policy_on(device_type)):
@@ -131,7 +131,7 @@ def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args:
 
 
 def policy_on(device_type: str) -> Policy:
-    """The policy in force for a device type, without what was placed for eager code; native where there is none."""
+    """Return the policy in force for a device type, without what was placed for eager code; native if there is none."""
     region = region_on(device_type)
     return region.prepared.for_graphs.policy if region is not None else Policy.native()
 
@@ -147,16 +147,16 @@ def _named(boundary: Boundary, args: Any, kwargs: Keywords) -> list[tuple[Slot, 
 
 
 def _tell(
-    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, came: torch.dtype | None = None
+    boundary: Boundary, named: list[tuple[Slot, torch.Tensor]], module: Module | None, src: torch.dtype | None = None
 ) -> None:
-    """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
+    """Report the call to recordings as an op's: first its arguments, and at the end its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
     region = boundary.call.region
     arguments = tuple(Argument(s.name, FORMATS.get(t.dtype), region.device_type) for s, t in named)
     plan = decide(Call(MODULE_CALL_OP, arguments, boundary.call.site), boundary.call.policy, region)
     if not named:
         results = boundary.plan.results
-        plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(came)) for r in results))  # type: ignore[arg-type]
+        plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(src)) for r in results))  # type: ignore[arg-type]
     here = find_site()
     path = module_path([module, *called_modules()]) if module is not None else here.module_path
     site = Site(path, boundary.call.site.classes, here.functions, here.file, here.line)
@@ -181,9 +181,9 @@ _traced: dict[str, Boundary] = {}
 
 
 def boundary_key(pin: str, module: int) -> str:
-    """The key of the boundary of the call that Dynamo is tracing; empty if there is none. Run while it traces.
+    """Return the key of the boundary of the call that Dynamo is tracing; empty if there is none. Run while it traces.
 
-    pin, module: not looked at. They make Dynamo guard on which pin it is, and where paths matter on which module.
+    pin, module: not used. They make Dynamo guard on which pin it is, and where paths matter on which module.
     """
     del pin, module
     boundary = find_boundary(traced_local("self"), traced=True)
@@ -191,26 +191,26 @@ def boundary_key(pin: str, module: int) -> str:
 
 
 def paths_matter() -> bool:
-    """Whether the rules about modules that hold name paths."""
+    """Return whether the rules about modules that hold name paths."""
     region = ruling_region()
     return region is not None and "module" in region.prepared.policy.asked_of_modules
 
 
 def key_of(boundary: Boundary) -> str:
-    """The key under which constant functions find a boundary."""
+    """Return the key under which constant functions find a boundary."""
     key = f"{id(boundary)}"
     _traced[key] = boundary
     return key
 
 
 def rules_hold() -> bool:
-    """Whether a region with rules about modules is open."""
+    """Return whether a region with rules about modules is open."""
     return ruling_region() is not None
 
 
 def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, bool, str]:
-    """What the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside the
-    nodes of the cast, for the ledger of the graph.
+    """Return what the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside
+    the nodes of the cast, for the ledger of the graph.
     """
     boundary = _traced[key]
     name = boundary.names.of(which) if isinstance(which, int) else which
@@ -218,7 +218,7 @@ def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, boo
 
 
 def traced_results(key: str) -> tuple[tuple[str, torch.dtype | None, bool, str], ...]:
-    """The casts of what the call returns: of which part, to what (None: as what came), and the same as above."""
+    """Return the casts of the call's results: part, dtype (None: the input's), whether fp64 is cast, and the note."""
     boundary = _traced[key]
     note = boundary.note(RESULT)
     return tuple(
@@ -227,7 +227,7 @@ def traced_results(key: str) -> tuple[tuple[str, torch.dtype | None, bool, str],
 
 
 def traced_inside(key: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
-    """The low dtype of the region inside, None if it is off, or goes on; and the device types for which it is off."""
+    """Return the low dtype of the region inside, None if it is off or goes on; and the device types where it is off."""
     inside = _traced[key].inside
     if inside.low is not None:
         return DTYPES[inside.low], ()
@@ -235,7 +235,7 @@ def traced_inside(key: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
 
 
 def traced_policy(device_type: str) -> str:
-    """The digest of the policy in force."""
+    """Return the digest of the policy in force."""
     return policy_on(device_type).digest
 
 
@@ -252,7 +252,7 @@ for _function in (
 
 
 def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
-    """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
+    """Run a bounded call in a form that Dynamo follows: what is decided comes from constant functions."""
     _traced[key].check()
     new_args: list[Any] = []
     new_kwargs: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The weight caches as users see them: what they hold, and how they are told of changes that nobody can see."""
+"""The weight caches as users see them: what they hold, and how a user reports changes that no counter shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from narrowcast.runtime.weights.cache import CacheInfo, mutations, native_cache_
 
 
 def cache_info() -> CacheInfo:
-    """What the weight cache of the outermost region that is open on this thread holds: entries, hits, bytes.
+    """Return what the weight cache of the outermost region that is open on this thread holds: entries, hits, bytes.
 
     Casts that torch's own kernels keep (grade `native`) cannot be seen from Python and are not counted.
     """
@@ -40,8 +40,8 @@ def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None
     """Say that weights were changed behind their version counters (`weight.data.copy_(...)`): cast them again.
 
     changed: tensors, modules (all their parameters), or iterables of tensors; everything, if nothing is given. torch's
-    own cache can be cleared only as a whole, and is. Weights at rest, which `narrowcast.compile` keeps from call to
-    call, are cast again, too; besides these nothing is cached outside of regions. Raises CacheError for anything else.
+    own cache can be cleared only as a whole, and is. Low-precision weights that `narrowcast.compile` caches from call
+    to call are cast again, too; besides these nothing is cached outside of regions. Raises CacheError for other things.
     """
     weights = [w for item in changed for w in _weights_of(item)]
     if weights or not changed:
@@ -68,8 +68,8 @@ def _weights_of(item: Any) -> list[torch.Tensor]:
             asked=f"invalidate({type(item).__name__})", found="it is no weight, and holds none",
             advice="Give tensors, modules, or iterables of these.",
         )  # fmt: skip
-    found = item.values() if isinstance(item, Mapping) else item
-    return [weight for inner in found for weight in _weights_of(inner)]
+    items = item.values() if isinstance(item, Mapping) else item
+    return [weight for inner in items for weight in _weights_of(inner)]
 
 
 # -- the mutators that everybody uses ----------------------------------------------------------------------------------
@@ -107,14 +107,14 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fused optimizers do not count what they write."""
+    """Forget casts after a step, since fused optimizers do not count what they write."""
     _forget()
     if len(at_rest):
         at_rest.forget(*optimized_by(optimizer))
 
 
 def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors that anybody refers to weakly cannot be swapped: recordings forget them."""
+    """Return a swap before which recordings forget the tensors: no weak reference may be left."""
 
     @wraps(swap)
     def let_go_and_swap(*tensors: Any) -> Any:

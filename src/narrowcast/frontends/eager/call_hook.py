@@ -37,7 +37,7 @@ def ask_at_calls() -> None:
 
 @once
 def stand_at_calls() -> None:
-    """The same in eager code alone: Dynamo, which takes a second to import, need not know."""
+    """Watch calls of modules in eager code alone: Dynamo, which takes a second to import, need not know."""
     require("calls of modules go through _call_impl")
     setattr(Module, ATTRIBUTE, None)
     note_staying(f"torch.nn.modules.module.Module.{ATTRIBUTE}", _WHY)

@@ -96,7 +96,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def carry(function: F) -> F:
-    """The function, running in the regions that hold where `carry` is called, whatever calls it, and on which thread.
+    """Return the function, running in the regions that hold where `carry` is called, on any thread and for any caller.
 
     `executor.submit(nc.carry(work), x)`, `Thread(target=nc.carry(work))`. Regions of its caller do not hold in it;
     regions that are native here are native there. Generators and async functions are carried step by step. The weight
@@ -107,21 +107,21 @@ def carry(function: F) -> F:
             asked=f"carry({type(function).__name__})", found="not callable",
             advice="Give the function that the thread is to run.",
         )  # fmt: skip
-    found = []
+    carried_regions = []
     for device_type, region in ruling_regions().items():
         prepared = region.prepared
         cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
         asked = (device_type, DTYPES[prepared.facts.low], True, cache, prepared.cache_limit_bytes)
-        found.append(region_of(prepared.for_graphs.policy, asked))
+        carried_regions.append(region_of(prepared.for_graphs.policy, asked))
 
     @contextmanager
     def regions() -> Iterator[None]:
-        carried = {region.device for region in found}
+        carried = {region.device for region in carried_regions}
         with ExitStack() as stack:
             for device_type in ruled_device_types():
                 if device_type not in carried:
                     stack.enter_context(autocast(device_type, enabled=False))
-            for region in found:
+            for region in carried_regions:
                 stack.enter_context(region)
             yield
 

@@ -85,13 +85,13 @@ class Kernel:
     def _decide(
         self, tensors: Tensors, args: Arguments, kwargs: Keywords, region: OpenRegion, number: int, site: Site = NOWHERE
     ) -> Decided:
-        """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
+        """Decide this call. Plans that do not depend on the place are remembered by the input formats."""
         is_here = self._is_here
         given = dtype_is_given(self.facts, args, kwargs)
-        came = [None if t is None else t.dtype if is_here(t) else _ELSEWHERE for t in tensors]
+        inputs = [None if t is None else t.dtype if is_here(t) else _ELSEWHERE for t in tensors]
         if self.facts.has_lists:
-            came.append(list_lengths(self.facts, args, kwargs))
-        key = (self, given, *came)
+            inputs.append(list_lengths(self.facts, args, kwargs))
+        key = (self, given, *inputs)
         decided = region.prepared.plans.get(key)
         if decided is not None:
             return decided
@@ -107,7 +107,7 @@ class Kernel:
         plan = decide(call, region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
-        if not depends_on_site and _ELSEWHERE not in came:
+        if not depends_on_site and _ELSEWHERE not in inputs:
             region.prepared.plans[key] = decided
         return decided
 
@@ -142,7 +142,7 @@ class Kernel:
         args: Arguments,
         kwargs: Keywords,
     ) -> Any:
-        """Run the call as `__call__` does and tell the watchers, under native regions too."""
+        """Run the call as `__call__` does and notify the watchers, under native regions too."""
         policy = region.prepared.policy if region is not None else Policy.native(self.device_type)
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
@@ -185,7 +185,7 @@ class Kernel:
             return cast_results(result, plan) if plan.results else result
 
     def _pass_on(self, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords) -> Any:
-        """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
+        """Call the next key, as if nothing were registered here, with autocast still on for what is inside."""
         for slot in self.facts.slots:
             if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
@@ -200,7 +200,7 @@ Tensors = list[torch.Tensor | None]
 
 
 def invoke(facts: OpFacts, plan: Plan, args: Arguments, kwargs: Keywords) -> Any:
-    """The op with arguments that are cast as planned, and with the dtype that the plan gives it."""
+    """Run the op with arguments that are cast as planned, and with the planned dtype."""
     op = facts.op
     if plan.append_dtype:
         other = overload_with_dtype(op)
@@ -215,7 +215,7 @@ def invoke(facts: OpFacts, plan: Plan, args: Arguments, kwargs: Keywords) -> Any
 
 
 def _call(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Any:
-    """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
+    """Run the op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
     try:
         return facts.op(*args, **kwargs)
     except RuntimeError as error:
@@ -229,12 +229,12 @@ def _call(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _noted_site() -> Site | None:
-    """The place that a graph notes for the call that is traced, or run, now; None where the Python stack must tell."""
+    """Return the place that a graph notes for the current call, traced or run; None where the Python stack has it."""
     return traced_site() if tracing_compiled_code() else current_site()
 
 
 def gather(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Tensors:
-    """The tensors of a call in the order of its slots, lists element by element; None where there is none."""
+    """Return the tensors of a call in the order of its slots, lists element by element; None where there is none."""
     values = _values(facts, args, kwargs)
     if facts.has_lists:
         flat: Tensors = []
@@ -245,13 +245,13 @@ def gather(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Tensors:
 
 
 def _values(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Any]:
-    """What the caller gave for each slot; None if nothing."""
+    """Return the caller's value for each slot; None if there is none."""
     given = len(args)
     return [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
 
 
 def slots_of(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Slot]:
-    """The slot of each tensor that `gather` gives."""
+    """Return the slot of each tensor that `gather` returns."""
     if not facts.has_lists:
         return list(facts.slots)
     lengths = list_lengths(facts, args, kwargs)
@@ -259,13 +259,13 @@ def slots_of(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Slot]:
 
 
 def list_lengths(facts: OpFacts, args: Arguments, kwargs: Keywords) -> tuple[int, ...]:
-    """For each slot how many tensors it holds: 1 for what is no list or absent."""
+    """Return for each slot how many tensors it holds: 1 for what is no list or absent."""
     pairs = zip(facts.slots, _values(facts, args, kwargs), strict=True)
     return tuple(len(value) if slot.is_list and value is not None else 1 for slot, value in pairs)
 
 
 def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
-    """The plan's casts by where the tensors are: position or name, index in a list, and dtype."""
+    """Return the plan's casts by where the tensors are: position or name, index in a list, and dtype."""
     steps: list[Step] = []
     seen: dict[str, int] = {}
     for slot, dst in zip(slots, plan.formats, strict=True):
@@ -278,7 +278,7 @@ def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
 def _cast_arguments(
     steps: tuple[Step, ...], args: Arguments, kwargs: Keywords, region: OpenRegion
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the casts made; the caller's own lists and dict are left alone."""
+    """Return the arguments with the casts made; the caller's own lists and dict are left alone."""
     new_args = list(args)
     given = len(new_args)
     copied: dict[str, list[Any]] = {}
@@ -299,7 +299,7 @@ def _cast_arguments(
 
 
 def dtype_is_given(facts: OpFacts, args: Arguments, kwargs: Keywords) -> bool:
-    """Whether the caller passed a dtype."""
+    """Return whether the caller passed a dtype."""
     position = facts.dtype_position
     if position is None:
         return False
@@ -307,7 +307,7 @@ def dtype_is_given(facts: OpFacts, args: Arguments, kwargs: Keywords) -> bool:
 
 
 def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -> torch.Tensor:
-    """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
+    """Return the cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
 
     Native regions keep torch's rules, faults included; but a trace has casts of its own, where torch's cannot be
     traced. Code that traces has the cache off, and in the memory of a CUDA graph nothing may be kept.
@@ -331,9 +331,7 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
 
 
 def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> None:
-    """RegionWarning, once while a region is open in a format that its policy does not train in, if gradients flow
-    through a call that computes in it.
-    """
+    """Warn, once per open region in a format that its policy does not train in, if gradients flow through a call."""
     low = region.prepared.facts.low
     if region.has_warned or decided.plan.computes_in is not low or not torch.is_grad_enabled():
         return

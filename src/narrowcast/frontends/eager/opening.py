@@ -43,8 +43,8 @@ Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, i
 class Opening:
     """What regions of one policy and the same arguments share.
 
-    asked: with the low format that was found. state: what torch is told; it switches off what this machine lacks.
-    carried: how Dynamo is told of the policy. key: names such regions in graphs. is_changed: whether any op takes
+    asked: with the low format filled in. state: what is set in torch; it switches off what this machine lacks.
+    carried: how Dynamo sees the policy. key: names such regions in graphs. is_changed: whether any op takes
     another path than under native.
     is_checked_inside: whether a region around it whose weight cache is checked has this one's checked, too.
     counts: whether a rule is about the n-th call of an op.
@@ -69,13 +69,13 @@ class Opening:
         self.is_ready = True
 
     def checked_as(self, policy: Policy, around: Prepared) -> Opening:
-        """This one with the weight cache of a region around it."""
+        """Return this opening with the weight cache of a region around it."""
         prepared = prepared_for(policy, self.prepared.facts, around.grade, around.cache_limit_bytes)
         return replace(self, prepared=replace(prepared, graphs=self.prepared.graphs), is_ready=False)
 
 
 def find_opening(policy: Policy, asked: Asked) -> Opening:
-    """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
+    """Return the opening of regions with these arguments of `autocast`. Raises RegionError, UnknownOpError."""
     device_type, dtype, enabled, _, _ = asked
     try:
         key = (
@@ -83,16 +83,16 @@ def find_opening(policy: Policy, asked: Asked) -> Opening:
             torch.get_autocast_dtype(device_type) if dtype is None else None,
             torch.is_autocast_cache_enabled(),
         )
-        found: Opening | None = policy.memory.get(key)
+        known: Opening | None = policy.memory.get(key)
     except (TypeError, RuntimeError):  # no device type, or nothing that could be an argument
         return _make_opening(policy, asked)
     exporting = torch.compiler.is_exporting()  # which switches the weight cache off meanwhile
-    if found is not None and not exporting:
-        return found
-    made = _make_opening(policy, asked)
-    if made.prepared.facts.enabled is enabled and not exporting and not policy.has_open_patterns:
-        policy.memory[key] = made  # but where torch switches the region off, it says so each time
-    return made
+    if known is not None and not exporting:
+        return known
+    opening = _make_opening(policy, asked)
+    if opening.prepared.facts.enabled is enabled and not exporting and not policy.has_open_patterns:
+        policy.memory[key] = opening  # but where torch switches the region off, it says so each time
+    return opening
 
 
 def _make_opening(policy: Policy, asked: Asked) -> Opening:
@@ -112,13 +112,13 @@ def _make_opening(policy: Policy, asked: Asked) -> Opening:
     if cache_enabled is None and policy.effective_cache == "off":
         cache_enabled = False
     checked = _checked_cache(cache_enabled, limit_bytes)
-    told = True if checked else bool(cache_enabled) if cache_enabled is not None else None
+    cached = True if checked else bool(cache_enabled) if cache_enabled is not None else None
     if fast is torch.float32 and not policy.is_native:
         # torch would warn and switch itself off; here it is meant.
-        native = torch.autocast(device_type, None, enabled, told)
+        native = torch.autocast(device_type, None, enabled, cached)
         native.fast_dtype = fast
     else:
-        native = torch.autocast(device_type, fast, enabled, told)
+        native = torch.autocast(device_type, fast, enabled, cached)
     grade = checked or ("native" if caches(native) else "off")
     facts = Region(device_type, FORMATS[fast], is_enabled(native), caches(native))
     follow_mutators()
@@ -127,7 +127,7 @@ def _make_opening(policy: Policy, asked: Asked) -> Opening:
 
 
 def opening_of(policy: Policy, prepared: Prepared, asked: Asked) -> Opening:
-    """The opening of regions for which this is prepared."""
+    """Return the opening of regions for which this is prepared."""
     facts, seen = prepared.facts, prepared.for_graphs
     *_, cache, limit_bytes = asked
     return Opening(
@@ -142,7 +142,7 @@ def opening_of(policy: Policy, prepared: Prepared, asked: Asked) -> Opening:
 
 
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
-    """The low dtype, or RegionError for what torch would accept and then ignore, or crash on."""
+    """Return the low dtype. Raise RegionError for what torch would accept and then ignore, or crash on."""
     if dtype is None and device_type in DEVICE_TYPES:
         dtype = default_dtype(policy, device_type)
     if dtype in LOW and device_type in DEVICE_TYPES:
@@ -177,7 +177,7 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
 
 
 def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
-    """The grade of our own cache; empty for torch's. RegionError for what neither can be."""
+    """Return the grade of our own cache; empty for torch's. Raise RegionError for what neither can be."""
     if isinstance(wanted, str) and wanted not in CHECKED:
         raise RegionError(
             asked=f"cache_enabled={wanted!r}", found="no such cache",
@@ -200,12 +200,12 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def prepared_for(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
-    """What alike regions share, made once per policy."""
+    """Return what regions with the same facts share, made once per policy."""
     key = (facts, grade, limit_bytes)
-    found: Prepared | None = policy.memory.get(key)
-    if found is None or policy.has_open_patterns:  # a library loaded later may register more ops that these name
-        found = policy.memory[key] = _prepare(policy, facts, grade, limit_bytes)
-    return found
+    prepared: Prepared | None = policy.memory.get(key)
+    if prepared is None or policy.has_open_patterns:  # a library loaded later may register more ops that these name
+        prepared = policy.memory[key] = _prepare(policy, facts, grade, limit_bytes)
+    return prepared
 
 
 def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
@@ -224,7 +224,7 @@ def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None)
 
 
 def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
-    """The overloads about which a resolved policy says something else than native does on this device type."""
+    """Return the overloads that a resolved policy treats otherwise than native does on this device type."""
     native = Policy.native(device_type)
     known = set(native.rules)
     ops = {op: None for rule in native.rules if (op := find_op(rule.op)) is not None}

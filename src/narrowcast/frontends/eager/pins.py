@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def _rebuilt(policy: Policy, region: Any) -> pinned.Pin:
-    """A pin that was pickled: a process that loads one has the code here that watches modules' calls."""
+    """Return a pin that was pickled; the process that loads it watches modules' calls from now on."""
     pinned.watch_module_calls()
     return pinned.Pin(policy, region)
 
@@ -63,7 +63,7 @@ def pin(
         the policy in force around the call. None casts nothing, and leaves the regions as they are.
     keep:   names of arguments of `forward` (of the function) that are not cast. only: those that are; all if None.
     out:    the format of floating results: None leaves them as computed, "input" is that of the first argument that
-        the pin casts, as it came; or a format.
+        the pin casts, before the cast; or a format.
     at_least: leave fp64 arguments as they are, and raise the others to fp32; format must be fp32.
 
     Parameters are not converted, and state_dict, hooks and class stay as they are; the pin is copied and pickled with
@@ -140,7 +140,7 @@ def _format(wanted: AnyFormat) -> Format:
 def _rules(
     names: Names, format: Format | None, keep: tuple[str, ...], only: tuple[str, ...] | None, out: str, at_least: bool
 ) -> list[Rule]:
-    """The rules of a pin: what becomes of arguments as a whole, of single ones, and of results."""
+    """Return the rules of a pin: what becomes of arguments as a whole, of single ones, and of results."""
     rules = []
     if format is not None:
         action = "full" if at_least else f"to({format})"
@@ -170,8 +170,8 @@ def _asked(
     out: AnyFormat | None,
     at_least: bool,
 ) -> tuple[Names, list[Rule]]:
-    """The names of the arguments, and the rules that say what was asked for, or PinError for what does not exist and
-    what does not go together.
+    """Return the names of the arguments, and the rules of a pin, or raise PinError for what does not exist and for what
+    cannot go together.
     """
     names, kept = _names_of(target), tuple(_as_names(keep))
     chosen = None if only is None else tuple(_as_names(only))

@@ -87,29 +87,29 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             enter_marked(self._key)
             return self
         if self._made is None:  # made while Dynamo traced, which then left the rest to Python
-            found = find_marked(self._key)
-            self.policy, self._made = found.policy, found._made
-        made, outer = self._made, stack.innermost
-        if outer is not None and made.is_checked_inside and outer.prepared.grade in CHECKED:
-            made = made.checked_as(self.policy, outer.prepared)  # what is checked stays checked inside
-        if not made.is_ready:
-            made.make_ready()
-        prepared = made.prepared
-        if made.counts and not (outer is not None and outer.prepared.policy.counts_calls):
+            marked = find_marked(self._key)
+            self.policy, self._made = marked.policy, marked._made
+        opening, outer = self._made, stack.innermost
+        if outer is not None and opening.is_checked_inside and outer.prepared.grade in CHECKED:
+            opening = opening.checked_as(self.policy, outer.prepared)  # what is checked stays checked inside
+        if not opening.is_ready:
+            opening.make_ready()
+        prepared = opening.prepared
+        if opening.counts and not (outer is not None and outer.prepared.policy.counts_calls):
             begin_counting()
-        is_first = bool(made.carried) and not any_autocast()
-        before, depth = enter_native(made.state)
+        is_first = bool(opening.carried) and not any_autocast()
+        before, depth = enter_native(opening.state)
         mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before, depth)
         if mixes:
             torch.clear_autocast_cache()
-        identity = Identity(made.carried, is_first) if made.carried else None
+        identity = Identity(opening.carried, is_first) if opening.carried else None
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         for watcher in tuple(region_watchers):
             watcher.entered(self)
         if torch.compiler.is_exporting():
-            hold(made.key, self)
-            note = note_exported(made.key, depth)
+            hold(opening.key, self)
+            note = note_exported(opening.key, depth)
             note.__enter__()
             self._notes = [*self._notes, note]
         return self
@@ -202,18 +202,18 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return self._made.asked
 
     def again(self) -> autocast:
-        """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
+        """Return the region to enter: this one, or its like where Dynamo traces, which takes what is made there."""
         if torch.compiler.is_dynamo_compiling():
             return region_of(self.policy.digest, self.asked)
         return self
 
     def with_eager_policy(self, policy: Policy) -> autocast:
-        """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
+        """Return a region like this one in which eager code runs under `policy`; graphs captured inside keep this
         region's.
         """
-        made = region_of(policy, self.asked)
-        made._made = opening_of(policy, replace(made.prepared, graphs=self.prepared), self.asked)
-        return made
+        placed = region_of(policy, self.asked)
+        placed._made = opening_of(policy, replace(placed.prepared, graphs=self.prepared), self.asked)
+        return placed
 
     def __reduce__(self) -> Any:
         return region_of, (self.policy, self.asked)
@@ -224,7 +224,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
 
 def region_of(policy: Policy | str, asked: Asked) -> autocast:
-    """The region that these arguments make."""
+    """Return the region with these arguments."""
     device_type, dtype, enabled, cache, limit = asked
     return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
 
@@ -233,7 +233,7 @@ def _marked_key(
     device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None,
     inner: str | None,
 ) -> str:  # fmt: skip
-    """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
+    """Return the key of a region that compiled code opens; run while Dynamo traces, with the arguments there."""
     region = autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit, inner=inner)
     hold(region._key, region)
     return region._key
@@ -243,7 +243,7 @@ constant_for_dynamo(_marked_key)
 
 
 def _is_another_format(facts: Region, before: NativeState, depth: int) -> bool:
-    """Whether a region around may have cast weights to another low format: torch's cache does not tell these apart.
+    """Return whether a region around may have cast weights to another low format: torch's cache keeps no formats apart.
 
     One that is off has cast none. Of regions that are not ours, the innermost alone is known.
     """
@@ -252,8 +252,8 @@ def _is_another_format(facts: Region, before: NativeState, depth: int) -> bool:
     around, known = stack.innermost, 1
     last = around.prepared.facts if around is not None else facts
     while around is not None:
-        found = around.prepared.facts
-        if found.enabled and found.device_type == facts.device_type and found.low is not facts.low:
+        outer = around.prepared.facts
+        if outer.enabled and outer.device_type == facts.device_type and outer.low is not facts.low:
             return True
         around, known = around.outer, known + 1
     _, enabled, dtype, _ = before

@@ -85,7 +85,7 @@ def install_visiting(ops: Iterable[OpOverload], device_type: str) -> None:
     new = {op_facts(op).id: op for op in ops}
     with _lock:
         visits = _visiting[device_type]
-        there = {*_staying.get(device_type, {}), *(op for made in visits.registrations for op in made.ids)}
+        there = {*_staying.get(device_type, {}), *(op for entry in visits.registrations for op in entry.ids)}
         new = {identity: op for identity, op in new.items() if identity not in there} if there else new
         visits.count += 1
         if new:
@@ -99,11 +99,11 @@ def remove_visiting(device_type: str) -> None:
         visits = _visiting[device_type]
         visits.count -= 1
         if not visits.count:
-            visits.registrations = [made for made in visits.registrations if not made.remove()]
+            visits.registrations = [entry for entry in visits.registrations if not entry.remove()]
 
 
 def _kernel(op: OpOverload, device_type: str, identity: str) -> Kernel:
-    """The one kernel object of an op and device type, made while torch's own kernel is the registered one."""
+    """Return the one kernel object of an op and device type, made while torch's own kernel is the registered one."""
     kernel = _kernels.get((identity, device_type))
     if kernel is None:
         kernel = _kernels[identity, device_type] = Kernel(op, device_type)

@@ -17,7 +17,7 @@ Region = Callable[[], AbstractContextManager[Any]]
 
 
 def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """The function, whose body runs inside what `region()` opens; of the same kind as it was."""
+    """Return the function, whose body runs inside what `region()` opens; of the same kind as it was."""
     if inspect.isasyncgenfunction(function):
         return _async_generator(function, region)
     if inspect.iscoroutinefunction(function):
@@ -44,7 +44,7 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
 
 
 def runs_in_steps(function: Callable[..., Any]) -> bool:
-    """Whether a function is a generator, a coroutine or an asynchronous generator."""
+    """Return whether a function is a generator, a coroutine or an asynchronous generator."""
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return any(is_one(function) for is_one in kinds)
 

@@ -22,11 +22,11 @@ Keywords = dict[str, Any]
 
 @dataclass(slots=True)
 class DecidedCall:
-    """A call with its tensors as they came, what will be done with it, and by which policy.
+    """A call with its input tensors, what will be done with it, and by which policy.
 
     `noted`: where it is, as a graph or a boundary says. `caches`: whether the region casts weights once. `args`,
     `kwargs`: all that was given; empty for modules' calls. `number`: which call of the op it is in its module's call,
-    from 1; 0 where nobody counted.
+    from 1; 0 where calls are not counted.
     """
 
     facts: OpFacts
@@ -48,28 +48,28 @@ class DecidedCall:
 
 
 class Watcher:
-    """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
+    """Notified of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
 
-    steps_graphs: whether compiled graphs are to run step by step, so that it is told of their calls, too.
+    steps_graphs: whether compiled graphs are to run step by step, so that it is notified of their calls, too.
     """
 
     steps_graphs: bool = False
 
     def begin(self, call: DecidedCall) -> None:
-        """A call is decided and about to run."""
+        """Note that a call is decided and about to run."""
 
     def end(self, result: Any) -> None:
-        """The call that began last has returned this result."""
+        """Note that the call that began last has returned this result."""
 
     def fail(self, error: BaseException) -> None:
-        """The call that began last has raised this error."""
+        """Note that the call that began last has raised this error."""
 
     def called(self, call: Callable[..., Any], module: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """`call(args, kwargs)`, a module's call; asked of those whose `steps_graphs` holds."""
+        """Return `call(args, kwargs)`, a module's call; used if `steps_graphs` holds."""
         return call(args, kwargs)
 
     def wants_whole(self, op: str, device_type: str) -> bool:
-        """Whether it is told of an op that the policy leaves to what the op calls; else it is told of that."""
+        """Return whether it wants to see an op that the policy leaves to the ops inside; else it sees those."""
         return False
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
@@ -88,12 +88,12 @@ _watchers = _Watchers()
 
 
 def watchers() -> tuple[Watcher, ...]:
-    """The watchers of this thread, outermost first."""
+    """Return the watchers of this thread, outermost first."""
     return _watchers.now
 
 
 def stepping() -> tuple[Watcher, ...]:
-    """Those that want compiled graphs to run step by step."""
+    """Return the watchers that want compiled graphs to run step by step."""
     return _watchers.stepping
 
 
@@ -112,12 +112,12 @@ def _set_watchers(now: tuple[Watcher, ...]) -> None:
 
 
 def present_device_types() -> list[str]:
-    """cpu and the accelerator that this machine has."""
+    """Return cpu and the accelerator that this machine has."""
     return [device_type for device_type in DEVICE_TYPES if is_here(device_type)]
 
 
 def told(watching: Sequence[Watcher], call: DecidedCall, run: Callable[[], Any]) -> Any:
-    """What `run()` returns, with the watchers told of the call around it, the last one first of its end."""
+    """Return what `run()` returns, with the watchers notified of the call around it, the last one first of its end."""
     begun: list[Watcher] = []
     try:
         for watcher in watching:

@@ -113,7 +113,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **options: Any) -> ExportedProgram:
-    """What torch.export makes of a model, with what it loses of eager code: which regions are ours, caches, paths."""
+    """Return torch.export's program of a model, with what export loses: which regions are ours, caches, paths."""
     refuse_scripts("export", model)
     with (
         torch.fx.traceback.preserve_node_meta(),  # regions of ours leave notes there
@@ -125,7 +125,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
 
 
 def _without_modes(asked: Callable[..., bool]) -> Callable[..., bool]:
-    """Plain tensors are answered for as where nothing traces: by that nn.TransformerEncoderLayer chooses its path."""
+    """Answer for plain tensors as where nothing traces: by that nn.TransformerEncoderLayer chooses its path."""
 
     def has_torch_function(values: Sequence[Any]) -> bool:
         others = any(type(v) not in _PLAIN for v in values)
@@ -135,7 +135,7 @@ def _without_modes(asked: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[ExportedProgram, Explicit]:
-    """The program with every format explicit; `program` is left as it is.
+    """Return the program with every format explicit; `program` is left as it is.
 
     Must be called with the regions open in which it was exported. fold: see `fold_weights`.
     """
@@ -156,7 +156,7 @@ _TARGET = "narrowcast_target"
 
 
 def note_target(program: ExportedProgram, target: str) -> ExportedProgram:
-    """The program, which says from here on for which device it was made; saved ones say it, too."""
+    """Return the program with a note of the device that it was made for, which is saved with it."""
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.meta["custom"] = {**(node.meta.get("custom") or {}), _TARGET: target}
@@ -165,31 +165,31 @@ def note_target(program: ExportedProgram, target: str) -> ExportedProgram:
 
 
 def noted_target(program: ExportedProgram) -> str:
-    """What `note_target` noted; empty if it did not."""
+    """Return what `note_target` noted; empty if it did not."""
     noted = (node.meta.get("custom") or {} for node in program.graph.nodes)
-    return next((str(found[_TARGET]) for found in noted if _TARGET in found), "")
+    return next((str(custom[_TARGET]) for custom in noted if _TARGET in custom), "")
 
 
-def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> ExportedProgram:
-    """An exported program around a graph that was made of this one's."""
+def finish_program(program: ExportedProgram, inner: GraphModule, fold: bool) -> ExportedProgram:
+    """Return an exported program around a graph that was made of this one's."""
     graph = program.graph_module
-    signature = _name_alike(program, made)
+    signature = _name_alike(program, inner)
     state, constants = dict(program.state_dict), dict(program.constants)
-    for node in made.graph.find_nodes(op="get_attr"):  # besides bodies; constants that export lifted are inputs already
+    for node in inner.graph.find_nodes(op="get_attr"):  # besides bodies; constants that export lifted are inputs now
         name = str(node.target)
-        if not hasattr(made, name) and hasattr(graph, name):
-            setattr(made, name, getattr(graph, name))
+        if not hasattr(inner, name) and hasattr(graph, name):
+            setattr(inner, name, getattr(graph, name))
     if fold:
-        fold_weights(made, signature, state)
-    made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
-    for node in all_nodes(made):
+        fold_weights(inner, signature, state)
+    inner.meta.update({k: v for k, v in graph.meta.items() if k not in inner.meta})
+    for node in all_nodes(inner):
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
         if node.op == "call_function":
             node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
-    made.recompile()
-    result = updated_program(program, made, signature, state_dict=state, constants=constants)
-    result.graph_module.meta.update(made.meta)
+    inner.recompile()
+    result = updated_program(program, inner, signature, state_dict=state, constants=constants)
+    result.graph_module.meta.update(inner.meta)
     result.validate()
     return result
 
@@ -197,7 +197,7 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
 def placed_program(
     program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], goal: Goal, fold: bool, fused: bool
 ) -> ExportedProgram:
-    """The program in the formats that the goal asks for; `program` is left as it is.
+    """Return the program in the formats that the goal asks for; `program` is left as it is.
 
     fused: it is to be compiled: candidates are priced, and timed, as compiled code. Must be called with the regions
     open in which it was exported.
@@ -212,16 +212,16 @@ def placed_program(
         placed = place_graph(graph, _inputs(program), pricing, fused, f"export, fused {fused}", positions, rests=False)
     report = report_graph(graph)
     note_reading(report, placed.explicit.reading)
-    made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
+    programs = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
 
     def compiled(candidate: Candidate) -> Any:
-        module = made[candidate.name].module()
+        module = programs[candidate.name].module()
         run = torch.compile(module) if fused else module
         return lambda *_: run(*args, **kwargs)
 
     with torch.no_grad():
         choice = choose_now(placed, compiled)
-    return made[tell(report, placed, choice)]
+    return programs[tell(report, placed, choice)]
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:
@@ -229,7 +229,7 @@ def _inputs(program: ExportedProgram) -> list[Any]:
 
 
 def _input(program: ExportedProgram, node: Node) -> Any:
-    """The placeholder's fake tensor, requiring grad as the weight does that it represents."""
+    """Return the placeholder's fake tensor, requiring grad as its weight does."""
     value = node.meta.get("val")
     target = program.graph_signature.inputs_to_parameters.get(node.name)
     weight = program.state_dict.get(target) if target is not None else None
@@ -239,7 +239,7 @@ def _input(program: ExportedProgram, node: Node) -> Any:
 
 
 def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSignature:
-    """The inputs get their old names, and the signature the new names of the outputs."""
+    """Give the inputs their old names, and the signature the new names of the outputs."""
     old = program.graph_module.graph
     taken = {node.name for node in graph.graph.nodes}
     for before, after in zip(old.find_nodes(op="placeholder"), graph.graph.find_nodes(op="placeholder"), strict=True):
@@ -275,32 +275,32 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
             continue
         node, tensor = placeholders[spec.arg.name], state[spec.target]
-        found = {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}  # None: as it is
+        reads = {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}  # None: as it is
         if spec.target in kept_back:
-            found.add(None)
-        wanted.setdefault(_memory(tensor), set()).update(found)
-        if found:
+            reads.add(None)
+        wanted.setdefault(_memory(tensor), set()).update(reads)
+        if reads:
             read.append((node, tensor))
-    made: dict[Memory, torch.Tensor] = {}
+    folded: dict[Memory, torch.Tensor] = {}
     for node, tensor in read:
         memory = _memory(tensor)
         dtype, *others = wanted[memory]
         if others or dtype is None:
             continue
-        if memory not in made:
+        if memory not in folded:
             stored, is_parameter = tensor.detach().to(dtype), isinstance(tensor, torch.nn.Parameter)
-            made[memory] = torch.nn.Parameter(stored, requires_grad=False) if is_parameter else stored
+            folded[memory] = torch.nn.Parameter(stored, requires_grad=False) if is_parameter else stored
         _read_directly(graph, node, dtype)
     for target, tensor in list(state.items()):  # also names of tied weights that the graph does not read by
-        if isinstance(tensor, torch.Tensor) and _memory(tensor) in made:
-            state[target] = made[_memory(tensor)]
+        if isinstance(tensor, torch.Tensor) and _memory(tensor) in folded:
+            state[target] = folded[_memory(tensor)]
 
 
 Memory = tuple[object, ...]
 
 
 def _memory(tensor: torch.Tensor) -> Memory:
-    """The same for tied weights: one memory, seen alike."""
+    """Return the same key for tied weights: one memory, viewed alike."""
     start = tensor.untyped_storage().data_ptr() or id(tensor)
     return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 

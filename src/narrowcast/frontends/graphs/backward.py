@@ -4,7 +4,7 @@ The choices of `torch._functorch.config.backward_pass_autocast`, and one more:
 
 - `as_eager`: what eager code does for a backward that is called outside of regions. Ops of the backward run as their
   inputs are. If it turns out at run time that a region is on, that is an error, because eager would have cast there.
-- `off`: the same, said on purpose.
+- `off`: the same, chosen on purpose.
 - `same_as_forward`: as if `backward()` were called inside the regions around the compiled call.
 - a list of keyword sets of torch.autocast: as if it were called inside those.
 """
@@ -43,7 +43,7 @@ class Backward:
 
     @contextmanager
     def tracing(self, graph: GraphModule) -> Iterator[State]:
-        """While a compiler traces the graph and its backward. Gives the state that the backward is compiled for.
+        """Trace a graph and its backward inside. Yields the state that the backward is compiled for.
 
         Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
         """
@@ -72,7 +72,7 @@ class Backward:
 
 
 def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
-    """The choice that a user wrote. RegionError for anything else."""
+    """Return the choice that a user wrote. Raise RegionError for anything else."""
     if isinstance(wanted, str):
         if wanted in (AS_EAGER, OFF, SAME):
             return Backward(wanted)
@@ -90,14 +90,14 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
 
 
 def autocast_state() -> State:
-    """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
+    """Return the device types on which autocast is on, with their low formats: what decides how a backward runs."""
     on = filter(torch.is_autocast_enabled, state.autocast_device_types())
     return tuple((device, torch.get_autocast_dtype(device)) for device in on)
 
 
 @contextmanager
 def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
-    """The graph with autocast off inside it, so that what is around it reaches the backward only.
+    """Switch autocast off inside the graph, so that what is around it reaches the backward only.
 
     Not by torch's own list of keyword sets: a dtype in it cannot be part of the key of AOTAutograd's cache.
     """
@@ -123,21 +123,21 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
 def _check(expected: State, choice: Backward, gradients: Any) -> None:
     if not expected and not state.any_autocast():
         return
-    found = autocast_state()
-    if found != expected:
-        another = ", of another policy" if found and _own(found) == _own(expected) else ""
+    now = autocast_state()
+    if now != expected:
+        another = ", of another policy" if now and _own(now) == _own(expected) else ""
         asked = f"a backward compiled for {_text(expected)} (backward={choice.kind!r})"
         advice = "Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
         advice += "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
         advice += "for; or give a list of keyword sets of torch.autocast."
-        raise BackwardError(asked, f"it was called under {_text(found)}{another}", advice=advice)
+        raise BackwardError(asked, f"it was called under {_text(now)}{another}", advice=advice)
 
 
 never_trace(_check)  # where Dynamo meets the backward in the code that it traces
 
 
 def _text(state: State) -> str:
-    """The state in words; without device types that are not here, whose state carries a policy's identity."""
+    """Return the state in words; without device types that are not here, whose state carries a policy's identity."""
     return " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state)) or "no autocast"
 
 

@@ -39,13 +39,13 @@ class Captured:
     graph: torch.fx.GraphModule
     flags: dict[torch.fx.Node, tuple[bool, bool]] = field(default_factory=dict)
 
-    def note_flags(self, module: torch.fx.GraphModule, found: Iterable[tuple[bool, bool]]) -> None:
+    def note_flags(self, module: torch.fx.GraphModule, pairs: Iterable[tuple[bool, bool]]) -> None:
         """Note what is known of the placeholders of a graph, or of a body in it."""
-        self.flags.update(zip(module.graph.find_nodes(op="placeholder"), found, strict=False))
+        self.flags.update(zip(module.graph.find_nodes(op="placeholder"), pairs, strict=False))
 
 
 def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
-    """The ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is.
+    """Return the ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is.
 
     inputs: the fake tensors and sizes of its placeholders. outside: where it is called.
 
@@ -61,23 +61,23 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
         closing_marked(),
     ):  # fmt: skip
         tracer = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)
-        made = tracer(*map(_fresh, inputs))
-    _refuse_constants(made)
-    _copy_placeholders(graph, made)
-    captured.graph = made
-    captured.note_flags(made, flags)
+        aten = tracer(*map(_fresh, inputs))
+    _refuse_constants(aten)
+    _copy_placeholders(graph, aten)
+    captured.graph = aten
+    captured.note_flags(aten, flags)
     return captured
 
 
 def _flags(value: Any) -> tuple[bool, bool]:
-    """Whether a value requires grad, and whether the weight cache would keep its cast."""
+    """Return whether a value requires grad, and whether the weight cache would keep its cast."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False, False
     return True, is_weight(value)
 
 
 def _fresh(value: Any) -> Any:
-    """A tensor like this one, on the same memory, whose autograd state may change without touching the original's."""
+    """Return a tensor like this one, on the same memory, whose autograd state is independent of the original's."""
     if not isinstance(value, torch.Tensor):
         return value
     fresh = detached(value)
@@ -86,16 +86,16 @@ def _fresh(value: Any) -> Any:
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory, without autograd; of a fake one that represents a number, still the same number."""
+    """Return a tensor on the same memory, without autograd; of a fake one that represents a number, the same number."""
     with torch.no_grad():
-        made = value.detach()
+        plain = value.detach()
     if isinstance(value, fx.FakeTensor) and value.item_memo is not None:
-        made.item_memo = value.item_memo  # type: ignore[attr-defined]
-    return made
+        plain.item_memo = value.item_memo  # type: ignore[attr-defined]
+    return plain
 
 
 def _refuse_constants(graph: torch.fx.GraphModule) -> None:
-    """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
+    """Raise CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
     for name, module in graph.named_modules():
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
             wrapped = isinstance(value, torch.Tensor) and fx.is_functorch_wrapped_tensor(value)
@@ -106,7 +106,7 @@ def _refuse_constants(graph: torch.fx.GraphModule) -> None:
 
 
 def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> None:
-    """Names, sources and metadata of the inputs, which AOTAutograd and Inductor read, go over."""
+    """Copy names, sources and metadata of the inputs, which AOTAutograd and Inductor read."""
     new.meta.update(old.meta)
     pairs = zip(old.graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder"), strict=True)
     for before, after in pairs:
@@ -181,8 +181,8 @@ class _GraphRunner(torch.fx.Interpreter):
             target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op with its bodies captured; one that casts by itself, with these casts before it and its bodies as they
-        came. Its results are those that Dynamo foresaw.
+        """Run the op with its bodies captured; one that casts by itself, with these casts before it and its bodies
+        unchanged. Its results are those that Dynamo foresaw.
         """
         tracer, op = _tracer(), dispatch.higher_order_name(target)
         device = args[0].device.type if op in _CAST_ARGUMENTS else ""
@@ -210,13 +210,13 @@ class _GraphRunner(torch.fx.Interpreter):
         return self._track(tracer.create_proxy("call_function", target, *proxies, name=op))
 
     def _track(self, out: Any) -> Any:
-        """The foreseen results of the current node, known to the tracer as what `out` is."""
+        """Return the foreseen results of the current node, known to the tracer as `out`."""
         with _not_recorded():
             example = dispatch.tree_map(_fresh, noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
 
     def _copy(self, node: torch.fx.Node) -> Any:
-        """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
+        """Copy a node inside a vmap unchanged. The tracer gets what Dynamo foresaw, or a proxy."""
         tracer = _tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         unwrapped = dispatch.tree_map(tracer.unwrap_proxy, (args, kwargs))
@@ -225,7 +225,7 @@ class _GraphRunner(torch.fx.Interpreter):
         return self._track(out) if any(user not in self.batched for user in node.users) else out
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
-        """What torch.export made of a region: its calls, in the region, without the wrapper."""
+        """Run the calls of a region that torch.export wrapped, in the region, without the wrapper."""
         device, dtype, enabled, cache, body, *operands = args
         key = exported_key(body)
         if key is not None:
@@ -242,21 +242,21 @@ class _GraphRunner(torch.fx.Interpreter):
                 self.cached.pop()
 
     def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
-        """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
+        """Capture a body by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering)
-        made: torch.fx.GraphModule = fx.reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
-        made.meta.update(body.meta)
-        self.captured.note_flags(made, [(True, keeps_cache and weight) for _, weight in map(_flags, values)])
-        return made
+        captured: torch.fx.GraphModule = fx.reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        captured.meta.update(body.meta)
+        self.captured.note_flags(captured, [(True, keeps_cache and weight) for _, weight in map(_flags, values)])
+        return captured
 
 
 def integer_vmaps(graph: torch.fx.GraphModule) -> frozenset[torch.fx.Node]:
-    """The nodes of each vmap of a graph in which nothing floats, such as those that make block masks.
+    """Return the nodes of each vmap of a graph in which nothing floats, such as those that make block masks.
 
     Pre-dispatch tracing cannot follow a vmap. Where nothing floats there is nothing to decide, and no need to.
     """
-    found: list[torch.fx.Node] = []
+    nodes: list[torch.fx.Node] = []
     inside: list[torch.fx.Node] = []
     depth = 0
     for node in graph.graph.nodes:
@@ -267,9 +267,9 @@ def integer_vmaps(graph: torch.fx.GraphModule) -> frozenset[torch.fx.Node]:
         if name == "_vmap_decrement_nesting" and depth:
             depth -= 1
             if not depth:
-                found += [] if any(map(_floats, inside)) else inside
+                nodes += [] if any(map(_floats, inside)) else inside
                 inside = []
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 def _floats(node: torch.fx.Node) -> bool:
@@ -278,21 +278,21 @@ def _floats(node: torch.fx.Node) -> bool:
 
 
 def noted(node: torch.fx.Node) -> Any:
-    """The value that was foreseen for a node, by Dynamo or by torch.export."""
+    """Return the value that was foreseen for a node, by Dynamo or by torch.export."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def all_nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
-    """The nodes of a graph, and of the bodies of higher-order ops in it."""
+    """Yield the nodes of a graph, and of the bodies of higher-order ops in it."""
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             yield from module.graph.nodes
 
 
 def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> fx.FakeTensorMode:
-    """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
-    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), fx.FakeTensor))
-    return next(found, None) or fx.FakeTensorMode(**options)
+    """Return the mode of the fake tensors that are noted beside a graph's nodes; or a new one, with these options."""
+    modes = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), fx.FakeTensor))
+    return next(modes, None) or fx.FakeTensorMode(**options)
 
 
 @contextmanager

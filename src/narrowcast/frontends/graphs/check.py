@@ -1,6 +1,6 @@
 """check: run an explicit graph on fake tensors, without autocast, and compare every format with what was captured.
 
-The capture ran the region's own kernels; the graph has what `decide` said. Two ways to the same formats: where they
+The capture ran the region's own kernels; the graph has what `decide` returned. Two ways to the same formats: where they
 differ, one of them is wrong, and the graph is not used.
 """
 
@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 
 
 def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """CaptureError if a call gives another element type than it was captured with, or cannot be called at all.
+    """Raise CaptureError if a call returns another element type than it was captured with, or cannot be called at all.
 
     With the Python dispatcher, as tracing has it: some ops take symbolic sizes there alone.
     """
@@ -44,12 +44,12 @@ class _Checker(torch.fx.Interpreter):
         if not isinstance(n.target, OpOverload):
             return super().run_node(n)
         try:
-            found = super().run_node(n)
+            value = super().run_node(n)
         except Exception as error:
             raise _difference(n, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.dtype != found.dtype:
-            raise _difference(n, f"gives {found.dtype} where the region's own kernels return {expected.dtype}")
-        return found
+        if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor) and expected.dtype != value.dtype:
+            raise _difference(n, f"gives {value.dtype} where the region's own kernels return {expected.dtype}")
+        return value
 
 
 def _difference(node: Node, found: str) -> CaptureError:
@@ -71,14 +71,14 @@ def tell_other_paths(model: torch.nn.Module, program: Program) -> None:
     names = [name for name, module in attentions if _may_be_fused(module) and _takes_weights(program, name)]
     if names:
         where = ", ".join(name or "the model itself" for name in names)
-        said = "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, "
-        said += f"and takes torch's unfused path when it is traced: {where}. The last bits differ, in fp32, too. "
-        said += "torch.backends.mha.set_fastpath_enabled(False) has eager code take the same path"
-        warnings.warn(said, stacklevel=3)
+        text = "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, "
+        text += f"and takes torch's unfused path when it is traced: {where}. The last bits differ, in fp32, too. "
+        text += "torch.backends.mha.set_fastpath_enabled(False) has eager code take the same path"
+        warnings.warn(text, stacklevel=3)
 
 
 def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:
-    """Whether eager code fuses it for an input of the format of its weights, as it is now."""
+    """Return whether eager code fuses it for an input of the format of its weights, as it is now."""
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in attention.parameters())
     plain = attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
     whole = attention.in_proj_weight is not None and attention.in_proj_bias is not None
@@ -87,7 +87,7 @@ def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:
 
 
 def _takes_weights(program: Program, name: str) -> bool:
-    """Whether the unfused path was captured there, of one fp32 tensor, in a region of the cpu."""
+    """Return whether the unfused path was captured there, of one fp32 tensor, in a region of the cpu."""
     steps = [step for step in program.steps.values() if step.site.module_path == (name or "(root)")]
     turned = {step.operands[0].value for step in steps if step.op == "aten.transpose.int"} - {step.id for step in steps}
     if len(turned) != 1:  # query, key and value are not the same, or it is fused here, too

@@ -24,23 +24,23 @@ _watching = _WatchedCompile()
 
 @contextmanager
 def watch_graphs() -> Iterator[list[CompiledGraph]]:
-    """The graphs that are compiled inside, in order. Threads are watched one by one."""
-    found: list[CompiledGraph] = []
-    _watching.lists.append(found)
+    """Collect the graphs that are compiled inside, in order. Threads are watched one by one."""
+    graphs: list[CompiledGraph] = []
+    _watching.lists.append(graphs)
     try:
-        yield found
+        yield graphs
     finally:
-        _watching.lists.remove(found)
+        _watching.lists.remove(graphs)
 
 
 def report_graph(graph: GraphModule) -> CompiledGraph:
-    """A new graph, told to those who watch; the caller fills it in."""
+    """Add a new graph to the lists of those who watch; the caller fills it in."""
     calls = (n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and n.meta.get("stack_trace"))
     first = next((node_site(node.meta) for node in calls), NOWHERE)
-    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, first)
-    for found in _watching.lists:
-        found.append(made)
-    return made
+    compiled = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, first)
+    for graphs in _watching.lists:
+        graphs.append(compiled)
+    return compiled
 
 
 def note_reading(report: CompiledGraph, reading: ReadGraph) -> None:

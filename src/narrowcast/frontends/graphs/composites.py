@@ -51,7 +51,7 @@ def _encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Any:
-    """The calls of transformer_encoder_layer_forward (aten/src/ATen/native/transformers/transformer.cpp)."""
+    """Make the calls of transformer_encoder_layer_forward (aten/src/ATen/native/transformers/transformer.cpp)."""
     if src.device.type != "cpu":  # elsewhere nn.TransformerEncoderLayer does not call it in a region
         return NotImplemented
     if src.numel() == 0:
@@ -86,7 +86,7 @@ def _trilinear(
     sumdim: list[int],
     unroll_dim: int = 1,
 ) -> Any:
-    """The calls of _trilinear as torch.bilinear has it (aten/src/ATen/native/Linear.cpp): two bmm for each feature.
+    """Make the calls of _trilinear in torch.bilinear (aten/src/ATen/native/Linear.cpp): two bmm for each feature.
 
     They are below autograd, so the gradients are those of the op: its result keeps them, and takes the calls' values.
     """
@@ -107,14 +107,14 @@ def _trilinear(
 
 
 def _matrix_exp(matrix: Tensor) -> Any:
-    """Its kernel chooses by the values of the matrix what it computes: of a low format, that is not to be captured."""
+    """Warn of a matrix in a low format: its kernel chooses by the values what it computes, which is not captured."""
     if matrix.dtype in (torch.bfloat16, torch.float16):
         _tell(f"torch.matrix_exp of a matrix in {str(matrix.dtype).removeprefix('torch.')}", "the last bits differ")
     return NotImplemented
 
 
 def _pinv(matrix: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False) -> Any:
-    """The calls of linalg_pinv (aten/src/ATen/native/LinearAlgebra.cpp). Its gradient is a formula of the whole."""
+    """Make the calls of linalg_pinv (aten/src/ATen/native/LinearAlgebra.cpp). Its gradient is one formula."""
     if torch.is_grad_enabled() and matrix.requires_grad:
         _tell("torch.linalg.pinv with gradients", "it computes in fp32 here, and gives fp32")
         return NotImplemented
@@ -139,16 +139,16 @@ def _pinv(matrix: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = N
 
 
 def _scaled_mm(matrix: Tensor, *_: Any, **__: Any) -> Any:
-    """On the cpu its kernel calls a product of the unpacked operands, which eager autocast casts."""
+    """Call a multiplication of the unpacked operands, as on the cpu, which eager autocast casts."""
     if matrix.device.type == "cpu":
         _tell("a scaled product (aten._scaled_mm) on the cpu", "the last bits differ")
     return NotImplemented
 
 
 def _tell(what: str, how: str) -> None:
-    said = f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
-    said += "Call it on x.float() outside of the region, or give it a rule of its own"
-    warnings.warn(said, stacklevel=3)
+    text = f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
+    text += "Call it on x.float() outside of the region, or give it a rule of its own"
+    warnings.warn(text, stacklevel=3)
 
 
 INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {
@@ -166,7 +166,7 @@ INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {
 
 
 def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
-    """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
+    """Return functions that run the calls inside composite ops where a region is on and no rule is about the op."""
     called = dict.fromkeys(node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
     others = [op for op in called if op.namespace != "aten" and can_decompose(op)]
     return _aten_decompositions() | {op: _decomposed_if_undecided(op) for op in others}
@@ -174,7 +174,7 @@ def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[...
 
 @cache
 def _aten_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """Those of torch's own composite ops, which are the same for all graphs."""
+    """Return the functions of torch's own composite ops, which are the same for all graphs."""
     return {op: _decomposed_if_undecided(op) for op in (*filter(can_decompose, overloads_in("aten")), *INSIDE)}
 
 
@@ -189,12 +189,12 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
             region = region_on(device)
             if region is None or not is_composite(op, device):
                 continue
-            found = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
+            candidates = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
             depends = region.prepared.for_graphs.policy.asks_where(facts.id, facts.computes)
             site = (traced_site() or NOWHERE) if depends else NOWHERE
             if _is_repaired(facts.id, region, site, tensors_in(args, kwargs)):
                 return NotImplemented
-            if any(rule.matches_site(site) for rule in (*found.whole, *found.per_argument)):
+            if any(rule.matches_site(site) for rule in (*candidates.whole, *candidates.per_argument)):
                 return NotImplemented
             return inside(*args, **kwargs)
         return NotImplemented
@@ -203,7 +203,7 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
 
 
 def _is_repaired(op: str, region: OpenRegion, site: Site, tensors: list[torch.Tensor]) -> bool:
-    """Whether the device lacks what is inside the op, so that it runs as a whole, in fp32."""
+    """Return whether the device lacks what is inside the op, so that it runs as a whole, in fp32."""
     prepared = region.prepared.for_graphs
     if op not in prepared.policy.lacking:
         return False
@@ -212,7 +212,7 @@ def _is_repaired(op: str, region: OpenRegion, site: Site, tensors: list[torch.Te
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> Any:
-    """What eager code computes in dropout, without its in-place ops.
+    """Compute what eager code computes in dropout, without its in-place ops.
 
     On the cpu it divides a mask of the value's own format by 1 - p, which rounds; made functional, its in-place
     `bernoulli_` would draw other numbers for a tensor that is not contiguous. native_dropout draws the same ones.
@@ -226,7 +226,7 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> Any:
 
 @cache
 def is_composite(op: OpOverload, device_type: str) -> bool:
-    """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
+    """Return whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
     if op in INSIDE:
         return True
     if not can_decompose(op):
@@ -235,10 +235,10 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:
-    """What runs the calls inside a composite op: those of eager code, not of the Python version that compilers prefer.
+    """Return what runs the calls inside a composite op: those of eager code, not of the Python version for compilers.
 
     Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone. But
-    eager code's istft looks at the values of its window, which a capture does not know.
+    eager code's istft reads the values of its window, which a capture does not know.
     """
-    found = dispatch.composite_kernel(op) if op is not torch.ops.aten.istft.default else None
-    return found or op.decompose
+    kernel = dispatch.composite_kernel(op) if op is not torch.ops.aten.istft.default else None
+    return kernel or op.decompose

@@ -41,7 +41,7 @@ class Explicit:
 
 
 def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = True) -> tuple[ReadGraph, float]:
-    """The captured graph as a program, nothing decided, and the seconds of the capture; as `make_explicit` asks.
+    """Return the captured graph as a program, nothing decided, and the seconds of the capture, for `make_explicit`.
 
     asserts: keep torch.export's assertions about the formats of values.
     """
@@ -60,7 +60,7 @@ def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = Tru
 
 
 def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
-    """The graph with every format explicit; `graph` itself is left as it is.
+    """Return the graph with every format explicit; `graph` itself is left as it is.
 
     Must be called with the regions open that the graph is to run in.
     """
@@ -70,19 +70,19 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
 
 
 def _dense(reading: ReadGraph) -> set[int]:
-    """The values whose casts have their strides: without gaps and overlaps, sizes known."""
-    found = set()
+    """Return the values whose casts have their strides: without gaps and overlaps, sizes known."""
+    dense = set()
     for number, node in reading.nodes.items():
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             sizes = (*value.shape, *value.stride())
             if all(isinstance(size, int) for size in sizes) and _is_dense(value):
-                found.add(number)
-    return found
+                dense.add(number)
+    return dense
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+    """Return whether its elements lie side by side, in any order."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -92,7 +92,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def refuse_scripts(verb: str, model: object) -> None:
-    """CaptureError for a script, which has no Python code to capture."""
+    """Raise CaptureError for a script, which has no Python code to capture."""
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         asked = f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})"
         found = "there is no Python code in it, which is what torch captures"
@@ -121,13 +121,13 @@ def edit_joint(
 
 
 def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
-    """For each node of the backward whether it makes a weight's gradient, an input's, or neither of them by itself.
+    """Return for each node of the backward whether it makes a weight's gradient, an input's, or neither by itself.
 
     A call that computes makes a weight's gradient (wgrad) if its result becomes that gradient by views, casts and
     additions alone; other calls that compute make gradients that flow on (dgrad).
     """
     ours = [node for node in graph.graph.nodes if node.meta.get("partitioner_tag") == "is_backward"]
-    found = {node: "dgrad" if _computes(node) else "backward" for node in ours}
+    kinds = {node: "dgrad" if _computes(node) else "backward" for node in ours}
     outputs = graph.graph.output_node().args[0]
     primals = [n for n in graph.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
     gradients = list(outputs)[-len(primals) :] if isinstance(outputs, (list, tuple)) and primals else []
@@ -135,28 +135,28 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node not in found:
+        if node not in kinds:
             continue
         if _computes(node):
-            found[node] = "wgrad"
+            kinds[node] = "wgrad"
             if op_name(node.target) not in _SUMS:  # type: ignore[arg-type]  # it is an overload
                 continue
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
-    return found
+    return kinds
 
 
 def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, int]:
-    """For each step of a joint graph the step of the forward graph that it was, or whose gradients it makes.
+    """Return for each step of a joint graph the step of the forward graph that it was, or whose gradients it makes.
 
     written: the nodes of that graph by step. AOTAutograd notes on each node which one it came from, and numbers what
     autograd recorded: a node of the backward has the number of the forward's. Nothing for nodes without such notes.
     """
     by_name = {node.name: step for step, node in written.items()}
     by_number: dict[Any, int] = {}
-    found: dict[int, int] = {}
+    origins: dict[int, int] = {}
     for step, node in joint.nodes.items():
         sources, number = node.meta.get("from_node"), node.meta.get("seq_nr")
         if node.meta.get("partitioner_tag") == "is_backward":
@@ -166,8 +166,8 @@ def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, in
             if origin is not None and number is not None:
                 by_number[number] = origin
         if origin is not None:
-            found[step] = origin
-    return found
+            origins[step] = origin
+    return origins
 
 
 def _computes(node: Node) -> bool:

@@ -27,9 +27,9 @@ class Ambient:
 
     @staticmethod
     def now(device_types: tuple[str, ...]) -> Ambient:
-        """What is open, and where we are, on this thread."""
-        found = {d: region_on(d) for d in device_types}
-        return Ambient({d: r.prepared.for_graphs for d, r in found.items() if r is not None}, Outside.now())
+        """Return what is open, and where we are, on this thread."""
+        regions = {d: region_on(d) for d in device_types}
+        return Ambient({d: r.prepared.for_graphs for d, r in regions.items() if r is not None}, Outside.now())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Levels:
         return Open(prepared, numbers[0], numbers[-1])
 
     def open(self, prepared: Prepared, find_site: Callable[[], Site]) -> None:
-        """A region is entered. find_site: where, asked if it may hide another."""
+        """Enter a region. find_site: where, asked if it may hide another."""
         around, device = self.stack[-1], prepared.facts.device_type
         if len(self.stack) == 1 and not around.regions:
             self.session += 1
@@ -77,7 +77,7 @@ class Levels:
         self.stack.append(Level({**around.regions, device: self._opened(prepared)}, hiding))
 
     def open_native(self, device: str, dtype: Any, enabled: bool, cached: bool, find_site: Callable[[], Site]) -> None:
-        """A region of torch's is entered."""
+        """Enter a region of torch's."""
         low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
         facts = Region(device, low, enabled, cached)
         around = self.stack[-1].regions.get(device)
@@ -87,26 +87,26 @@ class Levels:
         self.open(prepared, find_site)
 
     def leave(self) -> None:
-        """The region that was entered last is left."""
+        """Leave the region that was entered last."""
         if len(self.stack) > 1:
             self.stack.pop()
 
     def number_for(self, op: str, devices: list[str]) -> int | None:
-        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
+        """Return the region that rules a call on these device types; cpu scalars beside an accelerator do not count."""
         now = self.stack[-1].regions
-        found = [d for d in devices if d in now]
-        if not found:
+        ruled = [d for d in devices if d in now]
+        if not ruled:
             return None
-        region = now[next((d for d in found if d != "cpu"), found[0])]
+        region = now[next((d for d in ruled if d != "cpu"), ruled[0])]
         return region.ours if op in region.prepared.changed else region.torchs
 
     def is_on(self, number: int | None) -> bool:
-        """Whether the region of this number casts."""
+        """Return whether the region of this number casts."""
         return number is not None and list(self.numbers)[number].facts.enabled
 
 
 def _hiding(around: Open | None, prepared: Prepared, find_site: Callable[[], Site]) -> HidingBlock | None:
-    """What a region is to the one around it on its device type, if it keeps that from ruling."""
+    """Return the block by which a region keeps the one around it on its device type from ruling, if it does so."""
     if around is None or not around.prepared.facts.enabled:
         return None
     device, policy = prepared.facts.device_type, around.prepared.policy.name

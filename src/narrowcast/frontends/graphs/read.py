@@ -58,7 +58,7 @@ def read_graph(
     grad_mode: bool = True,
     joint: Mapping[Node, str] | None = None,
 ) -> ReadGraph:
-    """The graph as a program; it is not changed.
+    """Return the graph as a program; it is not changed.
 
     flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
     than forward.
@@ -117,13 +117,13 @@ class _GraphReader:
         number = len(self.ids)
         self.ids[node] = number
         self.nodes[number] = node
-        found = node.meta.get("val", node.meta.get("example_value"))
-        if isinstance(found, torch.Tensor):
-            shape = tuple(int(s) if isinstance(s, int) else str(s) for s in found.shape)
-            gradient = gradient and (found.is_floating_point() or found.is_complex())
-            value = Value(number, short_type(found.dtype), shape, found.device.type, gradient, weight)
+        example = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(example, torch.Tensor):
+            shape = tuple(int(s) if isinstance(s, int) else str(s) for s in example.shape)
+            gradient = gradient and (example.is_floating_point() or example.is_complex())
+            value = Value(number, short_type(example.dtype), shape, example.device.type, gradient, weight)
         else:
-            value = Value(number, _type_of(found), gradient=gradient and isinstance(found, (tuple, list)))
+            value = Value(number, _type_of(example), gradient=gradient and isinstance(example, (tuple, list)))
         self.values[number] = value
         return value
 
@@ -182,13 +182,13 @@ class _GraphReader:
         counts = self.joint.get(node, "forward") == "forward" and self.levels.is_on(region)
         effects = ("random",) if is_random(op) else ()
         known = (value, facts.id, operands, constants, given, facts.computes, region)
-        made = Step(*known, aliases=shared, effects=effects)
+        step = Step(*known, aliases=shared, effects=effects)
         number = self.numbering.number(node.meta, facts.id) if counts else 1
-        return self._placed(node, made, number)
+        return self._placed(node, step, number)
 
-    def _placed(self, node: Node, made: Step, number: int = 1) -> Step:
+    def _placed(self, node: Node, step: Step, number: int = 1) -> Step:
         direction, site = self.joint.get(node, "forward"), self._site(node)
-        return replace(made, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
+        return replace(step, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
     # -- gradients that in-place ops bring to what shares memory with their target
 
@@ -202,7 +202,7 @@ class _GraphReader:
         return value.gradient or (bool(self.taken) and self.memories.of(value.id) in self.taken)
 
     def _other(self, graph: GraphModule, node: Node) -> Step:
-        """A higher-order op, an attribute, or a Python function."""
+        """Return the step of a higher-order op, an attribute, or a Python function."""
         if node.op == "get_attr":
             attribute = _attribute(graph, node)
             requires_grad = isinstance(attribute, torch.Tensor) and attribute.requires_grad
@@ -222,8 +222,8 @@ class _GraphReader:
         constants = str(node.args[1]) if name == "getitem" else ""
         effects, aliases = () if pure else ("order",), tuple(range(len(operands)))
         value = self._value(node, gradient)
-        made = Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
-        return self._placed(node, made)
+        step = Step(value, name, operands, constants, aliases=aliases, effects=effects, blocks=blocks)
+        return self._placed(node, step)
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
         name = _target_name(node)
@@ -257,15 +257,15 @@ class _GraphReader:
         return site
 
     def _site_from(self, node: Node) -> Site:
-        """The place of the first node, from this one on, that has one: Dynamo does not say where a region is opened."""
-        found = node
-        while found.op != "root" and not found.meta.get("stack_trace"):
-            found = found.next
-        return self._site(node if found.op == "root" else found)
+        """Return the place of the first node, from this one on, with a place: where regions open, Dynamo notes none."""
+        placed = node
+        while placed.op != "root" and not placed.meta.get("stack_trace"):
+            placed = placed.next
+        return self._site(node if placed.op == "root" else placed)
 
 
 def _with_gradients(block: Block, taken: set[int]) -> Block:
-    """The block with a gradient flowing through everything that shares memory with what took one in, in place."""
+    """Return the block with a gradient flowing through everything that shares memory with an in-place target of one."""
     writes = Writes(block)
     memories = writes.memories(*taken)
 
@@ -283,10 +283,10 @@ _PURE = (operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch.sy
 def _attribute(graph: GraphModule, node: Node) -> Any:
     if node.op != "get_attr":
         return None
-    found: Any = graph
+    attribute: Any = graph
     for part in str(node.target).split("."):
-        found = getattr(found, part, None)
-    return found
+        attribute = getattr(attribute, part, None)
+    return attribute
 
 
 def _target_name(node: Node) -> str:
@@ -296,25 +296,25 @@ def _target_name(node: Node) -> str:
     return str(getattr(target, "__qualname__", target)).replace(" ", "_").replace("(", "[").replace(")", "]")
 
 
-def _type_of(found: Any) -> str:
-    if found is None:
+def _type_of(value: Any) -> str:
+    if value is None:
         return "none"
-    return "tuple" if isinstance(found, (tuple, list)) else type(found).__name__.lower()
+    return "tuple" if isinstance(value, (tuple, list)) else type(value).__name__.lower()
 
 
 def _constants(node: Node, op: dispatch.OpOverload) -> tuple[frozenset[str], str]:
-    """Names of arguments that were given and are no tensors, and all of them as text."""
+    """Return names of arguments that were passed and are no tensors, and all of them as text."""
     names = (argument.name for argument in dispatch.schema_of(op).arguments)
     pairs = [*zip(names, node.args, strict=False), *node.kwargs.items()]
-    found = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
-    return _MATTERS & found.keys(), ", ".join(f"{name}={value}" for name, value in found.items())
+    arguments = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
+    return _MATTERS & arguments.keys(), ", ".join(f"{name}={value}" for name, value in arguments.items())
 
 
 _MATTERS = frozenset(["dtype"])
 
 
 def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: dispatch.OpOverload, node: Node) -> bool:
-    """Whether a conversion changes the floating format, and nothing else."""
+    """Return whether a conversion changes the floating format, and nothing else."""
     if len(inputs) != 1 or value.format is None or inputs[0].format is None or value.device != inputs[0].device:
         return False
     if value.format is inputs[0].format:
@@ -329,13 +329,13 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: dispa
 
 
 def operands_of(node: Node) -> list[tuple[str, Node]]:
-    """Argument name and node of every operand, lists element by element."""
-    found: list[tuple[str, Node]] = []
+    """Return argument name and node of every operand, lists element by element."""
+    operands: list[tuple[str, Node]] = []
     names = _names(node)
     for site, value in _sites(node):
         name = names[site] if isinstance(site, int) else site
-        map_arg(value, lambda n, name=name: found.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
-    return found
+        map_arg(value, lambda n, name=name: operands.append((name, n)) or n)  # type: ignore[misc, func-returns-value]
+    return operands
 
 
 def replace_operands(node: Node, new: list[Node]) -> None:
@@ -343,23 +343,23 @@ def replace_operands(node: Node, new: list[Node]) -> None:
     following = iter(new)
     args, kwargs = list(node.args), dict(node.kwargs)
     for site, value in _sites(node):
-        made: Any = map_arg(value, lambda _: next(following))
+        changed: Any = map_arg(value, lambda _: next(following))
         if isinstance(site, int):
-            args[site] = made
+            args[site] = changed
         else:
-            kwargs[site] = made
+            kwargs[site] = changed
     node.args, node.kwargs = tuple(args), kwargs
 
 
 def _names(node: Node) -> list[str]:
-    """The names of an op's arguments; of what is no op, those given by name."""
+    """Return the names of an op's arguments; of what is no op, those of keyword arguments."""
     if not isinstance(node.target, dispatch.OpOverload):
         return list(node.kwargs)
     return [argument.name for argument in dispatch.schema_of(node.target).arguments]
 
 
 def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
-    """Positional arguments, then those given by name, in the order of the schema."""
+    """Return positional arguments, then those given by name, in the order of the schema."""
     yield from enumerate(node.args)
     for name in _names(node):
         if name in node.kwargs:

@@ -1,4 +1,4 @@
-"""Weights at rest in a compiled graph: casts of weights become inputs of it, made once outside.
+"""Cached low-precision weights of a compiled graph: casts of weights become inputs of it, made once outside.
 
 Before, and after:
 
@@ -43,39 +43,39 @@ class Resting:
     copies: list[Copy] = field(default_factory=list)
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The weights in their compute formats, in the order of the graph's new inputs."""
+        """Return the weights in their compute formats, in the order of the graph's new inputs."""
         weights = [args[position] for position, _ in self.casts]
         copies = self.copies  # other threads replace the list, and change none
         lows = lows_of(copies, weights) if len(copies) == len(weights) else None
         if lows is None:
-            found = [at_rest.find(w, dtype) for w, (_, dtype) in zip(weights, self.casts, strict=True)]
-            lows = [low for low, _ in found]
-            self.copies = [copy for _, copy in found if copy is not None]
+            kept = [at_rest.find(w, dtype) for w, (_, dtype) in zip(weights, self.casts, strict=True)]
+            lows = [low for low, _ in kept]
+            self.copies = [copy for _, copy in kept if copy is not None]
         for n in self.gradients:
             lows[n] = connected(weights[n], lows[n])
         return lows
 
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs to compile with: fake tensors for the new ones, which have the sizes of weights and no others."""
+    """Return the inputs to compile with: fake tensors for the new ones, with the sizes of weights and no others."""
     return [*inputs, *(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(inputs) :])]
 
 
 def weight_positions(graph: GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
-    """Which inputs of a Dynamo graph are parameters, or buffers, of modules.
+    """Return which inputs of a Dynamo graph are parameters, or buffers, of modules.
 
     inputs: the real ones; a weight that shares memory with another of them may be written to through that, and is none.
     """
     memory = [_memory(value) for value in inputs]
     often = Counter(memory)
     shared = {n for n, where in enumerate(memory) if where is not None and often[where] > 1}
-    found = frozenset(
+    positions = frozenset(
         n
         for n, node in enumerate(graph.graph.find_nodes(op="placeholder"))
         if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
         or isinstance(noted(node), torch.nn.Parameter)
     )
-    return found - shared
+    return positions - shared
 
 
 def _memory(value: Any) -> int | None:
@@ -100,7 +100,7 @@ def rest_weights(
     position = {v.id: n for n, v in enumerate(program.body.parameters)}
     writes = Writes(program.body)
     kept_out = writes.memories(*program.body.returns)
-    made: dict[tuple[int, torch.dtype, int | None], Node] = {}  # apart by the cast, where gradients flow through it
+    lows: dict[tuple[int, torch.dtype, int | None], Node] = {}  # apart by the cast, where gradients flow through it
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
@@ -112,16 +112,16 @@ def rest_weights(
             continue
         node, weight = nodes[step.id], inputs[source]
         key = (source, DTYPES[parse_format(step.value.type)], step.id if step.value.gradient else None)
-        if key not in made:
-            made[key] = _input(graph, [*inputs, *made.values()][-1], weight, key[1], step.value.gradient)
-        node.replace_all_uses_with(made[key])
+        if key not in lows:
+            lows[key] = _input(graph, [*inputs, *lows.values()][-1], weight, key[1], step.value.gradient)
+        node.replace_all_uses_with(lows[key])
         graph.graph.erase_node(node)
         removed += 1
-    if made:
+    if lows:
         graph.graph.lint()
         graph.recompile()
-    gradients = tuple(n for n, (_, _, cast) in enumerate(made) if cast is not None)
-    return Resting(tuple((source, dtype) for source, dtype, _ in made), gradients, removed)
+    gradients = tuple(n for n, (_, _, cast) in enumerate(lows) if cast is not None)
+    return Resting(tuple((source, dtype) for source, dtype, _ in lows), gradients, removed)
 
 
 def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gradient: bool) -> Node:

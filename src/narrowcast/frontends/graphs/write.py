@@ -49,11 +49,11 @@ def write_graph(reading: ReadGraph, program: Program, lowered: bool = False) -> 
 
 
 def _in_reading_order(body: Block) -> list[Block]:
-    found = [body]
+    blocks = [body]
     for step in body.steps:
         for inner in step.blocks:
-            found += _in_reading_order(inner)
-    return found
+            blocks += _in_reading_order(inner)
+    return blocks
 
 
 def _write_block(graph: Graph, old: Block, new: Block, nodes: dict[int, Node], lowered: bool) -> None:
@@ -111,7 +111,7 @@ def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
 
 
 def _note(old: Step, new: Step, node: Node, nodes: dict[int, Node]) -> None:
-    """New casts have the place of the call that they are for."""
+    """Give new casts the place of the call that they are for."""
     for was, now in zip(old.operands, new.operands, strict=True):
         cast = nodes[now.value]
         if was.value != now.value and cast.target in CASTS and "stack_trace" not in cast.meta:
@@ -131,7 +131,7 @@ def _set_dtype(node: Node, op: OpOverload, wanted: str) -> None:
 
 
 def _order(graph: Graph, block: Block, nodes: dict[int, Node]) -> None:
-    """The nodes in the order of the steps; what is no step (bodies of higher-order ops) comes first."""
+    """Put the nodes in the order of the steps; what is no step (bodies of higher-order ops) comes first."""
     cursor: Node | None = None
     ours = {nodes[step.id] for step in block.steps}
     for node in graph.nodes:

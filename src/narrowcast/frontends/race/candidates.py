@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def casts(self) -> int:
-        """How many casts one call makes, those of weights at rest among them until it is written."""
+        """How many casts one call makes, those of cached weights among them until it is written."""
         return len(self.outcome.program.casts()) - self.resting.removed
 
     def write(self, reading: ReadGraph, goal: Goal, weights: frozenset[int], rests: bool) -> None:
@@ -97,26 +97,26 @@ def make_candidates(
     measures: bool = True,
     uncompiled: bool = False,
 ) -> list[Candidate]:
-    """The candidates of a graph that was read and not changed since; the placed one first. None is written.
+    """Return the candidates of a graph that was read and not changed since; the placed one first. None is written.
 
     weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
     another device's). uncompiled: the graph may also run as it is.
     """
     model = CostModel(profile)
-    found: dict[tuple[str, bool], Candidate] = {}
+    candidates: dict[tuple[str, bool], Candidate] = {}
     for is_compiled in (True, False) if fused and uncompiled else (True,):
         for name, choose in _ways(goal).items():
-            maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose)
-            made = maker.candidate(name, is_compiled)
-            found.setdefault((print_program(made.outcome.program), is_compiled), made)
-    return list(found.values())
+            maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not candidates, choose)
+            candidate = maker.candidate(name, is_compiled)
+            candidates.setdefault((print_program(candidate.outcome.program), is_compiled), candidate)
+    return list(candidates.values())
 
 
 def remembered_candidate(
     reading: ReadGraph, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], chosen: str,
     formats: Sequence[str],
 ) -> Candidate | None:  # fmt: skip
-    """The candidate that was chosen earlier, with these formats; None if they do not fit the graph."""
+    """Return the candidate that was chosen earlier, with these formats; None if they do not fit the graph."""
     name, _, way = chosen.partition(", ")
     is_compiled = way != OP_BY_OP
     earlier = as_given(formats)
@@ -145,7 +145,7 @@ class _Maker:
         self.formats: tuple[str, ...] = ()
 
     def place(self, program: Program) -> list[Edit]:
-        """The edits that place the program that `assign` left."""
+        """Return the edits that place the program that `assign` left."""
         ours = frozenset(program.steps) - frozenset(self.reading.program.steps)
         from_weights = {c.id for c in program.casts() if c.operands[0].value in self.streamed}
         self.prices.streamed = self.streamed | from_weights
@@ -158,12 +158,12 @@ class _Maker:
         sizes: list[float] = []
 
         def choose(question: Question) -> Optimum:
-            found = chooser(question)
-            self.formats = tuple(format.name for format in found.chosen)
+            optimum = chooser(question)
+            self.formats = tuple(format.name for format in optimum.chosen)
             if kept is not None:
                 policy = tuple(c.formats[0] for c in kept.choices)
-                sizes.extend((kept.evaluate(chosen) or 0) * kept.unit for chosen in (found.chosen, policy))
-            return found
+                sizes.extend((kept.evaluate(chosen) or 0) * kept.unit for chosen in (optimum.chosen, policy))
+            return optimum
 
         edits, placement = place_formats(program, self.prices, ours=ours, choose=choose)
         if sizes:
@@ -172,14 +172,14 @@ class _Maker:
         return edits
 
     def candidate(self, name: str, is_compiled: bool) -> Candidate:
-        """The candidate, not yet written."""
+        """Return the candidate, not yet written."""
         outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, id_with_dtype)
         full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
         peak = self.peak(outcome.program) if self.goal.kind == MEMORY else None
         return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), peak)
 
     def peak(self, program: Program) -> Peak:
-        """The most bytes that one call of it is predicted to hold at once."""
+        """Return the most bytes that one call of it is predicted to hold at once."""
         sizes, device = self.prices.sizes, self.prices.model.profile.device
         slow = {f.name: frozenset(slow_families(device.type, f)) for f in (bf16, fp16)}
         workspace = Workspaces(slow, sizes)
@@ -196,7 +196,7 @@ Way = Callable[[Energy | None], Chooser]
 
 
 def _ways(goal: Goal) -> dict[str, Way]:
-    """How the candidates of a goal are placed, by their names."""
+    """Return how the candidates of a goal are placed, by their names."""
 
     def placed(kept: Energy | None) -> Chooser:
         if kept is None:
@@ -246,15 +246,15 @@ def _measurable(
     signature = prices.signature(step, operands, format)
     tensors: dict[Node, list[Any]] = {}
     for value, (_, source) in zip(operands, operands_of(node), strict=True):
-        found = source.meta.get("val", source.meta.get("example_value"))
-        if isinstance(found, torch.Tensor):
+        example = source.meta.get("val", source.meta.get("example_value"))
+        if isinstance(example, torch.Tensor):
             low = value.format is not None and value.format.bits < 32
-            stride = tuple(_size(s) for s in found.stride()) if found.layout is torch.strided else ()
-            shape = tuple(_size(s) for s in found.shape)
+            stride = tuple(_size(s) for s in example.stride()) if example.layout is torch.strided else ()
+            shape = tuple(_size(s) for s in example.shape)
             kind = format.name if low else value.type
             tensors.setdefault(source, []).append(MeasuredOperand(shape, stride, kind, value.device, value.gradient))
         else:
-            tensors.setdefault(source, []).append(_size(found))
+            tensors.setdefault(source, []).append(_size(example))
 
     def filled(source: Node) -> Any:
         waiting = tensors[source]
@@ -265,13 +265,13 @@ def _measurable(
 
 
 def symbol_sizes(reading: ReadGraph) -> dict[str, int]:
-    """What the symbolic sizes of a graph's values are for the inputs that it was captured with."""
-    found: dict[str, int] = {}
+    """Return the symbolic sizes of a graph's values for the inputs that it was captured with."""
+    sizes: dict[str, int] = {}
     for node in reading.nodes.values():
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
-            found.update((str(size), _size(size)) for size in value.shape if not isinstance(size, int))
-    return found
+            sizes.update((str(size), _size(size)) for size in value.shape if not isinstance(size, int))
+    return sizes
 
 
 def _size(size: Any) -> int:
@@ -285,18 +285,18 @@ def _size(size: Any) -> int:
 
 
 def copy_reading(reading: ReadGraph) -> tuple[GraphModule, ReadGraph]:
-    """A copy of the graph, bodies of higher-order ops included, and the reading as if it had been read from that.
+    """Return a copy of the graph, bodies of higher-order ops included, and the reading as if it had been read there.
 
     Its constants are shared: a real tensor cannot be copied while fake ones are made.
     """
     root = reading.modules[0]
     kept = [[*vars(m).values(), *m.parameters(recurse=False), *m.buffers(recurse=False)] for m in root.modules()]
-    made = copy.deepcopy(root, {id(t): t for tensors in kept for t in tensors if isinstance(t, torch.Tensor)})
+    copied = copy.deepcopy(root, {id(t): t for tensors in kept for t in tensors if isinstance(t, torch.Tensor)})
     names = {id(module): name for name, module in root.named_modules()}
-    modules: list[Any] = [made.get_submodule(names[id(module)]) for module in reading.modules]
+    modules: list[Any] = [copied.get_submodule(names[id(module)]) for module in reading.modules]
     twin: dict[Node, Node] = {}
     for old, new in zip(reading.modules, modules, strict=True):
         twin.update(zip(old.graph.nodes, new.graph.nodes, strict=True))
     nodes = {number: twin[node] for number, node in reading.nodes.items()}
     ids = {twin[node]: number for node, number in reading.ids.items()}
-    return made, replace(reading, nodes=nodes, ids=ids, modules=modules)
+    return copied, replace(reading, nodes=nodes, ids=ids, modules=modules)

@@ -50,13 +50,13 @@ class RememberedTimes:
 
 
 def choice_key(device: Device, *facts: str) -> str:
-    """A name for what a choice was made about: the device, and texts that say the rest."""
+    """Return a name for what a choice is about: the device, and texts of the rest."""
     text = json.dumps([asdict(device), *facts])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load_choice(key: str, names: Sequence[str] | None = None) -> RememberedTimes | None:
-    """The choice that was made earlier; None if there is none, or none among candidates of these names.
+    """Return the choice that was made earlier; None if there is none, or none among candidates of these names.
 
     A file that cannot be read is set aside, with a warning.
     """
@@ -67,8 +67,8 @@ def load_choice(key: str, names: Sequence[str] | None = None) -> RememberedTimes
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        found = RememberedTimes(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
-        return found if names is None or found.chosen in names else None
+        choice = RememberedTimes(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
+        return choice if names is None or choice.chosen in names else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it {set_aside(path)}", stacklevel=2)
         return None
@@ -116,7 +116,7 @@ class Runner:
         self._homes = {n: _stretch(self._own[n]) for n in written}  # where in memory the copies were made
 
     def once(self) -> float:
-        """Nanoseconds of one call, with its backward if there is one."""
+        """Return nanoseconds of one call, with its backward if there is one."""
         with torch.no_grad():
             for n, value in self._written.items():
                 if isinstance(value, torch.Tensor):
@@ -124,13 +124,13 @@ class Runner:
         return time_call(self.run, self._own, self.trains)
 
     def often(self, calls: int) -> float:
-        """The median of several calls; after one more, untimed, that leaves the caches as this side does."""
+        """Return the median of several calls; after one more, untimed, that leaves the caches as this side does."""
         if calls > 1:
             self.once()
         return statistics.median(self.once() for _ in range(calls))
 
     def _restore(self, n: int, given: torch.Tensor) -> None:
-        """Give a copy its value again; or make another, if a call made it part of autograd's graph, or gave it the
+        """Restore a copy's value; or make another, if a call made it part of autograd's graph, or assigned it the
         memory of something else (`x.data = y`).
         """
         own = self._own[n]
@@ -142,7 +142,7 @@ class Runner:
 
 
 def time_call(run: Compiled, args: Sequence[Any], trains: bool) -> float:
-    """Nanoseconds of one call, with its backward if there is one."""
+    """Return nanoseconds of one call, with its backward if there is one."""
 
     def call() -> None:
         results = run(*args)
@@ -156,21 +156,21 @@ def time_call(run: Compiled, args: Sequence[Any], trains: bool) -> float:
 
 
 def is_entangled(args: Sequence[Any], written: frozenset[int]) -> bool:
-    """Whether an input that is written to shares elements with another: copies of them would not."""
+    """Return whether an input that is written to shares elements with another: copies of them would not."""
     return any(_shares(args[n], t) for n in written for k, t in enumerate(args) if k != n)
 
 
 def _own(value: Any, copied: bool, trains: bool) -> Any:
-    """A tensor without anybody's hooks, where gradients are taken; a copy if it is written to."""
+    """Return a tensor without hooks, where gradients are taken; a copy if it is written to."""
     if not isinstance(value, torch.Tensor) or not (copied or (trains and value.requires_grad)):
         return value
     with torch.no_grad():
-        made = value.detach().clone() if copied else value.detach()
-    return made.requires_grad_(value.requires_grad and trains)
+        plain = value.detach().clone() if copied else value.detach()
+    return plain.requires_grad_(value.requires_grad and trains)
 
 
 def _shares(a: Any, b: Any) -> bool:
-    """Whether two tensors may have elements in common: the stretches of memory that they span overlap."""
+    """Return whether two tensors may have elements in common: the stretches of memory that they span overlap."""
     first, second = _stretch(a), _stretch(b)
     return first is not None and second is not None and first[0] < second[1] and second[0] < first[1]
 
@@ -196,7 +196,7 @@ Times = dict[str, list[float]]
 
 
 def time_sides(sides: Sides, args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS) -> RememberedTimes:
-    """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
+    """Return times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
 
     args: the inputs of a call. written: positions of those that calls write to. seconds: how long the rounds may take.
     """
@@ -210,36 +210,36 @@ def time_sides(sides: Sides, args: Sequence[Any], written: frozenset[int], secon
     for name in left[1:]:
         if is_faster(times[name], times[chosen]):
             chosen = name
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    spreads = {name: _spread(found) for name, found in times.items()}
+    medians = {name: statistics.median(rounds) for name, rounds in times.items()}
+    spreads = {name: _spread(rounds) for name, rounds in times.items()}
     return RememberedTimes(
         chosen, medians, spreads, len(times[chosen]), time.perf_counter() - start, dropped=dropped,
     )  # fmt: skip
 
 
 def _warm(runners: Sequence[Runner]) -> tuple[list[tuple[Runner, int]], dict[str, str]]:
-    """Those that run, warm and with their backward compiled, with how often they do in a round; and why others do not.
+    """Return the sides that run, warm and with their backward compiled, with calls per round; and why others do not.
 
     What all of them raise is the model's error.
     """
-    found: list[tuple[Runner, int]] = []
+    usable: list[tuple[Runner, int]] = []
     dropped: dict[str, str] = {}
     failed: Exception | None = None
     for runner in runners:
         try:
             runner.once()
             ns = min(runner.once() for _ in range(2))
-            found.append((runner, max(1, min(MOST_CALLS, round(ROUND_NS / ns)))))
+            usable.append((runner, max(1, min(MOST_CALLS, round(ROUND_NS / ns)))))
         except Exception as error:
             failed = error
             dropped[runner.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
-    if not found and failed is not None:
+    if not usable and failed is not None:
         raise failed
-    return found, dropped
+    return usable, dropped
 
 
 def _alternate(runners: list[tuple[Runner, int]], seconds: float, step: Any) -> tuple[list[str], Times]:
-    """The names of those that ran in all rounds, and the times of all: who is far behind after a few runs no more."""
+    """Return the names of those that ran in all rounds, and the times of all: one that is far behind is dropped."""
     times: Times = {runner.name: [] for runner, _ in runners}
     shuffled = random.Random(0)
     began = time.perf_counter()
@@ -256,7 +256,7 @@ def _alternate(runners: list[tuple[Runner, int]], seconds: float, step: Any) -> 
 
 
 def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether one side's rounds are faster than another's, beyond noise: by the median of pairs, and by a sign test.
+    """Return whether one side's rounds are faster than another's, beyond noise: by the median of pairs and a sign test.
 
     Wins of one of two equal sides in n rounds have a standard deviation of sqrt(n) / 2; 1.64 of these are passed by
     chance once in twenty times.
@@ -275,7 +275,7 @@ def _spread(times: Sequence[float]) -> float:
 class Choosing:
     """Runs the best of several compiled candidates; times them when it is first called.
 
-    written: positions of inputs that calls write to. found: told what was chosen. seconds: the most for the rounds.
+    written: positions of inputs that calls write to. found: called with the choice. seconds: the most for the rounds.
     """
 
     def __init__(

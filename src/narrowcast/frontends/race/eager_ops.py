@@ -53,7 +53,7 @@ class EagerCalls(Watcher):
         self._open: list[bool] = []
 
     def begin(self, call: DecidedCall) -> None:
-        """A call reaches a kernel. What it calls inside is part of it; what is only traced takes no time."""
+        """Note that a call reaches a kernel. What it calls inside is part of it; what is only traced takes no time."""
         is_inside, is_module = any(self._open), call.facts.id == MODULE_CALL_OP
         self._open.append(not is_module)
         lowers = call.plan.rule is not None and call.plan.rule.action.kind is Kind.LOWER
@@ -66,20 +66,20 @@ class EagerCalls(Watcher):
             self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), tree_unflatten(kept, spec))
 
     def end(self, result: Any) -> None:
-        """The call that began last has returned."""
+        """Note that the call that began last has returned."""
         self._open.pop()
 
     def fail(self, error: BaseException) -> None:
-        """The call that began last has raised."""
+        """Note that the call that began last has raised."""
         self._open.pop()
 
     def wants_whole(self, op: str, device_type: str) -> bool:
-        """Recurrent ops are one call."""
+        """Return True for recurrent ops, which are one call."""
         return op in self.whole
 
 
 def is_raced(region: autocast, goal: Goal) -> bool:
-    """Whether eager code in the region has formats to choose from, and may be timed."""
+    """Return whether eager code in the region has formats to choose from, and may be timed."""
     return goal.races and is_enabled(region) and region.fast_dtype.itemsize < 4
 
 
@@ -99,29 +99,29 @@ def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
 
 
 def _eager_policy(calls: EagerCalls, region: autocast) -> Policy:
-    """The region's policy, with rules for the ops whose calls, each kind once, take less time in fp32.
+    """Return the region's policy, with rules for the ops whose calls, each kind once, take less time in fp32.
 
     Results keep the formats that they have under the policy.
     """
-    found: list[Rule] = []
+    rules: list[Rule] = []
     policy = region.policy.resolve(region.device)
     for op in sorted(calls.kinds, key=lambda op: op in RECURRENT):  # those see what was found about what they call
         if not _is_free(op_facts(op), policy):
             continue
         # an op may not take numbers of ours, or memory may be gone: then the policy holds
         with suppress(Exception), random_state_kept():
-            found += _raced(op, list(calls.kinds[op].values()), region, found)
-    return region.policy.with_rules(found, name=f"{region.policy.name}, placed") if found else region.policy
+            rules += _raced(op, list(calls.kinds[op].values()), region, rules)
+    return region.policy.with_rules(rules, name=f"{region.policy.name}, placed") if rules else region.policy
 
 
 def eager_note(policy: Policy) -> str:
-    """What was found out about eager code, for a reader: a sentence for each op."""
+    """Return what the race decided for eager code, for a reader: a sentence for each op."""
     lifted = [rule for rule in policy.rules if rule.reason.startswith(_MEASURED) and not rule.argument]
     return " ".join(f"{rule.op} in eager code between graphs runs in fp32 ({rule.reason})." for rule in lifted)
 
 
 def _kept(leaf: Any) -> Any:
-    """An operand for a floating tensor. Others, such as the sizes in a packed sequence, must be what they are."""
+    """Return an operand for a floating tensor. Others, such as sizes in a packed sequence, must keep their values."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.dtype not in FORMATS:
@@ -131,18 +131,18 @@ def _kept(leaf: Any) -> Any:
 
 
 def _is_free(facts: OpFacts, policy: Policy) -> bool:
-    """Whether all that the policy says of the op, and of those inside, is that it runs low or in fp32, wherever it is:
+    """Return whether all rules about the op, and about those inside, are that it runs low or in fp32, wherever it is:
     what else a rule asks for, or asks for in one module, is not to be overruled.
     """
     ids = (facts.id, *_INSIDE) if facts.op in RECURRENT else (facts.id,)
-    found = [policy.table.candidates(op, True) for op in ids]
-    whole = [rule for candidates in found for rule in candidates.whole]
+    inside = [policy.table.candidates(op, True) for op in ids]
+    whole = [rule for candidates in inside for rule in candidates.whole]
     is_plain = all(rule.is_unconditional and rule.action.kind in (Kind.LOWER, Kind.FULL) for rule in whole)
-    return is_plain and not any(candidates.per_argument for candidates in found)
+    return is_plain and not any(candidates.per_argument for candidates in inside)
 
 
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
-    """The rules for one op, if its calls together take less time in fp32."""
+    """Return the rules for one op, if its calls together take less time in fp32."""
     leaves, spec = tree_flatten(kinds)
     if sum(leaf.bytes for leaf in leaves if isinstance(leaf, MeasuredOperand)) > LARGEST_BYTES:
         return []
@@ -181,7 +181,7 @@ def _run(op: OpOverload, around: autocast, calls: list[Any]) -> list[Any]:
 
 
 def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Format) -> Format | None:
-    """The format of all results, if it is one, and the same whatever formats arguments come in: a rule knows no other.
+    """Return the format of all results, if it is one, and the same for arguments in any formats: a rule knows no other.
 
     All calls are run; of one, each floating argument is tried low and in fp32.
     """
@@ -192,14 +192,14 @@ def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Form
 
     leaves, spec = tree_flatten(kinds[0])
     floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, MeasuredOperand)]
-    found = formats(kinds)
+    results = formats(kinds)
     for changed in (floats, *([n] for n in floats)):
         tried = list(leaves)
         for n in changed:  # in fp32 if it is low, and low if not
             tried[n] = replace(leaves[n], type=fp32.name if leaves[n].type == low.name else low.name)
         with suppress(RuntimeError):  # mixed formats may be an error
-            found |= formats([tree_unflatten(tried, spec)])
-    return found.pop() if len(found) == 1 else None
+            results |= formats([tree_unflatten(tried, spec)])
+    return results.pop() if len(results) == 1 else None
 
 
 def _filled(leaf: Any) -> Any:

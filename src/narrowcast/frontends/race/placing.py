@@ -84,7 +84,7 @@ def place_graph(
     uncompiled: bool = False,
     rests: bool = True,
 ) -> PlacedGraph:
-    """The candidates of a graph whose formats are right; those whose are not are left out, with a warning.
+    """Return the candidates of a graph whose formats are right; the others are left out, with a warning.
 
     values: the fake inputs. weights: positions of those that are parameters or buffers. backend: what runs it, for the
     choice's key. uncompiled: the graph may also run as it is, call by call. rests: casts of weights that are made once
@@ -132,13 +132,13 @@ def place_graph(
 
 def _tell_aligned(reading: ReadGraph, goal: Goal) -> None:
     """Warn of each call that would raise in eager code, because of its formats, and runs under a goal."""
-    program, told = reading.program, set()
+    program, warned = reading.program, set()
     for edit in assign_casts(program, reading.policies):
         rule = edit.why.rule
         step = program.steps[edit.step]
-        if rule is None or rule.source != ONE_FORMAT or (step.op, step.site) in told:
+        if rule is None or rule.source != ONE_FORMAT or (step.op, step.site) in warned:
             continue
-        told.add((step.op, step.site))
+        warned.add((step.op, step.site))
         where = site_text(*step.site.at)
         warn_at(
             f"narrowcast: {step.op.removesuffix('.default')} raises under autocast, because its tensors come in "
@@ -185,10 +185,10 @@ def compile_placed(
     around: Callable[[Explicit, CompiledGraph], AbstractContextManager[Any]],
     report: CompiledGraph,
 ) -> tuple[Compiled, Any]:
-    """Compile the candidates; what is given times them when it is first called, and keeps the best.
+    """Compile the candidates; what is returned times them when it is first called, and keeps the best.
 
-    around: what must be open while one of them is compiled; it gives what is the same for them all, and comes back.
-    report: told what was chosen.
+    around: what must be open while one of them is compiled; it yields what is the same for them all, which is returned.
+    report: gets what was chosen.
     """
     start = time.perf_counter()
     left = placed.left
@@ -218,19 +218,19 @@ def compile_placed(
             step()
     report.candidates_seconds = time.perf_counter() - start
 
-    def found(choice: RememberedTimes) -> None:
+    def note_choice(choice: RememberedTimes) -> None:
         own = reports[tell(report, placed, choice)]
         report.joint_before, report.joint_after, report.joint_edits = own.joint_before, own.joint_after, own.joint_edits
         report.forward_steps = own.forward_steps
 
     if len(sides) == 1:
-        found(placed.choice or RememberedTimes(next(iter(sides)), {}, {}, 0, 0.0))
+        note_choice(placed.choice or RememberedTimes(next(iter(sides)), {}, {}, 0, 0.0))
     written, seconds = _written(placed.explicit.reading.program), _RACE * report.candidates_seconds
-    return Choosing(sides, written, found, seconds=seconds), expected
+    return Choosing(sides, written, note_choice, seconds=seconds), expected
 
 
 def choose_now(placed: PlacedGraph, compiled: Callable[[Candidate], Compiled]) -> RememberedTimes:
-    """The choice among candidates that take no inputs here; untimed if they write to what they were given."""
+    """Return the choice among candidates that take no inputs here; untimed if they write to their inputs."""
     left = placed.left
     if _written(placed.explicit.reading.program):  # each run would change what the caller gave, and the weights
         left = left[:1]
@@ -240,14 +240,15 @@ def choose_now(placed: PlacedGraph, compiled: Callable[[Candidate], Compiled]) -
 
 
 def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> list[Candidate]:
-    """The candidates that the prediction does not rule out; the first is predicted best. Where nothing is timed, the
-    placed one alone; for memory the one that holds fewest bytes at once in the time that it may take. fused: compiling
-    one takes long.
+    """Return the candidates that the prediction does not rule out; the first is predicted best. Where nothing is timed,
+    the placed one alone; for memory the one that holds fewest bytes at once in the time that it may take. fused:
+    compiling one takes long.
     """
     ordered = sorted(candidates, key=lambda c: (c.predicted_ns, -c.placement.raised))
     if goal.kind == MEMORY:
-        made = [c for c in ordered if c.is_compiled]
-        return sorted((c for c in made if c.predicted_ns <= goal.slowdown_limit * made[0].predicted_ns), key=_held)[:1]
+        usable = [c for c in ordered if c.is_compiled]
+        usable = [c for c in usable if c.predicted_ns <= goal.slowdown_limit * usable[0].predicted_ns]
+        return sorted(usable, key=_held)[:1]
     if not goal.races:
         return [c for c in ordered if c.name == PLACED] or ordered[:1]
     best = ordered[0]
@@ -293,7 +294,7 @@ def tell(report: CompiledGraph, placed: PlacedGraph, choice: RememberedTimes) ->
 
 
 def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
-    """A compiled graph that is given its weights at rest besides; Dynamo is kept out of what calls it."""
+    """Return a compiled graph that gets its cached weights as inputs, too; Dynamo is kept out of what calls it."""
     compiled = without_wrappers(compiled)
     if not resting.casts:
         return compiled
@@ -301,7 +302,7 @@ def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
 
 
 def _written(program: Program) -> frozenset[int]:
-    """Positions of inputs that a call writes to."""
+    """Return positions of inputs that a call writes to."""
     writes = Writes(program.body)
     return frozenset(n for n, v in enumerate(program.body.parameters) if writes.is_written_after(v.id, -1))
 

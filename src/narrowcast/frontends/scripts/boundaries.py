@@ -39,20 +39,20 @@ class Modules:
 
     @staticmethod
     def of(script: Any, module: torch.nn.Module | None = None) -> Modules:
-        """Of a script module. module: what it was made of, if that is known."""
-        found = Modules()
+        """Return the modules of a script module. module: what it was made of, if that is known."""
+        modules = Modules()
         for part in script.modules():
             forward = next(filter(is_forward, method_names(part)), None)
             if forward is not None:
                 names = [a.name for a in compiled_method(part, forward).schema.arguments][1:]
-                found.arguments[find_type(part)] = names
+                modules.arguments[find_type(part)] = names
         if module is not None:
             originals = dict(module.named_modules(remove_duplicate=False))
             for path, part in script.named_modules(remove_duplicate=False):
                 pin = pin_of(originals.get(path))
                 if pin is not None:
-                    found.pins[find_type(part)] = pin
-        return found
+                    modules.pins[find_type(part)] = pin
+        return modules
 
     def bound(self, graph: Any, call: Node) -> tuple[dict[str, Any], Node, Node]:
         """Let the tensors of a module's call pass through its boundary."""
@@ -77,32 +77,32 @@ class Modules:
 
 
 def bound_whole(graph: Any, names: list[str], pin: Pin | None, is_method: bool) -> None:
-    """Let the tensors that a whole graph takes and gives pass through its boundary, in place."""
+    """Let the tensor inputs and outputs of a whole graph pass through its boundary, in place."""
     inputs = list(graph.inputs())[is_method:]
     start = next(iter(graph.nodes()), None)
     if start is None:  # it gives what it takes
         graph.setInsertPoint(graph.block())
         start = graph.insertConstant(False).node()
-    made = []
+    passages = []
     for value, name in zip(inputs, names, strict=True):
         if is_tensor(value):
             passage = _create(graph, value, {"argument": name})
             value.replaceAllUsesWith(passage.output())
             passage.replaceInput(0, value)
             passage.insertBefore(start)
-            made.append(passage)
+            passages.append(passage)
     (result,) = graph.outputs()
     nodes, kind = _passages_out(graph, result)
     for node in nodes:
         graph.appendNode(node)
     if nodes:
         graph.return_node().replaceInput(0, nodes[-1].output())
-    mark_whole(graph, _noted(kind, inputs, names, pin), (made or [start])[0])
+    mark_whole(graph, _noted(kind, inputs, names, pin), (passages or [start])[0])
 
 
 def _noted(kind: str, inputs: list[Value], names: list[str], pin: Pin | None) -> dict[str, Any]:
-    """What a call's mark says: the kind of its result, its pin, and the arguments that may hold tensors, and are none:
-    no passage is made for these.
+    """Return what a call's mark notes: the kind of its result, its pin, and the arguments that may hold tensors, and
+    are none: no passage is made for these.
     """
     pairs = zip(inputs, names, strict=True)
     noted = {"call": kind, "containers": [n for v, n in pairs if holds_tensors(v) and not is_tensor(v)]}
@@ -116,7 +116,7 @@ _in_use: dict[int, Pin] = {}  # graphs name pins by number
 
 
 def _passages_out(graph: Any, result: Value) -> tuple[list[Node], str]:
-    """The nodes through which a result passes, not yet inserted, of which the last one gives it; and its kind."""
+    """Return the nodes through which a result passes, not yet inserted, the last one with the output; and its kind."""
     if is_tensor(result):
         return [_create(graph, result, {"result": ""})], "tensor"
     if result.type().kind() != "TupleType" or all(t.kind() != "TensorType" for t in result.type().elements()):
@@ -136,10 +136,10 @@ def _passages_out(graph: Any, result: Value) -> tuple[list[Node], str]:
 
 
 def _create(graph: Any, value: Value, facts: Mapping[str, str]) -> Node:
-    made = graph.create("aten::alias", [value], 1)
-    made.s_(PASSAGE, json.dumps(facts))
-    made.output().setType(value.type())
-    return made
+    passage_node = graph.create("aten::alias", [value], 1)
+    passage_node.s_(PASSAGE, json.dumps(facts))
+    passage_node.output().setType(value.type())
+    return passage_node
 
 
 # -- and read when they are --------------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def _create(graph: Any, value: Value, facts: Mapping[str, str]) -> Node:
 
 @dataclass(slots=True)
 class Frame:
-    """A call that is being read, and has a boundary. around: the regions that decide about it. came: its arguments."""
+    """A call that is being read, and has a boundary. around: the regions that decide about it. came: its inputs."""
 
     around: Scopes
     came: list[tuple[str, Value]] = field(default_factory=list)
 
 
 def enter_call(scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
-    """The frame of a call in these regions, and the regions inside; None if nothing is said about it."""
+    """Return the frame of a call in these regions, and the regions inside; None if no rule is about it."""
     pin = _in_use.get(facts.get("pin", 0))
     before = scopes
     if pin is not None and pin.region is not None:
@@ -190,7 +190,7 @@ def _in_region(scopes: Scopes, region: Any, scanner: Scanner) -> Scopes:
 
 
 def _with_pin(around: Scopes, pin: Pin) -> Scopes:
-    """The regions that decide about a pinned call: rules of theirs hold as well, and the pin's are stronger."""
+    """Return the regions that decide about a pinned call: rules of theirs hold as well, and the pin's are stronger."""
     if not around:
         return {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
     return {d: replace(s, policy=hold_policy(policy_of(s).with_rules(pin.policy.rules))) for d, s in around.items()}
@@ -204,12 +204,12 @@ def _call(scope: Scope, site: Site) -> ModuleCall:
 def _inside(scopes: Scopes, calls: Mapping[str, ModuleCall], plans: Mapping[str, Plan], scanner: Scanner) -> Scopes:
     inside = dict(scopes)
     for device, call in calls.items():
-        rule, found = plans[device].rule, call.inside(plans[device])
-        if found.goes_on or (rule is not None and rule.action.kind is Kind.LOWER):  # in the region's own format
+        rule, inside_call = plans[device].rule, call.inside(plans[device])
+        if inside_call.goes_on or (rule is not None and rule.action.kind is Kind.LOWER):  # in the region's own format
             continue
         for ruled in (list(scopes) or ["cpu"]) if device == ANYWHERE else [device]:
-            if found.low is not None:
-                low = DTYPES[found.low]
+            if inside_call.low is not None:
+                low = DTYPES[inside_call.low]
                 session = next(iter(inside.values())).session if inside else scanner.new_session()
                 around = scopes.get(ruled) or Scope(ruled, True, low, "", True, session)
                 inside[ruled] = replace(around, enabled=True, low=low)

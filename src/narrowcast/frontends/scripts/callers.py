@@ -53,7 +53,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
 
 
 def is_forward(method: str) -> bool:
-    """Whether a method is what a module's call runs: `forward`, or one of its overloads (`forward__0` of nn.LSTM)."""
+    """Return whether a method is what a module's call runs: `forward`, or one of its overloads (`forward__0`)."""
     return method.partition("__")[0] == "forward"
 
 
@@ -64,7 +64,7 @@ def mark_whole(graph: Any, facts: dict[str, Any], first: Any) -> None:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The qualified name of a user's function; empty for any other."""
+    """Return the qualified name of a user's function; empty for any other."""
     code = getattr(function, "__code__", None)
     if code is None or not is_user_file(code.co_filename):
         return ""
@@ -80,7 +80,7 @@ def unmark(graph: Any) -> None:
 
 
 def graphs_of(module: Any) -> list[Any]:
-    """The graphs of the methods and hooks of a script module and its parts, each once: modules may share classes."""
+    """Return the graphs of the methods and hooks of a script module and its parts, each once: classes are shared."""
     methods: dict[tuple[str, str], Any] = {}
     for part in module.modules():
         for name, method in compiled_methods(part).items():
@@ -89,7 +89,7 @@ def graphs_of(module: Any) -> list[Any]:
 
 
 def is_caller_mark(node: Any) -> bool:
-    """Whether a node is a mark of ours."""
+    """Return whether a node is a mark of ours."""
     return bool(node.kind() == _MARK and node.hasAttribute("name") and node.s("name").startswith(_PREFIX))
 
 
@@ -108,7 +108,7 @@ def cross(callers: list[Site], mark: Any) -> dict[str, Any] | None:
 
 
 def site_in(caller: Site, node: Any) -> Site:
-    """Where a node stands: its own line, or if that is a library's, that of the user's call."""
+    """Return the place of a node: its own line, or if that is a library's, that of the user's call."""
     file, line = site_of(node)
     path = caller.module_path or _path_in_hierarchy(node)
     if caller.file and not _is_users(file):
@@ -119,12 +119,12 @@ def site_in(caller: Site, node: Any) -> Site:
 
 
 def set_names(graph: Any) -> set[str]:
-    """The names of attributes that a graph sets."""
+    """Return the names of attributes that a graph sets."""
     return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
 
 
 def path_of(node: Any) -> tuple[str, ...] | None:
-    """The names by which an attribute is read off the module; None if it is not read off it."""
+    """Return the names by which an attribute is read off the module; None if it is not read off it."""
     names: list[str] = []
     while node.kind() == "prim::GetAttr":
         names.append(node.s("name"))
@@ -133,13 +133,13 @@ def path_of(node: Any) -> tuple[str, ...] | None:
 
 
 def class_name(qualified: str) -> str:
-    """The Python name of a script type's class: `models.Block`; of the main program's `__main__.Block`."""
+    """Return the Python name of a script type's class: `models.Block`; of the main program's `__main__.Block`."""
     name = re.sub(r"___torch_mangle_\d+\.", "", qualified).removeprefix("__torch__.")
     return name if "." in name else f"__main__.{name}"
 
 
 def method_name(class_of: str, name: str) -> str:
-    """The qualified name of a method; empty if its class is torch's."""
+    """Return the qualified name of a method; empty if its class is torch's."""
     return "" if class_of.startswith("torch.") else f"{class_of}.{name}"
 
 
@@ -159,18 +159,18 @@ def _facts_of_method(call: Any) -> dict[str, Any]:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a line is the user's; a script from a file may have been made with a torch that lay elsewhere."""
+    """Return whether a line is the user's; a script from a file may have been made with a torch that lay elsewhere."""
     return bool(file) and is_user_file(file) and not _TORCH_ELSEWHERE.search(file)
 
 
 def _mark(graph: Any, text: str) -> Any:
-    made = graph.create(_MARK, [], 1)
-    made.s_("name", text)
-    return made
+    mark = graph.create(_MARK, [], 1)
+    mark.s_("name", text)
+    return mark
 
 
 def _path_in_hierarchy(node: Any) -> str:
-    """What TorchScript itself keeps of the submodules."""
+    """Return the path that TorchScript itself keeps of the submodules."""
     parts = (part.partition("(") for part in node.getModuleHierarchy().split("."))
     unnamed = ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", "")
     return ".".join(name for name, _, kind in parts if kind and name not in unnamed)
@@ -207,7 +207,7 @@ def hold_norms(graph: Any) -> None:
 
 @contextmanager
 def norms_kept(graph: Any) -> Iterator[None]:
-    """Passes inside leave such norms in the graph."""
+    """Keep such norms in the graph in passes inside."""
     hold_norms(graph)
     yield
     release(graph)
@@ -222,6 +222,6 @@ def keep_norms(graph: Any) -> None:
 
 
 def _norms(graph: Any) -> list[Any]:
-    """The norms that have running statistics, and may be training."""
-    found = [node for kind in _NORMS for node in graph.findAllNodes(kind)]
-    return [n for n in found if n.inputsAt(3).type().kind() != "NoneType" and constant(n.inputsAt(5)) is not False]
+    """Return the norms that have running statistics, and may be training."""
+    norms = [node for kind in _NORMS for node in graph.findAllNodes(kind)]
+    return [n for n in norms if n.inputsAt(3).type().kind() != "NoneType" and constant(n.inputsAt(5)) is not False]

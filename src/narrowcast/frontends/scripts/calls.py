@@ -22,12 +22,12 @@ class Source:
 
 
 def decided_as_itself(op: str) -> bool:
-    """Whether a policy is asked about this op itself, and not about one that it calls."""
+    """Return whether a policy is asked about this op itself, and not about one that it calls."""
     return called_by(op) is None
 
 
 def decided_as(node: Any, facts: OpFacts) -> str:
-    """The op about which policies are asked: the one that a composite op calls; of a traced convolution, that one."""
+    """Return the op about which policies are asked: the one that a composite op, or a traced convolution, calls."""
     name = facts.id.rpartition(".")[0]
     if name == "aten.nll_loss_nd":
         return "aten.nll_loss.default"  # lists say the same of nll_loss2d
@@ -41,7 +41,7 @@ def decided_as(node: Any, facts: OpFacts) -> str:
 
 
 def _sums(node: Any) -> bool:
-    """Whether an einsum sums over what two operands share; if not it multiplies, which no list names."""
+    """Return whether an einsum sums over what two operands share; if not it multiplies, which no list names."""
     equation, count = constant(node.inputsAt(0)), list_of_values(node, 1)
     if not isinstance(equation, str) or count is None:
         return True
@@ -54,7 +54,7 @@ def _sums(node: Any) -> bool:
 
 
 def _padding_called(node: Any) -> str:
-    """The op that pads in this mode; empty if no list could name it, or that is not known before it runs."""
+    """Return the op that pads in this mode; empty if no list could name it, or that is not known before it runs."""
     mode, amounts = constant(list(node.inputs())[2]), list_of_values(node, 1)
     name = {"reflect": "reflection_pad", "replicate": "replication_pad"}.get(str(mode))
     rank = 0 if amounts is None else len(amounts) // 2
@@ -62,7 +62,7 @@ def _padding_called(node: Any) -> str:
 
 
 def _convolution_called(node: Any, name: str) -> str:
-    """The op that a trace had in the place of this one, by its rank; empty if that is not known before it runs."""
+    """Return the op that a trace had in the place of this one, by its rank; empty if unknown before it runs."""
     stride, transposed = list_of_values(node, 3), name == "aten._convolution" and constant(list(node.inputs())[6])
     if stride is None or transposed is None or len(stride) not in (1, 2, 3):
         return ""
@@ -73,7 +73,7 @@ def _convolution_called(node: Any, name: str) -> str:
 
 
 def list_of_values(node: Any, position: int) -> list[Any] | None:
-    """An argument that is a list, as far as its length is known."""
+    """Return the elements of an argument that is a list, as far as its length is known."""
     value = list(node.inputs())[position]
     maker = value.node()
     if maker.kind() == "prim::ListConstruct":
@@ -90,31 +90,31 @@ def _facts(schema: str) -> OpFacts | None:
 
 
 def facts_of(node: Any) -> OpFacts | None:
-    """The facts of the op that a node calls; None if it calls none, or one without tensors."""
+    """Return the facts of the op that a node calls; None if it calls none, or one without tensors."""
     schema = node.schema()
     facts = _facts(schema) if schema and not schema.startswith("(no") else None
     return facts if facts is not None and facts.slots else None
 
 
 def sources(node: Any, facts: OpFacts) -> list[Source]:
-    """The tensors that a call reads, elements of lists that are made for it one by one."""
+    """Return the tensors that a call reads, elements of lists that are made for it one by one."""
     inputs = list(node.inputs())
-    found = []
+    read = []
     for slot in facts.slots:
         value = inputs[slot.position]
         if slot.is_list:
             maker = value.node()
             if maker.kind() == "prim::ListConstruct" and is_only_read(value):
-                found += [Source(slot.position, n, v) for n, v in enumerate(maker.inputs()) if _may_be_tensor(v)]
+                read += [Source(slot.position, n, v) for n, v in enumerate(maker.inputs()) if _may_be_tensor(v)]
             elif is_tensor_list(value):
-                found.append(Source(slot.position, None, value))
+                read.append(Source(slot.position, None, value))
         elif _may_be_tensor(value):
-            found.append(Source(slot.position, None, value))
-    return found
+            read.append(Source(slot.position, None, value))
+    return read
 
 
 def is_only_read(value: Any) -> bool:
-    """Whether a list is passed to ops that do not change it, and to nothing else."""
+    """Return whether a list is passed to ops that do not change it, and to nothing else."""
     for use in value.uses():
         schema = use.user.schema()
         if not schema or schema.startswith("(no"):
@@ -127,7 +127,7 @@ def is_only_read(value: Any) -> bool:
 
 
 def changes_nothing(node: Any) -> bool:
-    """Whether a node, by itself, leaves everything as it is."""
+    """Return whether a node, by itself, leaves everything as it is."""
     schema = node.schema()
     if node.kind() in _PURE or not node.kind().startswith("aten::") or not schema or schema.startswith("(no"):
         return node.kind() in _PURE
@@ -144,29 +144,29 @@ def _may_be_tensor(value: Any) -> bool:
 
 
 def is_optional_tensor(value: Any) -> bool:
-    """Whether a value may be a tensor or None, and nobody knows which."""
+    """Return whether a value may be a tensor or None, and it is unknown which."""
     kind = value.type()
     return bool(kind.kind() == "OptionalType" and kind.getElementType().kind() == "TensorType")
 
 
 def is_tensor_list(value: Any) -> bool:
-    """Whether a value is a list of tensors."""
+    """Return whether a value is a list of tensors."""
     kind = value.type()
     return bool(kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType")
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor for sure."""
+    """Return whether a value is a tensor for sure."""
     return bool(value.type().kind() == "TensorType")
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor or may hold some."""
+    """Return whether a value is a tensor or may hold some."""
     return "Tensor" in value.type().annotation_str
 
 
 def dtype_argument(node: Any, facts: OpFacts) -> Any:
-    """What a call was given as dtype: a number, a value, or None where that is left open."""
+    """Return the dtype that a call was given: a number, a value, or None where that is left open."""
     if facts.dtype_position is None:
         return None
     value = list(node.inputs())[facts.dtype_position]

@@ -40,7 +40,7 @@ _WAS_OFF = 5  # torch.float16; prepare_marks has torch.bfloat16
 
 
 def has_cast(region: Any) -> bool:
-    """Whether a mark represents a region that was on."""
+    """Return whether a mark represents a region that was on."""
     return all(constant(node.inputsAt(1)) != _WAS_OFF for node in _setting(region, "fast_dtype"))
 
 
@@ -56,7 +56,7 @@ def leave_off(graph: Any, instances: Iterable[Any]) -> None:
 
 
 def switch_off(graph: Any, device_types: Iterable[str]) -> None:
-    """The whole graph is in regions that are off, in place."""
+    """Put the whole graph in regions that are off, in place."""
     first = next(iter(graph.nodes()), None)
     if first is not None:
         graph.setInsertPoint(first)
@@ -66,21 +66,21 @@ def switch_off(graph: Any, device_types: Iterable[str]) -> None:
 
 
 def drop_empty(graph: Any) -> bool:
-    """Take out marks around nothing that computes, in place: a file cannot hold a with statement without a body.
+    """Take out marks around nothing that computes, in place; return whether there was any.
 
-    Whether there was any.
+    A file cannot hold a with statement without a body.
     """
-    found = _drop_empty_in(graph)
+    dropped = _drop_empty_in(graph)
     remove_unused_objects(graph)
-    return found
+    return dropped
 
 
 def _drop_empty_in(block: Any) -> bool:
-    found = False
+    dropped = False
     opened: list[tuple[Any, bool]] = []  # where a mark is entered, and whether something computes since
     for node in list(block.nodes()):
         for inner in node.blocks():
-            found |= _drop_empty_in(inner)
+            dropped |= _drop_empty_in(inner)
         if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
             opened.append((node, False))
         elif node.kind() == "prim::Exit" and opened and region_class(node.inputsAt(0)):
@@ -90,14 +90,14 @@ def _drop_empty_in(block: Any) -> bool:
             elif is_mark(node.inputsAt(0)) and first.inputsAt(0).unique() == node.inputsAt(0).unique():
                 node.destroy()
                 first.destroy()
-                found = True
+                dropped = True
         elif _computes(node):
             opened = [(enter, True) for enter, _ in opened]
-    return found
+    return dropped
 
 
 def _computes(node: Any) -> bool:
-    """Whether a node, or one in its blocks, is more than a constant, an attribute or a region."""
+    """Return whether a node, or one in its blocks, is more than a constant, an attribute or a region."""
     if any(_computes(n) for inner in node.blocks() for n in inner.nodes()):
         return True
     plain = ("prim::Constant", "prim::GetAttr", "prim::CreateObject", "prim::SetAttr", "prim::Enter", "prim::Exit")
@@ -105,19 +105,19 @@ def _computes(node: Any) -> bool:
 
 
 def cast_for(graph: Any) -> set[str]:
-    """The device types for which a whole graph is cast already."""
+    """Return the device types for which a whole graph is cast already."""
     edges = [n for n in graph.nodes() if n.kind() in ("prim::Enter", "prim::Exit") and region_class(n.inputsAt(0))]
-    found = set()
+    device_types = set()
     for first, last in zip(edges, reversed(edges), strict=True):
         region = first.inputsAt(0)
         if first.kind() != "prim::Enter" or region.unique() != last.inputsAt(0).unique() or not is_mark(region):
             break
-        found |= {constant(node.inputsAt(1)) for node in _setting(region, "device")}
-    return found
+        device_types |= {constant(node.inputsAt(1)) for node in _setting(region, "device")}
+    return device_types
 
 
 def cast_for_all(script: Any) -> set[str]:
-    """The device types for which all of a script is; none for what is no script."""
+    """Return the device types for which all of a script is cast already; none for what is no script."""
     graphs = [script.graph] if isinstance(script, torch.jit.ScriptFunction) else []
     if isinstance(script, torch.jit.ScriptModule):
         graphs = [compiled_method(script, name).graph for name in method_names(script)]
@@ -125,7 +125,7 @@ def cast_for_all(script: Any) -> set[str]:
 
 
 def is_mark(region: Any) -> bool:
-    """Whether a region in a script says that what is in it is cast already."""
+    """Return whether a region in a script marks that what is in it is cast already."""
     return site_of(region.node())[0].replace("\\", "/").endswith("narrowcast/frontends/scripts/cast_already.py")
 
 
@@ -138,7 +138,7 @@ def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]
 
 @cache
 def prepare_marks() -> Any:
-    """The graph of the function above, without the exit: it makes the region, enters it, and gives it.
+    """Return the graph of the function above, without the exit: it makes the region, enters it, and returns it.
 
     TorchScript compiles the class of native regions for it, as that class is when this is first called.
     """

@@ -27,7 +27,7 @@ _HERE = __name__.rpartition(".")[0]
 
 @contextmanager
 def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
-    """TorchScript compiles functions that are decorated with regions, and regions of ours, inside.
+    """Let TorchScript compile functions that are decorated with regions, and regions of ours, inside.
 
     device_types: those for which a region is compiled that takes its device type off a tensor, besides cpu and cuda.
     """
@@ -46,17 +46,17 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
         check_pins(function)
         if function not in bared:
             bared[function] = bare(function)
-        made = compile(bared[function], *args, **options)
-        if isinstance(made, torch.jit.ScriptFunction) and made not in marked:
-            mark_calls(made.graph)
-            name, first = function_name(undecorated(function)), next(iter(made.graph.nodes()), None)
+        scripted = compile(bared[function], *args, **options)
+        if isinstance(scripted, torch.jit.ScriptFunction) and scripted not in marked:
+            mark_calls(scripted.graph)
+            name, first = function_name(undecorated(function)), next(iter(scripted.graph.nodes()), None)
             if name and first is not None:
-                mark_whole(made.graph, {"function": name}, first)
+                mark_whole(scripted.graph, {"function": name}, first)
             if hasattr(function, "__narrowcast_pinned__"):
-                names = [argument.name for argument in cast(Any, made).schema.arguments]
-                bound_whole(made.graph, names, function.__narrowcast_pinned__, is_method=False)
-            marked.append(made)
-        return made
+                names = [argument.name for argument in cast(Any, scripted).schema.arguments]
+                bound_whole(scripted.graph, names, function.__narrowcast_pinned__, is_method=False)
+            marked.append(scripted)
+        return scripted
 
     marked: list[Any] = []
     bared: dict[Any, Any] = {}
@@ -70,28 +70,28 @@ def compiling(device_types: tuple[str, ...] = ()) -> Iterator[None]:
                 yield
         finally:
             note_classes(by_us=True)
-            for made in marked:
-                unmark(made.graph)
-                close_passages(made.graph)
+            for scripted in marked:
+                unmark(scripted.graph)
+                close_passages(scripted.graph)
 
 
 def compile_anew(target: Callable[..., Any] | torch.nn.Module) -> Any:
-    """A new script of a function, or of a module, whose types no other module shares.
+    """Return a new script of a function, or of a module, whose types no other module shares.
 
     It has the edges of its regions, before TorchScript keeps a form in which marks are gone.
     """
     before = len(jit.compiled_functions())
     if isinstance(target, torch.nn.Module):
         check_methods(target)
-        made = jit.script_module(target)
+        scripted = jit.script_module(target)
     else:
         check_pins(target)
-        made = jit.script_function(bare(target))
+        scripted = jit.script_function(bare(target))
     for function in jit.compiled_functions()[before:]:
         make_edges(function.graph)
-    return made
+    return scripted
 
 
 def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:
-    """The region around a whole script."""
+    """Return the region around a whole script."""
     return {device_type: Scope(device_type, enabled, dtype, hold_policy(policy), cached, 0)}

@@ -32,8 +32,8 @@ _GRU = "aten::gru"
 
 
 def open_composites(graph: Any, section: Section) -> bool:
-    """Put what the kernels do in the place of these ops, in regions whose policies do not name them. True if any is."""
-    found = False
+    """Replace these ops by what their kernels do, in regions whose policies do not name them. Return whether any is."""
+    opened = False
     for item in section.walk():
         node = item.node
         on = [scope for scope in item.scopes.values() if scope.enabled is not False]
@@ -43,23 +43,23 @@ def open_composites(graph: Any, section: Section) -> bool:
             continue  # elsewhere it has a kernel of its own
         graph.setInsertPoint(node)
         if node.kind() == _GRU:
-            made = products.insert_gru(graph, node)
-            if made is None:
+            outs = products.insert_gru(graph, node)
+            if outs is None:
                 continue
         else:
-            made = list(graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs())))
+            outs = list(graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs())))
             if node.outputsSize() > 1:
-                made = list(graph.insertNode(graph.create("prim::TupleUnpack", made, node.outputsSize())).outputs())
-        for old, new in zip(node.outputs(), made, strict=True):
+                outs = list(graph.insertNode(graph.create("prim::TupleUnpack", outs, node.outputsSize())).outputs())
+        for old, new in zip(node.outputs(), outs, strict=True):
             new.setType(old.type())
             old.replaceAllUsesWith(new)
         node.destroy()
-        found = True
-    return found
+        opened = True
+    return opened
 
 
 def traced_inside() -> list[str]:
-    """The ops of which a trace records what they call, so that the casts of regions inside it are in it.
+    """Return the ops of which a trace records what they call, so that the casts of regions inside it are in it.
 
     Not recurrent ones, of which libraries compute the whole, nor `mv`, which casts inside for sparse ones alone.
     """
@@ -68,7 +68,7 @@ def traced_inside() -> list[str]:
 
 
 def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
-    """Whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
+    """Return whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
     facts = facts_of(node)
     if facts is None:
         return False
@@ -79,7 +79,7 @@ def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
 
 
 def is_composite(node: Any) -> bool:
-    """Whether it is known what the op's kernel does, and this is the overload that is known."""
+    """Return whether it is known what the op's kernel does, and this is the known overload."""
     formula = _FORMULAS.get(node.kind())
     if formula is not None:
         return bool(len(list(graph_of(formula).inputs())) == node.inputsSize())
@@ -87,7 +87,7 @@ def is_composite(node: Any) -> bool:
 
 
 def tell_closed(section: Section) -> None:
-    """ScriptWarning for ops inside which eager autocast casts, and a script does not."""
+    """Warn of ops inside which eager autocast casts, and a script does not."""
     for item in section.walk():
         kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
         overload, _, _ = (item.node.schema() or "").partition("(")
@@ -95,9 +95,9 @@ def tell_closed(section: Section) -> None:
         closed = name.removeprefix("aten.") in named("inside.closed")
         if on and closed and decided_as_itself(overload.replace("::", ".")):
             site = site_in(item.caller, item.node)
-            said = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
-            said += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
-            warnings.warn(said, ScriptWarning, stacklevel=2)
+            text = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
+            text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
+            warnings.warn(text, ScriptWarning, stacklevel=2)
 
 
 def _is_named(policy: Policy, node: Any) -> bool:

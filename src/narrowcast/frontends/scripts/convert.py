@@ -37,7 +37,7 @@ def inline_calls(graph: Any) -> None:
 
 
 def _read_attributes_once(graph: Any) -> None:
-    """Attributes of a module that nothing sets are read once, at the top: one weight is one value."""
+    """Read attributes of a module that nothing sets once, at the top: one weight is one value."""
     inputs = list(graph.inputs())
     if not inputs or inputs[0].type().kind() != "ClassType":
         return
@@ -52,19 +52,19 @@ def _read_attributes_once(graph: Any) -> None:
             reads.insert(0, reads[0].inputsAt(0).node())
         for n, earlier in enumerate(reads):
             if path[: n + 1] not in read:
-                made = graph.create("prim::GetAttr", [read[path[:n]]], 1)
-                made.s_("name", path[n])
-                made.output().setType(earlier.output().type())
-                graph.prependNode(made)
+                read_node = graph.create("prim::GetAttr", [read[path[:n]]], 1)
+                read_node.s_("name", path[n])
+                read_node.output().setType(earlier.output().type())
+                graph.prependNode(read_node)
                 if n:
-                    made.moveAfter(read[path[:n]].node())
-                read[path[: n + 1]] = made.output()
+                    read_node.moveAfter(read[path[:n]].node())
+                read[path[: n + 1]] = read_node.output()
         node.output().replaceAllUsesWith(read[path])
         node.destroy()
 
 
 def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
-    """An attribute that is the same tensor as another is read once, and one that may be None but is a tensor is one.
+    """Read a tensor that several attributes are once, and know a tensor that may be None for one.
 
     attribute: from a value that is read off the module to what it is now.
     """
@@ -155,12 +155,12 @@ def _simplify(graph: Any) -> None:
 
 
 def _known(device_types: Iterable[str]) -> list[str]:
-    """Device types by name; of what holds on every one, those that torch's own pass casts for."""
+    """Return device types by name; of what holds on every one, those that torch's own pass casts for."""
     return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
 
 
 def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
-    """What an attribute that a graph reads off its module is now; None if that cannot be told.
+    """Return what an attribute that a graph reads off its module is now; None if that is unknown.
 
     changed: the names of attributes that the graph sets.
     """
@@ -176,7 +176,7 @@ def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> An
 
 
 def _convert_forks(forks: list[Item], module: Any, cast_before: CastBefore) -> None:
-    """What is forked runs in the regions that hold where it is forked; weights that go in are cast before that."""
+    """Run forked code in the regions that hold where it is forked; weights that go in are cast before that."""
     for item in forks:
         forked, taken = item.node.g("Subgraph"), list(item.node.inputs())
         inline_calls(forked)
@@ -193,13 +193,13 @@ def _convert_forks(forks: list[Item], module: Any, cast_before: CastBefore) -> N
 
 
 def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
-    """The region as the forked code sees it: what only the running script knows comes in as an input."""
+    """Return the region as the forked code sees it: what only the running script knows comes in as an input."""
 
     def passed(value: Any, kind: Any) -> Any:
         fork.addInput(value)
-        made = forked.addInput()
-        made.setType(kind)
-        return made
+        parameter = forked.addInput()
+        parameter.setType(kind)
+        return parameter
 
     enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, jit.BOOL)
     low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, jit.INT)
@@ -210,7 +210,7 @@ _QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enable
 
 
 def _answer(graph: Any, section: Section) -> None:
-    """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
+    """Answer code that asks whether autocast is on as its regions do: when the script runs, it is off."""
     for item in section.walk():
         scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
         if scope is not None:
@@ -252,39 +252,39 @@ def _refuse_unseen(section: Section) -> None:
 
 
 def keep_until_last_use(graph: Any) -> None:
-    """In place: what follows the loop reads such tensors under another name, which is made after it."""
+    """Keep tensors that loops read until their last use, in place: behind the loop they have another name."""
     for node in list(graph.nodes()):
         for block in node.blocks():
             _keep_in(graph, block)
 
 
 def _keep_in(graph: Any, block: Any) -> set[str]:
-    """Returns the names of what loops in the block read."""
-    made: dict[str, Any] = {}
+    """Keep tensors in a block; return the names of what loops in it read."""
+    values: dict[str, Any] = {}
     in_loops: set[str] = set()
     for node in list(block.nodes()):
         read: set[str] = set()
         for inner in node.blocks():
             read |= _keep_in(graph, inner) | (_reads(inner) if node.kind() == "prim::Loop" else set())
-        for name in sorted(read & made.keys()):
-            other = graph.create("aten::resolve_conj", [made[name]], 1)
-            other.output().setType(made[name].type())
+        for name in sorted(read & values.keys()):
+            other = graph.create("aten::resolve_conj", [values[name]], 1)
+            other.output().setType(values[name].type())
             other.insertAfter(node)
-            made[name].replaceAllUsesAfterNodeWith(other, other.output())
+            values[name].replaceAllUsesAfterNodeWith(other, other.output())
             if not other.output().uses():
                 other.destroy()
         in_loops |= read
-        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), jit.TensorType))
+        values.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), jit.TensorType))
     return in_loops
 
 
 def _reads(block: Any) -> set[str]:
-    found = {value.debugName() for value in block.outputs()}
+    names = {value.debugName() for value in block.outputs()}
     for node in block.nodes():
-        found.update(value.debugName() for value in node.inputs())
+        names.update(value.debugName() for value in node.inputs())
         for inner in node.blocks():
-            found |= _reads(inner)
-    return found
+            names |= _reads(inner)
+    return names
 
 
 # -- which call of its op a node is, inside one call of a module: counted in the order in which nodes run --------------
@@ -315,10 +315,10 @@ def number_calls(section: Section, counts: Counts, begins: bool) -> None:
 
 
 def _lose_what_differs(counts: Counts, ends: list[Counts], call: int) -> None:
-    """Counts behind blocks that run or do not: those that are equal at all ends. Calls that began inside are over."""
+    """Join counts behind blocks that run or do not: kept if equal at all ends. Calls that began inside are over."""
     for key in dict.fromkeys(key for end in ends for key in end if key[0] == call):
-        found = {end.get(key, 0) for end in ends}
-        counts[key] = found.pop() if len(found) == 1 else _LOST
+        numbers = {end.get(key, 0) for end in ends}
+        counts[key] = numbers.pop() if len(numbers) == 1 else _LOST
 
 
 def _number(item: Item, counts: Counts, begins: bool) -> None:

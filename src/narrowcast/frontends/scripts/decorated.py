@@ -29,48 +29,48 @@ _MOST = 4096
 
 
 def regions_around(function: Any) -> tuple[Any, ...]:
-    """The regions that decorate a function or method, the outermost first.
+    """Return the regions that decorate a function or method, the outermost first.
 
     Raises ScriptError where a decorator may open regions in code of its own, or where what is below is no function.
     """
-    found: tuple[Any, ...] = ()
+    regions: tuple[Any, ...] = ()
     *around, inner = _layers(function)
     for layer in around:
-        found += getattr(layer, _BARE, ())
+        regions += getattr(layer, _BARE, ())
         held = [getattr(value, "__self__", value) for value in _captured(layer).values()]
         region = None if _is_pin(layer) else next(filter(is_region, held), None)
         if _is_decorator(layer) and region is not None:
-            found += (region,)
+            regions += (region,)
         elif not _is_pin(layer):
             _check_wrapper(function, layer)
     if not isinstance(inner, types.FunctionType | types.BuiltinFunctionType):
         raise _no_function(function, inner)
-    return found + getattr(inner, _BARE, ())
+    return regions + getattr(inner, _BARE, ())
 
 
 def bare(function: Any) -> Any:
-    """The function below all decorators; a copy that knows the regions among them, if there are any."""
+    """Return the function below all decorators; a copy that knows the regions among them, if there are any."""
     regions, inner = regions_around(function), undecorated(function)
     if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
         raise _refused(function, inner, "a region decorates a method of an object, and a script has no such function")
     if not regions or hasattr(inner, _BARE):
         return inner
-    made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
-    made.__kwdefaults__ = inner.__kwdefaults__
-    functools.update_wrapper(made, inner)
-    del made.__wrapped__  # type: ignore[attr-defined]
-    setattr(made, _BARE, regions)
-    return made
+    twin = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    twin.__kwdefaults__ = inner.__kwdefaults__
+    functools.update_wrapper(twin, inner)
+    del twin.__wrapped__  # type: ignore[attr-defined]
+    setattr(twin, _BARE, regions)
+    return twin
 
 
 def undecorated(function: Any) -> Any:
-    """The function under all decorators that say what they wrap; of a method, the function that its class has."""
+    """Return the function under all decorators that declare what they wrap; of a method, its class's function."""
     *_, inner = _layers(function)
     return inner
 
 
 def check_pins(function: Any) -> None:
-    """ScriptError for a function with a pin and anything else around it: in a script their order would be lost."""
+    """Raise ScriptError for a function with a pin and anything else around it: a script would lose their order."""
     *around, inner = _layers(function)
     ours = [layer for layer in around if _is_pin(layer) or _is_decorator(layer)]
     if len(ours) > 1 and any(map(_is_pin, ours)):
@@ -80,8 +80,8 @@ def check_pins(function: Any) -> None:
 
 
 def check_methods(module: torch.nn.Module) -> None:
-    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__` that
-    opens a region: it is not in a script. And for what stands in the place of a method, and that no script takes.
+    """Raise ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__`
+    that opens a region: it is not in a script. And for what replaces a method, and that no script takes.
     """
     for part in module.modules():
         _check_own(part)
@@ -93,16 +93,16 @@ def check_methods(module: torch.nn.Module) -> None:
                 if _may_open(call):
                     raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
-            for name, found in vars(kind).items():
-                if callable(found) and hasattr(found, "__narrowcast_pinned__"):
+            for name, member in vars(kind).items():
+                if callable(member) and hasattr(member, "__narrowcast_pinned__"):
                     asked = f"a script of {kind.__qualname__}.{name}, which is pinned"
-                    said, where = "TorchScript compiles methods without their decorators", found.__wrapped__.__code__
+                    reason, where = "TorchScript compiles methods without their decorators", member.__wrapped__.__code__
                     advice = "Pin the module, or a function that the method calls."
-                    raise ScriptError(asked, said, (_origin(where),), advice)
+                    raise ScriptError(asked, reason, (_origin(where),), advice)
 
 
 def _check_compiled(part: Any) -> None:
-    """The methods of a script that torch compiled: without their decorators."""
+    """Check the methods of a script that torch compiled: without their decorators."""
     kind = jit.python_class(part)
     for name, compiled in jit.compiled_methods(part).items() if kind is not None else ():
         method = getattr(kind, name, None)
@@ -117,7 +117,7 @@ def _check_compiled(part: Any) -> None:
 
 
 def _check_own(part: torch.nn.Module) -> None:
-    """The attributes of an object that stand in the place of methods."""
+    """Check the attributes of an object that replace methods."""
     is_script, methods = isinstance(part, torch.jit.ScriptModule), jit.own_methods(part)
     names = set(jit.method_names(part) if is_script else dir(type(part)))
     for value in vars(part).values():
@@ -147,13 +147,13 @@ def _check_own(part: torch.nn.Module) -> None:
 
 
 def namespace(function: Any) -> dict[str, Any]:
-    """The names that a function sees: its module's, and those it closes over."""
+    """Return the names that a function sees: its module's, and those it closes over."""
     inner = undecorated(function)
     return {**getattr(inner, "__globals__", {}), **_captured(inner)}
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """The function, and what each decorator wraps, the innermost last."""
+    """Yield the function, and what each decorator wraps, the innermost last."""
     while True:
         function = getattr(function, "__func__", function)
         yield function
@@ -163,12 +163,12 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _captured(function: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     if isinstance(function, types.FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # not filled yet
-                found[name] = cell.cell_contents
-    return found
+                captured[name] = cell.cell_contents
+    return captured
 
 
 def _is_pin(layer: Any) -> bool:
@@ -176,7 +176,7 @@ def _is_pin(layer: Any) -> bool:
 
 
 def _is_decorator(layer: Any) -> bool:
-    """Whether it is what torch's context managers, or our regions, make of a function, and not something around it."""
+    """Return whether it is what torch's context managers, or our regions, make of a function, not a wrapper of it."""
     home = getattr(layer, "__globals__", {}).get("__name__", "")  # `__module__` is that of what it wraps
     return str(home).startswith((_OWN, "torch.amp.", "torch.utils."))
 
@@ -186,19 +186,19 @@ def _named(value: Any) -> str:
 
 
 def _check_wrapper(function: Any, layer: Any) -> None:
-    """A decorator of somebody else: what it does is not in a script."""
+    """Refuse or report a decorator of somebody else: what it does is not in a script."""
     code = getattr(layer, "__code__", None)
     if _may_open(layer):
         found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
         raise _refused(function, layer, found)
     if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
-        said = f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
-        said += f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators"
-        warnings.warn(said, ScriptWarning, stacklevel=2)
+        text = f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
+        text += f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators"
+        warnings.warn(text, ScriptWarning, stacklevel=2)
 
 
 def _may_open(wrapper: Any) -> bool:
-    """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
+    """Return whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
     seen, waiting = {id(layer) for layer in _layers(wrapper)} - {id(wrapper)}, [wrapper]
     while waiting and len(seen) < _MOST:
         value = waiting.pop()
@@ -212,7 +212,7 @@ def _may_open(wrapper: Any) -> bool:
             names = set(_names_of(code))
             if names & _WORDS:
                 return True
-            waiting += [found for name, found in value.__globals__.items() if name in names]
+            waiting += [reached for name, reached in value.__globals__.items() if name in names]
         if isinstance(value, Mapping):
             waiting += value.values()
         elif isinstance(value, list | tuple | set):
@@ -240,14 +240,14 @@ def _no_function(function: Any, layer: Any) -> ScriptError:
 
 
 def places_of(*values: Any) -> tuple[Origin, ...]:
-    """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
+    """Return the lines of functions, or of what objects run when called; if none is known, the user's that asks."""
     known = [vars(value if isinstance(value, type) else type(value)) for value in values]
     pairs = zip(values, known, strict=True)
     calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
-    found = tuple(_origin(code) for code in codes if is_user_file(code.co_filename))
+    places = tuple(_origin(code) for code in codes if is_user_file(code.co_filename))
     site = find_site()
-    return found or ((Origin(site.file, site.line),) if site.file else ())
+    return places or ((Origin(site.file, site.line),) if site.file else ())
 
 
 def _origin(code: types.CodeType) -> Origin:
@@ -272,16 +272,16 @@ def note_classes(by_us: bool = False) -> None:
     """Note the classes that were compiled since the last time: by us, or by torch alone, without their regions."""
     for name, kind in jit.script_classes().items():
         if name not in _seen and not by_us:
-            for method, found in vars(kind).items():
-                is_property = isinstance(found, property)
-                value = found.fget if is_property else getattr(found, "__func__", found)
+            for method, attribute in vars(kind).items():
+                is_property = isinstance(attribute, property)
+                value = attribute.fget if is_property else getattr(attribute, "__func__", attribute)
                 if inspect.isfunction(value) and _opens(value):
                     _dropped[f"{name}.__{method}_getter" if is_property else f"{name}.{method}"] = value
         _seen.add(name)
 
 
 def check_class(call: Any) -> None:
-    """ScriptError for a call of a method whose regions are in no script."""
+    """Raise ScriptError for a call of a method whose regions are in no script."""
     kind, method = call.inputsAt(0).type(), call.s("name")
     if kind.kind() != "InterfaceType":
         _check_method(f"{kind.qualified_name()}.{method}", call)
@@ -324,13 +324,13 @@ Signature = tuple[tuple[str, ...], dict[str, str]]
 
 
 def is_region(value: Any) -> bool:
-    """Whether something is a region, or a class of them, or a part without gradients, which scripts have, too."""
+    """Return whether something is a region, a class of them, or a part without gradients, which scripts have, too."""
     kind = value if isinstance(value, type) else type(value)
     return issubclass(kind, (torch.autocast, autocast)) or type(value) is torch.no_grad
 
 
 def described(value: Any) -> dict[str, Any]:
-    """The arguments that make a region in a script. RegionError for one that does what a user's class says."""
+    """Return the arguments that make a region in a script. RegionError for a user's own class of regions."""
     if type(value) is autocast:
         facts: dict[str, Any] = {"cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}
     elif type(value) in (torch.autocast, torch.cpu.amp.autocast, torch.cuda.amp.autocast):  # type: ignore[attr-defined]
@@ -342,7 +342,7 @@ def described(value: Any) -> dict[str, Any]:
 
 
 def signature_of(value: Any) -> Signature | None:
-    """The arguments of region classes in their order, and what ours takes where these do not say it."""
+    """Return the arguments of region classes in their order, and what ours takes where these leave them open."""
     return _SIGNATURES.get(value) if isinstance(value, type) else None
 
 

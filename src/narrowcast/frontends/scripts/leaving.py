@@ -47,7 +47,7 @@ class Meanings:
             self.names[self.owner] = owner
 
     def value(self, expression: ast.expr | None) -> Any:
-        """What an expression of names that are known means in Python; UNKNOWN if that is known only when it runs."""
+        """Return what an expression of known names means in Python; UNKNOWN if that is known only when it runs."""
         if expression is None or isinstance(expression, ast.Starred):
             return UNKNOWN
         names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
@@ -60,16 +60,16 @@ class Meanings:
             return UNKNOWN
 
     def constant(self, expression: ast.expr | None) -> Any:
-        """The same, without what the object of a method holds: that may be another when the script runs."""
+        """Return an expression's value, without what the object of a method holds, which may differ in the script."""
         names = set() if expression is None else {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
         return UNKNOWN if self.owner in names else self.value(expression)
 
     def evaluated(self, expression: ast.expr) -> Any:
-        """What an expression means; raises what it raises."""
+        """Return what an expression means; raise what it raises."""
         return eval(compile(ast.Expression(expression), "<region>", "eval"), dict(self.names))
 
     def error(self, asked: str, found: str, place: ast.expr | ast.stmt, advice: str) -> ScriptError:
-        """With the line, and a caret below the place."""
+        """Return a ScriptError with the line, and a caret below the place."""
         lines = self.parsed.source.splitlines()
         text, first = lines[place.lineno - 1], place.col_offset + len(lines[0]) - len(lines[0].lstrip())
         note = f"column {first + 1}\n    {text}\n    {' ' * first}^"
@@ -89,7 +89,7 @@ _numbers = itertools.count()
 
 
 def exits_early(body: list[ast.stmt]) -> bool:
-    """Whether anything but the last statement of a function leaves it, or a loop."""
+    """Return whether anything but the last statement of a function leaves it, or a loop."""
     leaving = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Return | ast.Break | ast.Continue)]
     last = body[-1]
     while isinstance(last, ast.With):
@@ -105,20 +105,20 @@ class Flattener:
         self.entered: set[str] = set()
 
     def flattened(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements without `with`."""
-        found: list[ast.stmt] = []
+        """Return the statements without `with`."""
+        flat: list[ast.stmt] = []
         for statement in body:
             for name in ("body", "orelse"):
                 if getattr(statement, name, None) and not isinstance(statement, ast.FunctionDef):
                     setattr(statement, name, self.flattened(getattr(statement, name)))
             if isinstance(statement, ast.With):
-                found += self._pushed(statement)
+                flat += self._pushed(statement)
             else:
-                found.append(statement)
-        return found
+                flat.append(statement)
+        return flat
 
     def _pushed(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement as marks around those of its parts that nothing leaves; what is no region stays as it is."""
+        """Return a with statement as marks around those of its parts that nothing leaves; what is no region stays."""
         for n, item in enumerate(statement.items):
             if self._is_other(item.context_expr):
                 if _leaves(statement.body):
@@ -130,29 +130,29 @@ class Flattener:
                 statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
                 outer.body = [statement]
                 return self._pushed(at(outer, statement)) if outer.items else outer.body
-        made: list[ast.stmt] = []
+        kept_items: list[ast.stmt] = []
         items: list[str] = []
         for item in statement.items:
             if self._is_no_grad(item.context_expr):
                 name = f"{_GRAD}{next(_numbers)}"
-                made.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
+                kept_items.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
                 items.append(name)
                 continue
             name, keep = kept("with", item.context_expr, statement)
-            made.append(keep)
+            kept_items.append(keep)
             if item.optional_vars is not None:
                 again = ast.Assign(targets=[item.optional_vars], value=ast.Name(name, ast.Load()))
-                made.append(at(again, statement))
+                kept_items.append(at(again, statement))
             items.append(name)
-        return made + self._inside(items, statement.body)
+        return kept_items + self._inside(items, statement.body)
 
     def _inside(self, items: list[str], body: list[ast.stmt]) -> list[ast.stmt]:
-        made: list[ast.stmt] = []
+        statements: list[ast.stmt] = []
         whole: list[ast.stmt] = []
 
         def close() -> None:
             if whole:
-                made.extend([*self._edges(items, whole[0]), *whole, *_exits(items, EXIT_MARK, whole[-1])])
+                statements.extend([*self._edges(items, whole[0]), *whole, *_exits(items, EXIT_MARK, whole[-1])])
                 whole.clear()
 
         for statement in body:
@@ -163,35 +163,35 @@ class Flattener:
                 continue
             close()
             if isinstance(statement, ast.Return | ast.Break | ast.Continue):
-                made.append(statement)
+                statements.append(statement)
             else:
-                made += self._compound(items, statement)
+                statements += self._compound(items, statement)
         close()
-        return made
+        return statements
 
     def _compound(self, items: list[str], statement: Any) -> list[ast.stmt]:
-        made: list[ast.stmt] = []
+        edges: list[ast.stmt] = []
         is_if, asked = isinstance(statement, ast.If), getattr(statement, "test", getattr(statement, "iter", None))
         if isinstance(statement, ast.While) and _computes(statement.test):
             branch = ast.If(test=statement.test, body=statement.body, orelse=[ast.Break()])
             statement.body, statement.test = [at(branch, statement)], at(ast.Constant(True), statement)
         elif not isinstance(statement, ast.While) and asked is not None and _computes(asked):
-            made += self._edges(items, statement)
-        marked = bool(made)
+            edges += self._edges(items, statement)
+        marked = bool(edges)
         if not is_if and not self.entered.issuperset(items):  # one region for all steps of the loop
-            made = [*self._edges(items, statement), *_exits(items, EXIT_MARK, statement)]
+            edges = [*self._edges(items, statement), *_exits(items, EXIT_MARK, statement)]
         for name in ("body", "orelse"):
             inner = self._inside(items, getattr(statement, name, []))
             if marked and (is_if or inner):
                 inner = [*_exits(items, BRANCH_MARK, statement), *inner]
             if inner:
                 setattr(statement, name, inner)
-        return [*made, statement]
+        return [*edges, statement]
 
     def _edges(self, items: list[str], place: ast.stmt) -> list[ast.stmt]:
-        found = [at(_edge(name, AGAIN_MARK if name in self.entered else ENTER_MARK), place) for name in items]
+        edges = [at(_edge(name, AGAIN_MARK if name in self.entered else ENTER_MARK), place) for name in items]
         self.entered.update(items)
-        return found
+        return edges
 
     def _is_no_grad(self, expression: ast.expr) -> bool:
         return isinstance(expression, ast.Call) and self.meanings.value(expression.func) is torch.no_grad
@@ -207,7 +207,7 @@ def _exits(items: list[str], mark: str, place: ast.stmt) -> list[ast.stmt]:
 
 
 def _edge(name: str, mark: str) -> ast.stmt:
-    """Where a region, or a part without gradients, is entered or left."""
+    """Return the statement by which a region, or a part without gradients, is entered or left."""
     if name.startswith(_GRAD):
         is_left = mark in (EXIT_MARK, BRANCH_MARK)
         return ast.parse(f"{TORCH}.set_grad_enabled({name if is_left else False})").body[0]
@@ -215,31 +215,31 @@ def _edge(name: str, mark: str) -> ast.stmt:
 
 
 def _hoisted(statement: ast.Return) -> list[ast.stmt]:
-    """The assignments of what a return computes; it returns their names then, in the tuple or list that was written."""
-    made: list[ast.stmt] = []
+    """Return the assignments of what a return computes; it then returns their names, in the same tuple or list."""
+    assignments: list[ast.stmt] = []
 
     def hoist(value: ast.expr) -> ast.expr:
         if isinstance(value, ast.Tuple | ast.List):
             value.elts = [hoist(element) for element in value.elts]
         elif _computes(value):
             name, keep = kept("value", value, statement)
-            made.append(keep)
+            assignments.append(keep)
             return at(ast.Name(name, ast.Load()), statement)  # type: ignore[no-any-return]
         return value
 
     if statement.value is not None:
         statement.value = hoist(statement.value)
-    return made
+    return assignments
 
 
 def kept(what: str, value: ast.expr, place: ast.stmt) -> tuple[str, ast.stmt]:
-    """A new name, and the statement that gives it a value."""
+    """Return a new name, and the statement that assigns it a value."""
     name = f"__narrowcast_{what}_{next(_numbers)}"
     return name, at(ast.Assign(targets=[ast.Name(name, ast.Store())], value=value), place)
 
 
 def _leaves(body: list[ast.stmt], in_loop: bool = False) -> bool:
-    """Whether return, or break and continue of a loop outside, occur in the statements."""
+    """Return whether return, or break and continue of a loop outside, occur in the statements."""
     for statement in body:
         if isinstance(statement, ast.Return) or (isinstance(statement, ast.Break | ast.Continue) and not in_loop):
             return True
@@ -251,7 +251,7 @@ def _leaves(body: list[ast.stmt], in_loop: bool = False) -> bool:
 
 
 def _computes(expression: ast.expr) -> bool:
-    """Whether an expression may call an op: then it is computed in the region."""
+    """Return whether an expression may call an op: then it is computed in the region."""
     if isinstance(expression, ast.Call):
         called = getattr(expression.func, "attr", getattr(expression.func, "id", ""))
         return called not in _WITHOUT_OPS or any(map(_computes, (*expression.args, expression.func)))
@@ -265,13 +265,13 @@ def _computes(expression: ast.expr) -> bool:
 
 
 def _counts(expression: ast.expr) -> bool:
-    """Whether it is a number of Python's, and no tensor."""
+    """Return whether it is a number of Python's, and no tensor."""
     called = getattr(expression, "func", None)
     return getattr(called, "attr", getattr(called, "id", "")) in ("dim", "size", "len") and not _computes(expression)
 
 
 def at(node: Any, place: Any) -> Any:
-    """A new node with the position of another in the source."""
+    """Return a new node with the position of another in the source."""
     return ast.fix_missing_locations(ast.copy_location(node, place))
 
 
@@ -284,7 +284,7 @@ def make_edges(graph: Any) -> None:
 
 
 def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]) -> None:
-    """owner: the node that the block belongs to. around: the objects that are entered in the block of that."""
+    """Make the edges in a block. owner: the node of the block. around: the objects entered in that node's block."""
     entered: list[int] = []
     for node in list(block.nodes()):
         for inner in node.blocks():
@@ -297,12 +297,12 @@ def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]
             place = owner if key in around else None
         if place is not None:
             leaves = edge in (EXIT_MARK, BRANCH_MARK)
-            made = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
-            made.output().setType(NONE if leaves else node.inputsAt(0).type())
+            edge_node = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
+            edge_node.output().setType(NONE if leaves else node.inputsAt(0).type())
             if edge == AGAIN_MARK:
-                made.s_("name", AGAIN_MARK)
-            made.copyMetadata(node)
-            made.insertBefore(place)
+                edge_node.s_("name", AGAIN_MARK)
+            edge_node.copyMetadata(node)
+            edge_node.insertBefore(place)
             open_here = entered if place is node else around
             open_here.remove(key) if leaves else open_here.append(key)
         node.destroy()

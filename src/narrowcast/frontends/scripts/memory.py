@@ -29,11 +29,11 @@ class Memory:
         self.views: Counter[int] = Counter()  # how many known tensors are views of each memory
 
     def may_share(
-        self, node: Any, facts: OpFacts | None, made: Step, blocks: tuple[Block, ...]
+        self, node: Any, facts: OpFacts | None, step: Step, blocks: tuple[Block, ...]
     ) -> Callable[[Operand], bool]:
-        """Whether what a node gives may have the memory of one of its operands."""
+        """Return a test of which operands may share memory with the result of a node."""
         if passage(node) is not None:
-            return lambda operand: operand.name == made.operands[-1].name
+            return lambda operand: operand.name == step.operands[-1].name
         if facts is not None:
             names = alias_names(facts.op)
             return lambda operand: names is None or operand.name in names
@@ -48,7 +48,7 @@ class Memory:
         return lambda operand: operand.value in passed
 
     def _is_alone(self, attribute: Any) -> bool:
-        """Whether an attribute is no tensor, or one whose memory no other attribute that is read has."""
+        """Return whether an attribute is no tensor, or one whose memory no other attribute that is read has."""
         tensor = self.known.get(attribute.unique())
         if tensor is None or tensor.layout is not torch.strided:
             return _is_plain(attribute)
@@ -58,32 +58,32 @@ class Memory:
         return self.views[storage_key(tensor)] == 1
 
     def written_in(self, item: Item, blocks: tuple[Block, ...]) -> set[int]:
-        """The values that the blocks of a node may write to, views of them included."""
+        """Return the values that the blocks of a node may write to, views of them included."""
         passed_on = self._passed_on(item)
-        found = {o.value for block in blocks for step in block.steps for o in step.operands if o.written}
+        written = {o.value for block in blocks for step in block.steps for o in step.operands if o.written}
         before = -1
-        while len(found) > before:
-            before = len(found)
+        while len(written) > before:
+            before = len(written)
             for block in blocks:
                 for step in reversed(block.steps):
-                    if step.id in found:
-                        found.update(step.operands[n].value for n in step.aliases)
-            found.update(value for parameter, value in passed_on if parameter in found)
-        return found
+                    if step.id in written:
+                        written.update(step.operands[n].value for n in step.aliases)
+            written.update(value for parameter, value in passed_on if parameter in written)
+        return written
 
     def _passed_on(self, item: Item) -> list[tuple[int, int]]:
-        """What the body of a loop takes: each parameter, with what comes there before the loop and after each step."""
+        """Return what the body of a loop takes: each parameter, with its value before the loop and after each step."""
         if item.node.kind() != "prim::Loop":
             return []
         (body,) = item.blocks
         taken = list(body.block.inputs())[1:] * 2
-        came = [*list(item.node.inputs())[2:], *list(body.block.outputs())[1:]]
-        pairs = zip(taken, came, strict=True)
+        passed = [*list(item.node.inputs())[2:], *list(body.block.outputs())[1:]]
+        pairs = zip(taken, passed, strict=True)
         return [(self.ids[t.unique()], self.ids[v.unique()]) for t, v in pairs if v.unique() in self.ids]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, which shares memory with nothing."""
+    """Return whether a value is a number, a text or the like, which shares memory with nothing."""
     return value.type().kind() in _PLAIN
 
 
@@ -104,7 +104,7 @@ class Leaves:
         self.known: dict[int, bool] = {}
 
     def is_given(self, value: Any) -> bool:
-        """Whether a value is itself an argument of the graph, or an attribute, and has no other name."""
+        """Return whether a value is itself an argument of the graph, or an attribute, and has no other name."""
         node = value.node()
         if node.kind() == "prim::GetAttr":
             path = path_of(node)  # off the module, and then it is read once
@@ -112,7 +112,7 @@ class Leaves:
         return bool(node.kind() == "prim::Param" and _owner(node) is None)
 
     def may_be(self, value: Any) -> bool:
-        """Whether a value may be one that was given, or hold one. What an op computes is none."""
+        """Return whether a value may be one of the inputs, or hold one. What an op computes is none."""
         if value.unique() not in self.known:
             self.known[value.unique()] = False  # a loop that gives itself what it takes adds nothing
             self.known[value.unique()] = holds_tensors(value) and (
@@ -146,5 +146,5 @@ class Leaves:
 
 
 def _owner(node: Any) -> Any:
-    """The loop whose body takes what a parameter node gives; None for the graph's own."""
+    """Return the loop whose body takes a parameter node's values; None for the graph's own."""
     return node.owningBlock().owningNode()

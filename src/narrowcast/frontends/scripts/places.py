@@ -12,22 +12,22 @@ _FRAME = re.compile(r"(.+)\((\d+)\): ")
 
 
 def shown_at(node: Any) -> tuple[Origin, ...]:
-    """Where a node comes from: file, line, column, the line itself and a caret below it. Empty if that is not known."""
+    """Return the place of a node: file, line, column, the line and a caret below it. Empty if it is not known."""
     return shown_in(node.sourceRange())
 
 
 def shown_from(node: Any) -> tuple[Origin, ...]:
-    """Where a node comes from, or the first node behind it of which that is known."""
+    """Return the place of a node, or of the first node behind it with a known one."""
     behind = (other for other in node.owningBlock().nodes() if other.isAfter(node))
     return next(filter(None, map(shown_at, (node, *behind))), ())
 
 
 def shown_in(text: str) -> tuple[Origin, ...]:
-    """The same, of what TorchScript says of a place."""
+    """Return the place in TorchScript's text about it."""
     lines = text.splitlines()
     head = next((line for line in lines if line.strip().startswith('File "')), None)
     if head is None:
-        frames = [found for line in lines if (found := _FRAME.match(line))]  # traced: the Python stack, innermost first
+        frames = [match for line in lines if (match := _FRAME.match(line))]  # traced: the Python stack, innermost first
         inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
         return (Origin(inner[1], int(inner[2])),) if inner else ()
     file, _, rest = head.strip().removeprefix('File "').partition('", line ')
@@ -40,6 +40,6 @@ def shown_in(text: str) -> tuple[Origin, ...]:
 
 
 def site_of(node: Any) -> tuple[str, int]:
-    """The file and line of a node; ("", 0) if they are not known."""
-    found = shown_at(node)
-    return (found[0].file, found[0].line) if found else ("", 0)
+    """Return the file and line of a node; ("", 0) if they are not known."""
+    shown = shown_at(node)
+    return (shown[0].file, shown[0].line) if shown else ("", 0)

@@ -19,7 +19,7 @@ from narrowcast.runtime.torch_surface.jit import TENSOR, ListType, inserted
 
 
 def tensordot(self: Tensor, other: Tensor, dims_self: list[int], dims_other: list[int]) -> Tensor:
-    """A product over several dimensions of each. Those that one of the two lacks are summed away first."""
+    """Multiply over several dimensions of each. Those that one of the two lacks are summed away first."""
     a, b = self, other
     contracted = 1
     for i in range(len(dims_self)):
@@ -53,14 +53,14 @@ def tensordot(self: Tensor, other: Tensor, dims_self: list[int], dims_other: lis
 
 
 def inner(self: Tensor, other: Tensor) -> Tensor:
-    """A product over the last dimension of each."""
+    """Multiply over the last dimension of each."""
     if self.dim() == 0 or other.dim() == 0:
         return self * other
     return tensordot(self, other, [-1], [-1])
 
 
 def linalg_multi_dot(tensors: list[Tensor]) -> Tensor:
-    """A product of several matrices, in the order that takes the fewest multiplications."""
+    """Multiply several matrices, in the order that takes the fewest multiplications."""
     n = len(tensors)
     factors = list(tensors)
     sizes: list[int] = []
@@ -101,25 +101,25 @@ def linalg_multi_dot(tensors: list[Tensor]) -> Tensor:
                 needed.append((k + 1) * n + j)
     products: dict[int, Tensor] = {}
     for at in range(len(needed)):
-        found = needed[len(needed) - 1 - at]
-        i, j = found // n, found % n
+        index = needed[len(needed) - 1 - at]
+        i, j = index // n, index % n
         if i == j:
-            products[found] = factors[i]
+            products[index] = factors[i]
         else:
-            k = splits[found]
-            products[found] = torch.mm(products[i * n + k], products[(k + 1) * n + j])
+            k = splits[index]
+            products[index] = torch.mm(products[i * n + k], products[(k + 1) * n + j])
     return products[n - 1].view(sizes)
 
 
 def chain_matmul(matrices: list[Tensor]) -> Tensor:
-    """What multi_dot computes, under its old name."""
+    """Compute multi_dot, under its old name."""
     if len(matrices) == 1:
         return matrices[0].clone()
     return linalg_multi_dot(matrices)
 
 
 def linalg_matrix_power(self: Tensor, n: int) -> Tensor:
-    """A power, by squaring."""
+    """Return a power of a matrix, by squaring."""
     base, power = self, n
     if power == 0:
         return self.clone().copy_(torch.eye(self.size(-2), dtype=self.dtype, device=self.device))
@@ -144,7 +144,7 @@ def linalg_matrix_power(self: Tensor, n: int) -> Tensor:
 
 
 def cov(self: Tensor, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """The covariance of rows."""
+    """Return the covariance of rows."""
     x = self.view([1, -1]) if self.dim() < 2 else self
     count = x.size(1)
     w: Tensor | None = None
@@ -169,7 +169,7 @@ def cov(self: Tensor, correction: int = 1, fweights: Tensor | None = None, aweig
 
 
 def corrcoef(self: Tensor) -> Tensor:
-    """The correlation of rows."""
+    """Return the correlation of rows."""
     c = cov(self)
     if c.dim() == 0:
         return c / c
@@ -180,7 +180,7 @@ def corrcoef(self: Tensor) -> Tensor:
 
 
 def sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
-    """A product of matrices of which one or both are sparse."""
+    """Multiply matrices of which one or both are sparse."""
     if sparse.layout == torch.sparse_coo and dense.layout == torch.sparse_coo:
         product: Tensor = torch.sparse.mm(sparse, dense)
         return product
@@ -193,12 +193,12 @@ def sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
 
 
 def sparse_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """A product of a sparse matrix, and what is added to it."""
+    """Multiply a sparse matrix, and add."""
     return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)
 
 
 def mv(self: Tensor, vec: Tensor) -> Tensor:
-    """A product with a vector; that of a sparse matrix is one of matrices."""
+    """Multiply by a vector; a sparse matrix as by a matrix."""
     if self.layout == torch.sparse_coo:
         return torch.matmul(self, vec.unsqueeze(-1)).squeeze(-1)
     return torch.mv(self, vec)
@@ -210,7 +210,7 @@ def mv(self: Tensor, vec: Tensor) -> Tensor:
 def lstm_cell(
     input: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM: the hidden and the cell state."""
+    """Compute one step of an LSTM: the hidden and the cell state."""
     gates = linear(hx[0], w_hh, b_hh).add_(linear(input, w_ih, b_ih))
     chunks = gates.unsafe_chunk(4, 1)
     into, forget, cell, out = chunks[0].sigmoid_(), chunks[1].sigmoid_(), chunks[2].tanh_(), chunks[3].sigmoid_()
@@ -221,7 +221,7 @@ def lstm_cell(
 def gru_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """One step of a GRU."""
+    """Compute one step of a GRU."""
     return _gru_step(linear(input, w_ih, b_ih), hx, w_hh, b_hh)
 
 
@@ -237,21 +237,21 @@ def _gru_step(inputs: Tensor, hx: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> 
 def rnn_tanh_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """One step of a plain recurrent net."""
+    """Compute one step of a plain recurrent net."""
     return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).tanh()
 
 
 def rnn_relu_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """The same with another activation."""
+    """Compute one step of a plain recurrent net with another activation."""
     return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).relu()
 
 
 def _gru_steps(
     inputs: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """One direction of one layer: all steps' states, and the last one."""
+    """Compute one direction of one layer: all steps' states, and the last one."""
     from_inputs = linear(inputs, w_ih, b_ih).unbind(0)
     states: list[Tensor] = []
     count = len(from_inputs)
@@ -272,7 +272,7 @@ def _between(x: Tensor, dropout: float, train: bool) -> Tensor:
 
 
 def insert_gru(graph: Any, node: Any) -> list[Any] | None:
-    """All layers of a GRU as on the cpu, before its node: products are cast, the state is kept as it came.
+    """Insert all layers of a GRU as on the cpu, before its node: multiplications are cast, the state keeps its format.
 
     Layer by layer, so that each weight is one value, which is cast once. None if the number of layers is not known.
     """

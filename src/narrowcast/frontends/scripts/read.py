@@ -71,7 +71,7 @@ class ReadScript:
     # -- regions
 
     def _regions(self, scopes: Scopes) -> tuple[int, ...]:
-        """The numbers of the regions that hold, the innermost first: several if they are for several device types."""
+        """Return the numbers of the regions that hold, the innermost first: several for several device types."""
         several = ("device",) if len(scopes) > 1 else ()
         return tuple(self._number(scope, several) for scope in reversed(scopes.values()))
 
@@ -94,7 +94,7 @@ class ReadScript:
     # -- formats
 
     def _propagate(self, section: Section) -> None:
-        """The types of all values; loops until nothing changes."""
+        """Infer the types of all values; loops until nothing changes."""
         for value in section.block.inputs():
             self.types.setdefault(value.unique(), self._type(value))
         for item in section.items:
@@ -144,7 +144,7 @@ class ReadScript:
             self.types[output.unique()] = now if calls.holds_tensors(output) else OTHER
 
     def _look_up(self, value: Any) -> bool:
-        """Whether a value is a tensor that is there before the script runs."""
+        """Return whether a value is a tensor that is there before the script runs."""
         tensor = value.toIValue() if value.node().kind() == "prim::Constant" else self.attributes(value)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -162,8 +162,8 @@ class ReadScript:
     def _result(self, item: Item, facts: OpFacts) -> str:
         node = item.node
         name = op_name(facts.op)
-        found = _sources(item, facts)
-        given = [self._type(s.value) for s in found]
+        read = _sources(item, facts)
+        given = [self._type(s.value) for s in read]
         if name in named("result.counts"):
             return OTHER
         dtype = calls.dtype_argument(node, facts)
@@ -172,7 +172,7 @@ class ReadScript:
         if dtype is not None:
             return TENSOR
         for number in self._regions(item.scopes):
-            plan = self._plan(item, facts, found, number)
+            plan = self._plan(item, facts, read, number)
             passed = passage(node)
             if passed is not None:
                 return self._after_passage(plan, passed, self.opened[number], given)
@@ -183,16 +183,16 @@ class ReadScript:
             return parse_format(name).name
         return promoted(given) if name in named("result.keeps") else TENSOR
 
-    def _plan(self, item: Item, facts: OpFacts, found: list[calls.Source], number: int) -> Plan:
-        """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""
-        step = self._step_of(item, facts, found, range(len(found)), (number,))
+    def _plan(self, item: Item, facts: OpFacts, read: list[calls.Source], number: int) -> Plan:
+        """Return the plan of a call; its operands are numbered by themselves, as there is no program yet."""
+        step = self._step_of(item, facts, read, range(len(read)), (number,))
         opened = self.opened[number]
-        values = [self._looked(s.value, n) for n, s in enumerate(found)]
+        values = [self._looked(s.value, n) for n, s in enumerate(read)]
         program: Any = SimpleNamespace(regions=self.opened, values=values)  # all that is read of it
         return decide(call_of(program, step), self.policies[opened.policy], opened.facts)
 
     def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
-        """The format that a decided call gives; None if the decision does not say."""
+        """Return the format of a decided call's result; None if the decision leaves it open."""
         if not opened.facts.enabled:
             return None
         self.parts = {r.part: TENSOR if opened.open or r.format is None else r.format.name for r in plan.results}
@@ -242,10 +242,10 @@ class ReadScript:
         return Block(name, parameters, tuple(steps), returns)
 
     def _value(self, value: Any) -> Value:
-        made = self._looked(value, len(self.values))
-        self.ids[value.unique()] = made.id
-        self.values.append(made)
-        return made
+        model_value = self._looked(value, len(self.values))
+        self.ids[value.unique()] = model_value.id
+        self.values.append(model_value)
+        return model_value
 
     def _looked(self, value: Any, number: int) -> Value:
         if calls.is_optional_tensor(value) or calls.is_tensor_list(value):
@@ -259,12 +259,12 @@ class ReadScript:
         return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, is_weight(tensor))
 
     def _step_of(
-        self, item: Item, facts: OpFacts, found: list[calls.Source], numbers: Sequence[int], regions: tuple[int, ...]
+        self, item: Item, facts: OpFacts, read: list[calls.Source], numbers: Sequence[int], regions: tuple[int, ...]
     ) -> Step:
-        """A call of an op as a step. numbers: of what it reads, as found."""
+        """Return a call of an op as a step. numbers: of what it reads, as found."""
         node = item.node
         written = {slot.name for slot in facts.slots if slot.written}
-        names = [schema_of(facts.op).arguments[s.position].name for s in found]
+        names = [schema_of(facts.op).arguments[s.position].name for s in read]
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if calls.dtype_argument(node, facts) is not None else frozenset()
         site = site_in(item.caller, node)
@@ -290,36 +290,36 @@ class ReadScript:
         return self.ids[value.unique()]
 
     def _steps(self, item: Item) -> list[Step]:
-        """The steps of a node: one for the call, and one for each result if it gives several."""
+        """Return the steps of a node: one for the call, and one for each result if there are several."""
         node, outputs = item.node, list(item.node.outputs())
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
         facts = calls.facts_of(node)
         if facts is not None:
-            found = _sources(item, facts)
-            made = self._step_of(item, facts, found, [self._id(s.value) for s in found], self._regions(item.scopes))
+            read = _sources(item, facts)
+            step = self._step_of(item, facts, read, [self._id(s.value) for s in read], self._regions(item.scopes))
             for block in {s.hiding for s in item.scopes.values() if s.hiding is not None and facts.computes}:
                 self.hidden[block] = self.hidden.get(block, 0) + 1
         else:  # what its blocks read besides has no position
-            found = [calls.Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
-            made = self._other(item, blocks)
+            read = [calls.Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
+            step = self._other(item, blocks)
         if len(outputs) == 1:
             value = self._value(outputs[0])
         else:
             value = Value(len(self.values), "tuple" if outputs else OTHER)
             self.values.append(value)
-        may_share = self.memory.may_share(node, facts, made, blocks)
-        aliases = tuple(n for n, operand in enumerate(made.operands) if may_share(operand))
+        may_share = self.memory.may_share(node, facts, step, blocks)
+        aliases = tuple(n for n, operand in enumerate(step.operands) if may_share(operand))
         self.items[value.id] = item
-        self.operands[value.id] = found
-        steps = [replace(made, value=value, blocks=blocks, aliases=aliases)]
+        self.operands[value.id] = read
+        steps = [replace(step, value=value, blocks=blocks, aliases=aliases)]
         if len(outputs) != 1:
             for n, output in enumerate(outputs):
-                got = self._value(output)
-                steps.append(Step(got, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
+                element = self._value(output)
+                steps.append(Step(element, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
         return steps
 
     def _other(self, item: Item, blocks: tuple[Block, ...]) -> Step:
-        """What is no op of a library: control flow, attributes, lists, calls into Python."""
+        """Return the step of what is no op of a library: control flow, attributes, lists, calls into Python."""
         node = item.node
         numbers = [self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids]
         inner = [o for b in blocks for _, s in b.walk() for o in s.operands]
@@ -335,18 +335,18 @@ class ReadScript:
 
 
 def _sources(item: Item, facts: OpFacts) -> list[calls.Source]:
-    """What a call reads; where a module's result comes out, the module's arguments first, whose formats may matter."""
+    """Return what a call reads; at a module's result, the module's arguments first, whose formats may matter."""
     return [calls.Source(0, None, value) for _, value in item.came] + calls.sources(item.node, facts)
 
 
 def join(types: Iterable[str]) -> str:
-    """What is known of a value that may be any of these."""
-    found = set(types)
-    return found.pop() if len(found) == 1 else TENSOR
+    """Return what is known of a value that may be any of these."""
+    distinct = set(types)
+    return distinct.pop() if len(distinct) == 1 else TENSOR
 
 
 def promoted(types: Iterable[str]) -> str:
-    """What an op gives that keeps the format of its floating operands.
+    """Return the type of an op's result that keeps the format of its floating operands.
 
     Formats that differ may be promoted or not: a tensor without dimensions does not count.
     """

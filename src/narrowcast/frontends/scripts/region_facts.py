@@ -23,7 +23,7 @@ POLICY = "narrowcast_policy"
 
 
 def region_class(value: Value) -> str | None:
-    """The qualified name of a region's class, if the value is a region."""
+    """Return the qualified name of a region's class, if the value is a region."""
     kind = value.type()
     if kind.kind() != "ClassType":
         return None
@@ -35,7 +35,7 @@ REGION = "narrowcast.frontends.eager.region.autocast"
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
+    """Return the number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
     if dtype not in _NUMBERS:
         asked, found = f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format"
         raise RegionError(asked, found, advice="Give torch.bfloat16 or torch.float16.")
@@ -62,7 +62,7 @@ _UNKNOWN = {  # by what gives the region: why its device type is not known, and 
 
 
 def makers_of(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
-    """The attributes of each object that a value may be; None if that cannot be told."""
+    """Return the attributes of each object that a value may be; None if that is unknown."""
     if instance.unique() in seen:
         return []
     seen.add(instance.unique())
@@ -79,25 +79,25 @@ def makers_of(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
     if node.kind() == "prim::Enter":  # `as`
         return makers_of(node.inputsAt(0), seen)
     if node.kind() == "prim::If":
-        found: list[dict[str, Value]] = []
+        makers: list[dict[str, Value]] = []
         position = [o.unique() for o in node.outputs()].index(instance.unique())
         for block in node.blocks():
             of_block = makers_of(list(block.outputs())[position], seen)
             if of_block is None:
                 return None
-            found += of_block
-        return found
+            makers += of_block
+        return makers
     return None
 
 
 def the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = None) -> Any:
-    """The constant that an attribute has in every object; None if there is none."""
-    found = {constant(m[name]) if name in m else missing for m in makers or ()}
-    return found.pop() if len(found) == 1 else None
+    """Return the constant that an attribute has in every object; None if there is none."""
+    constants = {constant(m[name]) if name in m else missing for m in makers or ()}
+    return constants.pop() if len(constants) == 1 else None
 
 
 def constant(value: Value) -> Any:
-    """A constant's value, the device's default dtype included; None for anything else."""
+    """Return a constant's value, the device's default dtype included; None for anything else."""
     node = value.node()
     if node.kind() == "prim::Constant":
         return value.toIValue()
@@ -108,7 +108,7 @@ def constant(value: Value) -> Any:
 
 
 def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node) -> str:
-    """The device type of a region, or ScriptError where it is not known or has no autocast."""
+    """Return the device type of a region, or raise ScriptError where it is not known or has no autocast."""
     device = the_same(makers, "device")
     if device is None:
         found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
@@ -123,7 +123,7 @@ def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node
 
 
 def low_format(low: Any, instance: Value) -> Any:
-    """The low format, where it is known as the number of a dtype; else what the script will know."""
+    """Return the low format, where it is known as the number of a dtype; else what the script will know."""
     if not isinstance(low, int):
         return low
     if low not in DTYPES:
@@ -133,7 +133,7 @@ def low_format(low: Any, instance: Value) -> Any:
 
 
 def remove_unused_objects(graph: Any) -> None:
-    """Region objects that nothing reads go, with the statements that fill them."""
+    """Remove region objects that nothing reads, with the statements that fill them."""
     for node in graph.findAllNodes("prim::CreateObject"):
         users = [use.user for use in node.output().uses()]
         if region_class(node.output()) is not None and all(user.kind() == "prim::SetAttr" for user in users):
@@ -155,12 +155,12 @@ def hold_policy(policy: Policy) -> str:
 
 
 def told_policy(name: str) -> Policy | None:
-    """The policy that a script names, by digest, name or path; None for torch's own, which has no name in a script."""
-    found = _in_scripts.get(name)
-    if found is None and name:
-        found = known_policy(name) or as_policy(name)
-        _in_scripts[found.digest] = found
-    return found
+    """Return the policy that a script names, by digest, name or path; None for torch's own, which has no name."""
+    policy = _in_scripts.get(name)
+    if policy is None and name:
+        policy = known_policy(name) or as_policy(name)
+        _in_scripts[policy.digest] = policy
+    return policy
 
 
 # -- the class that `narrowcast.autocast` is in scripts: facts to be read off, with no effect of its own ---------------

@@ -18,32 +18,32 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 
 
 def is_eligible(x: Tensor, on: bool, device: str) -> bool:
-    """Whether a region casts it."""
+    """Return whether a region casts it."""
     return on and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
 
 
 def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
-    """To a dtype, if it is eligible."""
+    """Cast to a dtype, if it is eligible."""
     return x.to(dtype) if is_eligible(x, on, device) and x.dtype != dtype else x
 
 
 def cast_everywhere(x: Tensor, dtype: int) -> Tensor:
-    """To a dtype, on any device, if it floats and is not fp64."""
+    """Cast to a dtype, on any device, if it floats and is not fp64."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype else x
 
 
 def cast_everywhere_exactly(x: Tensor, dtype: int) -> Tensor:
-    """The same, fp64 as well."""
+    """Cast a floating tensor on any device, fp64 as well."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
 
 
 def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
-    """To exactly this dtype, fp64 as well."""
+    """Cast to exactly this dtype, fp64 as well."""
     return x.to(dtype) if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype else x
 
 
 def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
-    """To the low format, from any other one."""
+    """Cast to the low format, from any other one."""
     y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
     if y.dtype == other:  # the op knows fp32 only
         up = y._autocast_to_full_precision(cuda, cpu)
@@ -52,42 +52,42 @@ def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: 
 
 
 def is_weight(x: Tensor, on: bool, device: str) -> bool:
-    """Whether it turns out to be one that a region casts, as is_weight of torch_bridge says where Python runs."""
+    """Return whether a tensor is a weight that a region casts, as torch_bridge's is_weight where Python runs."""
     return on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device
 
 
 def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
-    """To the low format, if it is a weight."""
+    """Cast to the low format, if it is a weight."""
     return x.to(low) if is_weight(x, on, device) else x
 
 
 def cast_weight_once(x: Tensor, on: bool, device: str, low: int, weights: list[Tensor], casts: list[Tensor]) -> Tensor:
-    """The same, with the cast that was made of this very weight before."""
+    """Cast a weight, or return the cast that was made of this very weight before."""
     if not torch.is_grad_enabled() or not is_weight(x, on, device):
         return x
-    found = -1
+    position = -1
     for i in range(len(weights)):
         if weights[i] is x and casts[i].dtype == low:
-            found = i
-    if found < 0:
-        found = len(weights)
+            position = i
+    if position < 0:
+        position = len(weights)
         weights.append(x)
         casts.append(x.to(low))
-    return casts[found]
+    return casts[position]
 
 
 def cast_optional(x: Tensor | None, on: bool, device: str, dtype: int) -> Tensor | None:
-    """`cast` of a tensor that may be None."""
+    """Cast a tensor that may be None."""
     return cast(x, on, device, dtype) if x is not None else x
 
 
 def cast_list(xs: list[Tensor], on: bool, device: str, dtype: int) -> list[Tensor]:
-    """`cast` of each tensor of a list."""
+    """Cast each tensor of a list."""
     return [cast(x, on, device, dtype) for x in xs]
 
 
 def promote(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To the widest of fp32 and the low format; eager code, too, knows no third."""
+    """Cast to the widest of fp32 and the low format; eager code, too, knows no third."""
     dst = low
     for x in xs:
         if is_eligible(x, on, device) and dst != 6:
@@ -99,7 +99,7 @@ def promote(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
 
 
 def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To the narrowest format that holds those of all."""
+    """Cast to the narrowest format that holds those of all."""
     dst = -1
     for x in xs:
         if x.is_floating_point():
@@ -112,12 +112,12 @@ def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
 
 
 def inside(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
-    """To fp32, for the time of one call."""
+    """Cast to fp32, for the time of one call."""
     return [cast(x, on, device, 6) for x in xs]
 
 
 def back(x: Tensor, firsts: list[Tensor], on: bool, device: str) -> Tensor:
-    """A result in the format in which the first eligible operand came."""
+    """Cast a result to the input format of the first eligible operand."""
     for first in firsts:
         if is_eligible(first, on, device):
             return cast(x, on, device, first.dtype)
@@ -125,7 +125,7 @@ def back(x: Tensor, firsts: list[Tensor], on: bool, device: str) -> Tensor:
 
 
 def back_exactly(x: Tensor, firsts: list[Tensor]) -> Tensor:
-    """A result in the format in which the first floating argument came, fp64 as well."""
+    """Cast a result to the input format of the first floating argument, fp64 as well."""
     for first in firsts:
         if first.is_floating_point() and x.is_floating_point():
             return x.to(first.dtype)
@@ -133,18 +133,18 @@ def back_exactly(x: Tensor, firsts: list[Tensor]) -> Tensor:
 
 
 def chosen_dtype(x: Tensor, dtype: int | None, on: bool, device: str) -> int | None:
-    """fp32, where the script leaves a dtype open."""
+    """Return fp32, where the script leaves a dtype open."""
     return 6 if dtype is None and is_eligible(x, on, device) else dtype
 
 
 def keep(x: Tensor) -> None:
-    """Reads a tensor, and does nothing: what makes it is not dropped."""
+    """Read a tensor, and do nothing: what makes it is not dropped."""
     if x.dim() < 0:
         raise RuntimeError("a tensor without dimensions")
 
 
 @cache
 def graph_of(function: Callable[..., Any]) -> Any:
-    """The function's graph, with what it calls inside it, and without the casts of torch's own pass."""
+    """Return the function's graph, with what it calls inside it, and without the casts of torch's own pass."""
     with deprecations_unsaid(), own_pass_off(), autocast_off():
         return torch.jit.script(function).inlined_graph

@@ -50,12 +50,12 @@ class Scope:
     @property
     def open(self) -> tuple[str, ...]:
         """Names of the facts that only the running script knows."""
-        found = [("enabled", not isinstance(self.enabled, bool)), ("low", not isinstance(self.low, torch.dtype))]
-        return tuple(name for name, is_open in found if is_open)
+        facts = [("enabled", not isinstance(self.enabled, bool)), ("low", not isinstance(self.low, torch.dtype))]
+        return tuple(name for name, is_open in facts if is_open)
 
 
 def value_of(graph: Any, fact: Any) -> Value:
-    """A fact of a region as a value of the script, which it may be already, where the graph is written to."""
+    """Return a fact of a region as a value of the script, which it may be already, where the graph is written to."""
     if isinstance(fact, torch.dtype):
         fact = region_facts.number_of(fact)
     return graph.insertConstant(fact) if isinstance(fact, bool | int) else fact
@@ -94,7 +94,7 @@ class Section:
     sessions: list[int] = field(default_factory=list)
 
     def walk(self) -> Iterator[Item]:
-        """Every item, and after it those of its blocks."""
+        """Yield every item, and after it those of its blocks."""
         for item in self.items:
             yield item
             for inner in item.blocks:
@@ -126,7 +126,7 @@ class Scanner:
         self.seen_calls = 0
 
     def scan(self) -> Section:
-        """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
+        """Return the graph with the regions of each node. Raise ScriptError for a region that is not known enough."""
         section = self._section(self.graph.block(), [self.around], self.caller)
         for session, home in self.homes.items():
             home[-1].sessions.append(session)
@@ -194,19 +194,19 @@ class Scanner:
         return section
 
     def _inner(self, node: Node, scopes: Scopes, caller: Site) -> list[Section]:
-        """The blocks of a node. The grad mode after it is that at the ends of them all, or nobody knows."""
+        """Return the blocks of a node. The grad mode after it is that at the ends of them all, or unknown."""
         blocks = list(node.blocks())
         if not blocks:
             return []
         if node.kind() == "prim::Loop" and any(block.findAllNodes("aten::set_grad_enabled") for block in blocks):
             self.grad_mode = None
-        before, ends, found = self.grad_mode, set(), []
+        before, ends, sections = self.grad_mode, set(), []
         for block in blocks:
             self.grad_mode = before
-            found.append(self._section(block, [scopes], caller))
+            sections.append(self._section(block, [scopes], caller))
             ends.add(self.grad_mode)
         self.grad_mode = ends.pop() if len(ends) == 1 else None
-        return found
+        return sections
 
     def _follow_grad_mode(self, node: Node) -> None:
         kind = node.kind()
@@ -221,7 +221,7 @@ class Scanner:
             self.grad_mode = self.grad_modes.pop()
 
     def _uncached(self, scopes: Scopes) -> Scopes:
-        """The same regions where nobody knows whether a cast carries a gradient: it is made for each use."""
+        """Return the same regions where it is unknown whether a cast carries a gradient: it is made for each use."""
         for scope in scopes.values():
             self.uncached.setdefault(scope, replace(scope, cached=False))
         return {device: self.uncached[scope] for device, scope in scopes.items()}
@@ -245,20 +245,20 @@ class Scanner:
             return
         self.seen_calls += "called" in facts
         self.calls.append(self.seen_calls if "called" in facts else self.calls[-1])
-        found = self.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
-        frames.append(None if found is None else found[0])
-        if found is not None:
-            stack.append(found[1])
+        framed = self.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
+        frames.append(None if framed is None else framed[0])
+        if framed is not None:
+            stack.append(framed[1])
             entered.append(mark)
 
     def new_session(self) -> int:
-        """The session of a region that is entered where there is none, in the block that is being read."""
+        """Return the session of a region that is entered where there is none, in the block that is being read."""
         self.sessions += 1
         self.homes[self.sessions] = list(self.inside)
         return self.sessions
 
     def _entered(self, node: Node, stack: list[Scopes], caller: Site) -> Scopes:
-        """What holds inside a region: its device's facts are the new region's, others' stay."""
+        """Return what holds inside a region: its device's facts are the new region's, others' stay."""
         before, instance = stack[-1], node.inputsAt(0)
         makers = region_facts.makers_of(instance, set())
         device = region_facts.device_of(makers, instance, node)
@@ -274,18 +274,18 @@ class Scanner:
         policy = around.policy if holds_on and around is not None else named
         chosen = told_policy(policy)
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
-        told = the_same(makers, "cached", missing=-1)
+        asked_cache = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
-        if told in (-1, None):  # as it was where it was made
+        if asked_cache in (-1, None):  # as it was where it was made
             cached = caches and all(self.made_cached.get(m[region_facts.MADE].unique(), True) for m in makers or ())
         else:
-            cached = bool(told)
+            cached = bool(asked_cache)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
         low = region_facts.low_format(low, instance)
         return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
 
     def _take_low(self, node: Node, scopes: Scopes) -> None:
-        """The low format of a region that names none: its policy's, or that of the region in which it is made."""
+        """Set the low format of a region that names none: its policy's, or that of the region in which it is made."""
         around = scopes.get(constant(node.input()))
         low: Any = None if around is None else around.low
         for use in node.output().uses():
@@ -299,7 +299,7 @@ class Scanner:
             node.output().replaceAllUsesWith(value_of(self.graph, low))
 
     def _session(self, node: Node, before: Scopes) -> int:
-        """The outermost region that this one is in, by number: a new one, unless it is entered in another."""
+        """Return the outermost region that this one is in, by number: a new one, unless it is entered in another."""
         if before:
             return next(iter(before.values())).session
         key = node.inputsAt(0).unique()
@@ -312,7 +312,7 @@ class Scanner:
         return session
 
     def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, site: Site) -> Any:
-        """What a region is to the one around it on its device type, if it keeps that from ruling."""
+        """Return the block by which a region keeps the one around it on its device type from ruling, if it does."""
         if around is None or around.hiding is not None or around.enabled is False:
             return None if around is None else around.hiding
         if enabled is False:
@@ -321,7 +321,7 @@ class Scanner:
         return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, site)
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
-        """A constant, or a value that is at hand where the region is entered."""
+        """Return a constant, or a value that is at hand where the region is entered."""
         known = the_same(makers, name)
         if known is not None:
             return known
@@ -335,7 +335,7 @@ class Scanner:
 
 
 def passage(node: Node) -> dict[str, str] | None:
-    """What an alias at a boundary represents: `argument` and its name, or `result` and its part; None for others."""
+    """Return what an alias at a boundary represents: `argument` and its name, or `result` and its part; or None."""
     if node.kind() != "aten::alias" or not node.hasAttribute(PASSAGE):
         return None
     facts: dict[str, str] = json.loads(node.s(PASSAGE))
@@ -356,7 +356,7 @@ def close_passages(graph: Any) -> None:
 
 
 def policy_of(scope: Scope) -> Policy:
-    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
+    """Return the policy of a region, resolved for its device type. A region names it by digest, name or path."""
     chosen = told_policy(scope.policy) or Policy.native(scope.device_type)
     check_ops(chosen)
     return fitted(chosen, scope.device_type)

@@ -63,29 +63,29 @@ def script(target: Callable[..., Any] | torch.nn.Module, *, under: Under = None,
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", under), made_for)
     with compiling(_device_types(target)), _explained(target):
-        made = compile_anew(target)
+        compiled = compile_anew(target)
         if isinstance(target, torch.nn.Module):
-            return add_text(explicit_module(made, scopes, target), TARGET, made_on)
-        return explicit_function(made, scopes, written, getattr(target, "__narrowcast_pinned__", None))
+            return add_text(explicit_module(compiled, scopes, target), TARGET, made_on)
+        return explicit_function(compiled, scopes, written, getattr(target, "__narrowcast_pinned__", None))
 
 
 def _with_casts(script: Any, under: Under, made_for: str) -> Any:
-    """A script or trace that exists already, one that was loaded from a file for example, copied, with explicit casts.
+    """Return an existing script or trace, loaded from a file for example, copied, with explicit casts.
 
     ScriptError for code in a region that cannot be cast.
     """
     asked = asked_region("script", under)
     scopes, made_on = _scopes(script, asked, made_for)
     if any(rule.function for rule in asked.policy.rules):
-        said = "narrowcast: a script that exists already does not say which functions it was made of: rules about "
-        said += "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all"
-        warnings.warn(said, ScriptWarning, stacklevel=2)
+        text = "narrowcast: a script that exists already does not say which functions it was made of: rules about "
+        text += "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all"
+        warnings.warn(text, ScriptWarning, stacklevel=2)
     if scopes and set(scopes) <= cast_for_all(script):
-        said = "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to "
-        said += (
+        text = "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to "
+        text += (
             "rule. Give the original instead: nc.script(what was scripted, traced or loaded before it was cast, ...)"
         )
-        warnings.warn(said, ScriptWarning, stacklevel=2)
+        warnings.warn(text, ScriptWarning, stacklevel=2)
     with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
             return explicit_function(function_from_graph(str(script.name), script.graph.copy()), scopes)
@@ -99,8 +99,8 @@ _WANTED = {"dtype": "a torch.dtype", "device_type": "text"}
 
 @contextlib.contextmanager
 def _explained(target: Any) -> Iterator[None]:
-    """ScriptError for what TorchScript's compiler says of our regions, and where it fails without a place or a cause;
-    a note for what it refuses itself.
+    """Raise ScriptError for what TorchScript's compiler reports of our regions, and where it fails without a place or a
+    cause; add a note to what it refuses itself.
     """
     asked = f"script({getattr(target, '__qualname__', type(target).__name__)})"
     place = getattr(target, "forward", target)
@@ -128,10 +128,10 @@ def _explained(target: Any) -> Iterator[None]:
 
 
 def _device_types(target: Any) -> tuple[str, ...]:
-    """Those that regions in a script may mean: of its parameters, and of what is here."""
+    """Return the device types that regions in a script may use: of its parameters, and of this machine."""
     here = torch.accelerator.current_accelerator()
-    found = (device_type_of(target), here.type if here is not None else None)
-    return tuple(device for device in found if device in DEVICE_TYPES)
+    device_types = (device_type_of(target), here.type if here is not None else None)
+    return tuple(device for device in device_types if device in DEVICE_TYPES)
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
@@ -143,7 +143,7 @@ def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:
-    """The same module with types of its own, in the same mode. ScriptError for one that cannot be copied."""
+    """Return the same module with types of its own, in the same mode. ScriptError for one that cannot be copied."""
     fused = next((n for graph in graphs_of(script) for n in graph.findAllNodes(PREPACKED)), None)
     if fused is not None:
         found = "its weights are packed for oneDNN's fp32 kernels, and are no tensors any more"
@@ -160,7 +160,7 @@ def _copied(script: torch.jit.ScriptModule) -> Any:
 
 
 def _scopes(target: Any, asked: AskedRegion, made_for: str) -> tuple[Scopes, str]:
-    """The region around a script, checked as eager regions are, and the name of the device that it is made for."""
+    """Return the region around a script, checked as eager regions are, and the name of the device it is made for."""
     device_type = asked.device_type or device_type_of(target) or "cpu"
     chosen, made_on = for_target(asked.policy, device_type, made_for)
     if not asked.is_there:
@@ -218,21 +218,21 @@ def trace(
             finally:
                 torch.clear_autocast_cache()
             is_module = isinstance(target, torch.nn.Module)
-            made = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
+            explicit = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
         if checked:
-            _check_trace(target, made, args, kwargs)
-    return add_text(made, TARGET, made_on) if is_module else made
+            _check_trace(target, explicit, args, kwargs)
+    return add_text(explicit, TARGET, made_on) if is_module else explicit
 
 
-def _check_trace(target: Any, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_trace(target: Any, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         torch.manual_seed(0)
-        found = tensors_in(made(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+        results = tensors_in(traced(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     torch.clear_autocast_cache()
-    pairs = zip(expected, found, strict=False)
+    pairs = zip(expected, results, strict=False)
     same = (a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs)
-    if len(expected) != len(found) or not all(same):
-        said = "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, "
-        warnings.warn(f"{said}or on what it has done before", ScriptWarning, stacklevel=3)
+    if len(expected) != len(results) or not all(same):
+        text = "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, "
+        warnings.warn(f"{text}or on what it has done before", ScriptWarning, stacklevel=3)

@@ -93,12 +93,12 @@ class Method:
             return variant(*self._bound(args, kwargs))
 
     def _begins(self) -> bool:
-        """Whether it begins where the call of a module does, or no module is around its call."""
+        """Return whether it begins where the call of a module does, or no module is around its call."""
         is_call = isinstance(self.module, torch.nn.Module) and callers.is_forward(self.name)
         return is_call or not called_modules()
 
     def _called_from(self, asked: frozenset[str]) -> Site:
-        """What is around everything in the method where it is called now, as far as rules ask for that."""
+        """Return what is around everything in the method where it is called now, as far as rules ask for that."""
         if not asked or self.around:
             return self.caller
         here, modules = find_site(), called_modules()
@@ -116,7 +116,7 @@ class Method:
         )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """All arguments by position: functions made of graphs know no names and no defaults."""
+        """Return all arguments by position: functions made of graphs know no names and no defaults."""
         arguments = list(self.schema.arguments)
         given: list[Any] = []
         if self.module is not None:
@@ -138,7 +138,7 @@ class Method:
         return given
 
     def explained(self, number: int, scopes: Scopes) -> CompiledGraph:
-        """What becomes of it in these regions, for explanations."""
+        """Return what becomes of it in these regions, for explanations."""
         graph, around = self.raw.copy(), self.around if self.fixed else {**scopes, **self.around}
         start = time.perf_counter()
         reading, outcome = make_graph_explicit(graph, around, self.module, self.name, self.caller, marked=False)
@@ -158,17 +158,17 @@ def _as_written() -> Any:
 
 
 def ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
-    """The regions that we are in, without those that a script's own replace; what tells them apart; what rules ask."""
-    found: Scopes = {}
+    """Return the regions around us, without those that a script's own replace; a key for them; what rules ask."""
+    scopes: Scopes = {}
     key: list[Any] = []
     asked: frozenset[str] = frozenset()
     for device_type, region in ruling_regions().items():
         if device_type not in around:
             facts, policy = region.prepared.facts, region.prepared.policy
-            found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
+            scopes[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
             key.append((facts, policy.digest))
             asked |= _asked_of_sites(policy)
-    return tuple(key), found, asked
+    return tuple(key), scopes, asked
 
 
 _NAMES = frozenset(("module", "module_class", "function"))
@@ -176,7 +176,7 @@ _NAMES = frozenset(("module", "module_class", "function"))
 
 @functools.cache
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
-    """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
+    """Return what a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
     return frozenset(n for n in (*_NAMES, "call") for rule in policy.rules if getattr(rule, n) is not None)
 
 
@@ -237,7 +237,7 @@ never_trace(ExplicitFunction.__call__, BoundMethod.__call__, BoundHook.__call__)
 def explicit_function(
     function: Any, around: Scopes, written: Callable[..., Any] | None = None, pin: Pin | None = None
 ) -> ExplicitFunction:
-    """The script function, with explicit casts from here on. written: the Python function that it was made of."""
+    """Return the script function, with explicit casts from here on. written: the Python function it was made of."""
     graph = function.graph
     callers.mark_calls(graph)
     if pin is not None:
@@ -251,7 +251,7 @@ def explicit_function(
 
 
 def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
-    """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
+    """Return the script module, all methods of its own with explicit casts. written: what it was made of."""
     modules, graphs = Modules.of(module, written), callers.graphs_of(module)
     for graph in graphs:
         callers.mark_calls(graph, modules.bound)
@@ -259,20 +259,20 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
     called = {node.s("name") for node in calls}
     chosen = any(node.inputsAt(0).type().kind() == "InterfaceType" for node in calls)
     parts = {jit.find_type(part): part for part in (module.modules() if chosen else [module])}
-    found: dict[tuple[str, str], Any] = {}
+    compiled: dict[tuple[str, str], Any] = {}
     for kind, part in parts.items():
         for name, plain in jit.compiled_methods(part).items():
             if name == "forward":
                 bound_whole(plain.graph, modules.arguments[kind], modules.pins.get(kind), is_method=True)
-            found[kind, name] = plain
-    for plain in found.values():  # before any is changed: they call each other
+            compiled[kind, name] = plain
+    for plain in compiled.values():  # before any is changed: they call each other
         inline_calls(plain.graph)
     methods = {}
-    for (kind, name), plain in found.items():
+    for (kind, name), plain in compiled.items():
         regions, owner = (around, module) if kind == jit.find_type(module) else ({}, None)
         made_of = (name, plain.schema, plain.graph.copy())
         methods[kind, name] = Method(*made_of, regions, owner, caller_of(parts[kind], name), called=name in called)
-    for key, plain in found.items():
+    for key, plain in compiled.items():
         methods[key].convert_own(plain.graph)
     for graph in graphs:
         callers.unmark(graph)
@@ -284,14 +284,14 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
 
 
 def with_method(function: Any, method: Method) -> ExplicitFunction:
-    """A script function, whose graph is explicit, as one that knows."""
+    """Return a script function, whose graph is explicit, as one that knows its method."""
     function.__class__ = ExplicitFunction
     function._narrowcast_methods = {"forward": method}
     return function  # type: ignore[no-any-return]
 
 
 def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
-    """A script module, whose graphs are explicit, as one that knows."""
+    """Return a script module, whose graphs are explicit, as one that knows its methods."""
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
     for hooks, compiled in jit.hooks_of(module):
@@ -305,13 +305,13 @@ def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 
 def caller_of(module: Any, method: str) -> Site:
-    """What is around everything in a method: the module's class, and the method itself."""
+    """Return what is around everything in a method: the module's class, and the method itself."""
     kind = callers.class_name(jit.find_type(module))
     name = callers.method_name(kind, method)
     return Site(classes=(kind,), functions=(name,) if name else ())
 
 
 def methods_of(script: Any) -> dict[str, Method]:
-    """What was done to each function of a script; nothing for other objects."""
-    found: dict[str, Method] = getattr(script, "__dict__", {}).get("_narrowcast_methods") or {}
-    return found
+    """Return what was done to each function of a script; nothing for other objects."""
+    methods: dict[str, Method] = getattr(script, "__dict__", {}).get("_narrowcast_methods") or {}
+    return methods

@@ -9,7 +9,7 @@ While `rewriting` is on, each function that TorchScript parses is rewritten:
 The regions that decorate a function are read off the function (decorated.py), those that it finds in its module, its
 closure or its object are written as the calls that make them, and policies, which may be any expression, as their
 digests. torch's region classes forget `cache_enabled` in scripts: their calls are written as calls of ours. A region
-whose device type only the running script knows is written once for each device type that may be meant, behind an `if`.
+whose device type only the running script knows is written once for each device type that is possible, behind an `if`.
 With statements that something leaves early are written as marks (leaving.py).
 """
 
@@ -41,9 +41,9 @@ _WITH = "Use a with statement: with torch.autocast(...): ..."
 
 
 def rewriting(device_types: tuple[str, ...]) -> AbstractContextManager[None]:
-    """TorchScript parses functions through us inside; one thread at a time.
+    """Let TorchScript parse functions through us inside; one thread at a time.
 
-    device_types: those that a region may be meant for where only the running script knows which.
+    device_types: those that a region may take where only the running script knows which.
     """
 
     def parse_rewritten(parse: Any, function: Any) -> Any:
@@ -68,7 +68,7 @@ class _Rewriter:
         around = regions_around(self.function)
         decorators = definition.decorator_list
         places = decorators if len(decorators) == len(around) else [definition.body[0]] * len(around)
-        made = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
+        calls = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
         assigned = [n for n in ast.walk(definition) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
         assigned = [n for n in assigned if signature_of(self.value(n.value.func)) is not None]  # type: ignore[attr-defined]
         self.made = {t.id for n in assigned for t in n.targets if isinstance(t, ast.Name)}
@@ -80,11 +80,11 @@ class _Rewriter:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 self._check_called(node)
                 self._make_ours(node)
-        if made:
+        if calls:
             first, *rest = definition.body
             is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and rest
             docstring, body = ([first], rest) if is_docstring else ([], [first, *rest])
-            items = [ast.withitem(context_expr=region) for region in made]
+            items = [ast.withitem(context_expr=region) for region in calls]
             definition.body = [*docstring, at(ast.With(items=items, body=body), first)]
         if exits_early(definition.body):
             definition.body = Flattener(self.meanings).flattened(definition.body)
@@ -93,7 +93,7 @@ class _Rewriter:
     # -- region expressions
 
     def _existing(self, expression: ast.expr) -> ast.expr | None:
-        """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
+        """Return a region that an expression means in Python as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
             function = self.value(expression.func)
             home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
@@ -118,8 +118,8 @@ class _Rewriter:
         return self._as_call(value, expression) if value is not UNKNOWN and is_region(value) else None
 
     def _check_called(self, call: ast.Call) -> None:
-        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another. And
-        for a region that is entered by hand.
+        """Raise ScriptError for an object in place of the function that it decorates: TorchScript takes it for another.
+        And for a region that is entered by hand.
         """
         value = self.value(call.func)
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__"):
@@ -145,7 +145,7 @@ class _Rewriter:
         return at(ast.parse(f"{OURS}({arguments})", mode="eval").body, place)  # type: ignore[no-any-return]
 
     def _make_ours(self, call: ast.Call) -> None:
-        """A call of a region class, torch's or ours, in place: as one of ours."""
+        """Rewrite a call of a region class, torch's or ours, in place, as one of ours."""
         kind = self.value(call.func)
         signature = signature_of(kind)
         if signature is None:
@@ -172,7 +172,7 @@ class _Rewriter:
         self._with_digest(call)
 
     def _check_arguments(self, kind: Any, given: dict[str, ast.expr], call: ast.Call) -> None:
-        """ScriptError for what the class itself refuses, as far as its arguments are known."""
+        """Raise ScriptError for what the class itself refuses, as far as its arguments are known."""
         values = {name: self.value(e) for name, e in given.items() if name not in ("policy", "inner")}
         known = {name: value for name, value in values.items() if value is not UNKNOWN}
         if "device_type" in given:
@@ -200,20 +200,20 @@ class _Rewriter:
             raise self.error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
-        """A call of ours, in place: a policy is any Python expression, in a script it is text. Its cache is its own."""
+        """Rewrite a call of ours, in place: a policy, any Python expression, becomes text. Its cache is its own."""
         call.keywords = [k for k in call.keywords if k.arg != "cache_limit_bytes"]
         for keyword in call.keywords:
             if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
                 grade = keyword.value.value
                 keyword.value = at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
         call.keywords = [k for k in call.keywords if k.arg != "policy" or ast.unparse(k.value) != "None"]
-        told = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
-        if not told or ("policy" in told and ast.unparse(told["policy"]) == "''"):  # torch's own
+        settings = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
+        if not settings or ("policy" in settings and ast.unparse(settings["policy"]) == "''"):  # torch's own
             return
         try:
-            value = as_policy(self.meanings.evaluated(told["policy"]) if "policy" in told else None)
-            if "inner" in told:
-                value = value.with_inner(self.meanings.evaluated(told["inner"]))
+            value = as_policy(self.meanings.evaluated(settings["policy"]) if "policy" in settings else None)
+            if "inner" in settings:
+                value = value.with_inner(self.meanings.evaluated(settings["inner"]))
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             advice = "Name a policy that exists when the function is scripted."
@@ -221,29 +221,29 @@ class _Rewriter:
                 found, advice = error.found, error.advice
             elif isinstance(error, NameError) and error.name in self.meanings.local:
                 found = "it is known only when the script runs"
-            asked = " and ".join(f"{name}={ast.unparse(value)}" for name, value in told.items())
+            asked = " and ".join(f"{name}={ast.unparse(value)}" for name, value in settings.items())
             raise self.error(f"a region in a script with {asked}", found, call, advice) from None
-        if "inner" in told or not isinstance(told["policy"], ast.Constant):
-            call.keywords = [k for k in call.keywords if k.arg not in told]
+        if "inner" in settings or not isinstance(settings["policy"], ast.Constant):
+            call.keywords = [k for k in call.keywords if k.arg not in settings]
             call.keywords.append(at(ast.keyword("policy", ast.Constant(hold_policy(value))), call))
 
     # -- device types that only the running script knows
 
     def _per_device(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        found: list[ast.stmt] = []
+        chosen: list[ast.stmt] = []
         for statement in body:
             known = self._scripting(statement.test) if isinstance(statement, ast.If) else None
             if known is not None:  # TorchScript does not compile the other branch
-                found += self._per_device(statement.body if known else statement.orelse) or [at(ast.Pass(), statement)]  # type: ignore[attr-defined]
+                chosen += self._per_device(statement.body if known else statement.orelse) or [at(ast.Pass(), statement)]  # type: ignore[attr-defined]
                 continue
             for name in ("body", "orelse"):
                 if getattr(statement, name, None):
                     setattr(statement, name, self._per_device(getattr(statement, name)))
-            found += self._chosen(statement) if isinstance(statement, ast.With) else [statement]
-        return found
+            chosen += self._chosen(statement) if isinstance(statement, ast.With) else [statement]
+        return chosen
 
     def _scripting(self, test: ast.expr) -> bool | None:
-        """What a condition is in a script because of `torch.jit.is_scripting()`; None for others."""
+        """Return what a condition is in a script because of `torch.jit.is_scripting()`; None for others."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             known = self._scripting(test.operand)
             return None if known is None else not known
@@ -253,7 +253,7 @@ class _Rewriter:
         return True if isinstance(test, ast.Call) and self.value(test.func) is _is_scripting else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
+        """Return a with statement, or one for each device type that the script may choose; none for nullcontext."""
         statement.items = [item for item in statement.items if not self._is_null(item)]
         if not statement.items:
             return statement.body
@@ -270,8 +270,8 @@ class _Rewriter:
             name, keep = kept("device", device.value, statement)
             place = f"{self.file}:{self.first_line + statement.lineno - 1}"
             devices = ", ".join(self.device_types)
-            told = f"narrowcast: {place}: this region was scripted for {devices} alone; script it where it is to run"
-            branches: list[ast.stmt] = ast.parse(f"raise RuntimeError({told!r})").body
+            text = f"narrowcast: {place}: this region was scripted for {devices} alone; script it where it is to run"
+            branches: list[ast.stmt] = ast.parse(f"raise RuntimeError({text!r})").body
             for device_type in reversed(self.device_types):
                 device.value = at(ast.Constant(device_type), statement)
                 inner = copy.deepcopy(ast.With(items=statement.items[n:], body=statement.body))
@@ -289,12 +289,12 @@ class _Rewriter:
         return _within(statement, n, [at(ast.If(test=chosen.test, body=bodies[0], orelse=bodies[1]), statement)])
 
     def _is_null(self, item: ast.withitem) -> bool:
-        made = item.context_expr
-        is_made = isinstance(made, ast.Call) and self.value(made.func) is nullcontext
-        return item.optional_vars is None and (is_made or isinstance(self.value(made), nullcontext))
+        expression = item.context_expr
+        is_made = isinstance(expression, ast.Call) and self.value(expression.func) is nullcontext
+        return item.optional_vars is None and (is_made or isinstance(self.value(expression), nullcontext))
 
     def _device_of(self, expression: ast.expr) -> ast.keyword | None:
-        """The device type in a call of a region class, as an argument with a name; None for other expressions."""
+        """Return the device type in a call of a region class as an argument with a name; None for other expressions."""
         if not isinstance(expression, ast.Call):
             return None
         signature = signature_of(self.value(expression.func))

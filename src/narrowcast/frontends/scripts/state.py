@@ -29,7 +29,7 @@ class ScriptState:
         ]
 
     def put_back(self) -> None:
-        """Give the attributes their values back; a tensor that was written to is the same tensor still."""
+        """Restore the attributes' values; a tensor that was written to is the same tensor still."""
         with torch.no_grad():
             for owner, name, value, as_it_was in self._kept:
                 if not isinstance(value, torch.Tensor):
@@ -42,42 +42,42 @@ class ScriptState:
 
 
 def converted_script(script: torch.jit.ScriptModule, dtype: torch.dtype) -> torch.jit.ScriptModule:
-    """A copy whose floating tensors have this dtype, those besides weights and buffers, too."""
+    """Return a copy whose floating tensors have this dtype, those besides weights and buffers, too."""
     with torch.no_grad():  # else the copies of weights are results, which get no gradient
-        made = copy.deepcopy(script)
-    for weight, own in zip(made.parameters(), script.parameters(), strict=True):
+        converted = copy.deepcopy(script)
+    for weight, own in zip(converted.parameters(), script.parameters(), strict=True):
         weight.requires_grad_(own.requires_grad)
-    made.to(dtype)
-    for owner, name, value in _attributes(made):
+    converted.to(dtype)
+    for owner, name, value in _attributes(converted):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not dtype:
             owner.setattr(name, value.detach().to(dtype))
-    return made
+    return converted
 
 
 def scripts_in(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
-    """The scripts among a model's modules, and the model if it is one."""
+    """Return the scripts among a model's modules, and the model if it is one."""
     return [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
 
 
 def _attributes(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     scripts = scripts_in(model)
-    found = [(_owner(script, path), path[-1]) for script in scripts for path in sorted(_named_attributes(script))]
-    return [(owner, name, owner.getattr(name)) for owner, name in found if owner is not None]
+    owners = [(_owner(script, path), path[-1]) for script in scripts for path in sorted(_named_attributes(script))]
+    return [(owner, name, owner.getattr(name)) for owner, name in owners if owner is not None]
 
 
 def _named_attributes(script: torch.jit.ScriptModule) -> set[Path]:
-    found: set[Path | None] = set()
+    paths: set[Path | None] = set()
     for method in method_names(script):
         graph = compiled_method(script, method).graph
-        found.update(path_of(node) for node in graph.findAllNodes("prim::GetAttr"))
+        paths.update(path_of(node) for node in graph.findAllNodes("prim::GetAttr"))
         for node in graph.findAllNodes("prim::SetAttr"):
             owner = path_of(node.inputsAt(0).node())
-            found.add(None if owner is None else (*owner, node.s("name")))
-    return {path for path in found if path}
+            paths.add(None if owner is None else (*owner, node.s("name")))
+    return {path for path in paths if path}
 
 
 def _owner(script: torch.jit.ScriptModule, path: Path) -> Any:
-    """The compiled module that has the attribute; None where it is of something else, as of an object."""
+    """Return the compiled module that has the attribute; None where it is of something else, as of an object."""
     owner = compiled(script)
     for name in path[:-1]:
         owner = owner.getattr(name) if owner.hasattr(name) else None

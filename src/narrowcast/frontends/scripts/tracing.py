@@ -26,7 +26,7 @@ from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Regions that are entered in a trace are marked in it, and scripts of torch's own are cast by the regions around.
+    """Mark regions that are entered in a trace, and have scripts of torch's own cast by the regions around.
 
     One thread at a time.
     """
@@ -40,7 +40,7 @@ def tracing() -> Iterator[None]:
 
 
 def _forks_inside(marker: _Marker) -> AbstractContextManager[None]:
-    """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
+    """Record what is forked in a region where it is forked, as eager code runs it: in a graph of its own its casts
     would be out of reach of the code around it, which takes them from torch's weight cache.
     """
 
@@ -66,7 +66,7 @@ class _Forked:
 
 
 def _following(kept: list[scripted.Method]) -> AbstractContextManager[None]:
-    """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
+    """Follow scripts in a trace. kept: the forms that were made; a trace refers to them until it is inlined."""
 
     def cast(call: Any, script: Any, *args: Any, **kwargs: Any) -> Any:
         if not any_autocast() or scripted.methods_of(script):
@@ -106,7 +106,7 @@ class _Marker:
 
 
 def traced_function(function: Any, regions: tuple[str, ...]) -> scripted.ExplicitFunction:
-    """A traced function; `regions` are the device types that a region around the trace ruled, and rules still."""
+    """Return a traced function; `regions` are the device types that a region around the trace ruled, and rules."""
     inline_calls(function.graph)
     _cast_inside(function.graph, regions)
     method = scripted.Method(function.name, function.schema, function.graph.copy(), {}, fixed=bool(regions))
@@ -114,7 +114,7 @@ def traced_function(function: Any, regions: tuple[str, ...]) -> scripted.Explici
 
 
 def traced_module(traced: Any, regions: tuple[str, ...]) -> scripted.ExplicitModule:
-    """The module that torch traced, with explicit casts; regions: those open around the trace."""
+    """Return the module that torch traced, with explicit casts; regions: those open around the trace."""
     graphs = graphs_of(traced)
     for graph in graphs:
         mark_calls(graph)
@@ -133,7 +133,7 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> scripted.ExplicitMod
 
 
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
-    """The whole graph is cast already, except what torch has recorded as one op: that is cast now, in place."""
+    """Cast, in place, what torch has recorded as one op: the rest of the graph is cast already."""
     _tell_inside(graph)
     scopes = {device: scope for device, scope in scripted.ambient({})[1].items() if device in regions}
     policies = [policy_of(scope) for scope in scopes.values()]
@@ -154,7 +154,7 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
 
 
 def _tell_inside(graph: Any) -> None:
-    """ScriptWarning for ops in regions inside the traced code that torch has recorded without what they cast."""
+    """Warn of ops in regions inside the traced code that torch has recorded without what they cast."""
     marks: list[bool] = []
     for node in graph.nodes():
         if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
@@ -163,6 +163,6 @@ def _tell_inside(graph: Any) -> None:
             marks.pop()
         elif marks and marks[-1] and casts_inside(node, ()):
             name = node.kind().replace("::", ".")
-            said = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
-            said += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
-            warnings.warn(f"{said}nc.trace, or use nc.script", ScriptWarning, stacklevel=4)
+            text = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
+            text += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
+            warnings.warn(f"{text}nc.trace, or use nc.script", ScriptWarning, stacklevel=4)

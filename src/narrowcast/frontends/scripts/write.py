@@ -1,6 +1,6 @@
 """write: the casts of a program go into the graph of the script that it was read from.
 
-A cast whose formats are known is one op that takes the region's flags, whether they are known or not, and looks at the
+A cast whose formats are known is one op that takes the region's flags, whether they are known or not, and reads the
 tensor's device: `aten::_autocast_to_reduced_precision` or `aten::_autocast_to_full_precision`. Every other one is plain
 TorchScript (runtime.py). Nothing in the graph needs Narrowcast.
 """
@@ -51,13 +51,13 @@ class Writer:
         self.made: dict[int, Any] = {}  # script values of the program's new steps
         self.read = {
             operand.value: source.value
-            for step, found in reading.operands.items()
-            for operand, source in zip(self.before[step].operands, found, strict=False)
+            for step, sources in reading.operands.items()
+            for operand, source in zip(self.before[step].operands, sources, strict=False)
         }
         self._look(section)
 
     def hoist(self, program: Program) -> list[Edit]:
-        """The edits of an assigned program after which a weight is cast before all its uses, or looked for at each."""
+        """Return the edits of an assigned program that cast a weight before all its uses, or search it at each."""
         self._find(program)
         written: set[int] = set()
         edits = hoist_casts(program, self._sessions(), written)
@@ -69,7 +69,7 @@ class Writer:
         return {session: step for session, step in self.reading.sessions.items() if session not in self.searched}
 
     def _find(self, program: Program) -> None:
-        """The casts of what may be weights, and the sessions in which the running script looks for them."""
+        """Find the casts of what may be weights, and the sessions in which the running script looks for them."""
         self.program = program
         leaves, inner = Leaves(self.graph), cast_inside(program)
         for step in program.casts():
@@ -94,29 +94,29 @@ class Writer:
         self._block(program.body, self.section)
 
     def cast_before(self, node: Any, value: Any, scope: Scope) -> Any:
-        """As CastBefore says."""
+        """Cast as CastBefore describes."""
         if self._cache_of(scope) is None:
             return None
         self.graph.setInsertPoint(node)
         return self._cast_once(value, scope)
 
     def _cache_of(self, scope: Scope) -> tuple[Any, Any] | None:
-        """The lists of weights that were cast, and of their casts, made where the outermost region begins."""
+        """Return the lists of weights that were cast, and of their casts, made where the outermost region begins."""
         if scope.session not in self.searched or not scope.cached:
             return None
         if scope.session not in self.caches:
             item = self.reading.items.get(self.reading.sessions.get(scope.session, -1))
             first = item.node if item is not None else next(iter(self.graph.nodes()))
-            made = []
+            lists = []
             for values in ([weight for weight, _ in self.kept], [cast for _, cast in self.kept]):
-                made.append(self.graph.create("prim::ListConstruct", values, 1))
-                made[-1].output().setType(jit.ListType(jit.TENSOR))
-                made[-1].insertBefore(first)
-            self.caches[scope.session] = made[0].output(), made[1].output()
+                lists.append(self.graph.create("prim::ListConstruct", values, 1))
+                lists[-1].output().setType(jit.ListType(jit.TENSOR))
+                lists[-1].insertBefore(first)
+            self.caches[scope.session] = lists[0].output(), lists[1].output()
         return self.caches[scope.session]
 
     def _look(self, section: Section) -> None:
-        """What blocks give, before anything is changed: where, and those values that nothing else reads."""
+        """Note what blocks return, before anything is changed: where, and those values that nothing else reads."""
         given = [(n, v) for n, v in enumerate(section.block.outputs()) if v.unique() in self.reading.ids]
         self.positions[id(section)] = [n for n, _ in given]
         for _, value in given:
@@ -220,16 +220,16 @@ class Writer:
         return self._call(function, [value, self._on(scope), self._constant(scope.device_type), number])
 
     def _together(self, step: Step) -> list[Any]:
-        """Operands cast to the format that they turn out to have in common."""
+        """Return operands cast to the format that they turn out to have in common."""
         scope = self._scope(step)
         values = [self._value(o.value) for o in step.operands]
         function = {"promote": runtime.promote, "align": runtime.align, "inside": runtime.inside}[step.constants]
         is_list = len(values) == 1 and is_tensor_list(values[0])
         given = values[0] if is_list else self._list(values)
-        found = self._call(function, [given, self._on(scope), self._constant(scope.device_type), self._low(scope)])
+        cast = self._call(function, [given, self._on(scope), self._constant(scope.device_type), self._low(scope)])
         if is_list:
-            return [found]
-        unpack = self.graph.create("prim::ListUnpack", [found], len(values))
+            return [cast]
+        unpack = self.graph.create("prim::ListUnpack", [cast], len(values))
         for output in unpack.outputs():
             output.setType(jit.TENSOR)
         self.graph.insertNode(unpack)
@@ -263,15 +263,15 @@ class Writer:
             self._give_back(step, node)
 
     def _came_from(self, number: int) -> str:
-        """What the operand was cast together for, if it was."""
-        found = self.program.steps.get(number)
-        if found is None or found.op != "getitem":
+        """Return the action for which the operand was cast together with others, if it was."""
+        taken = self.program.steps.get(number)
+        if taken is None or taken.op != "getitem":
             return ""
-        maker = self.program.steps[found.operands[0].value]
+        maker = self.program.steps[taken.operands[0].value]
         return maker.constants if maker.op == TOGETHER else ""
 
     def _set_dtype(self, step: Step, node: Any) -> None:
-        """dtype=fp32, where the first operand turns out to be eligible and the script gave none."""
+        """Set dtype=fp32, where the first operand turns out to be eligible and the script set none."""
         scope = self._scope(step)
         facts = facts_of(node)
         on, device = self._on(scope), self._constant(scope.device_type)
@@ -300,15 +300,15 @@ class Writer:
         node.destroy()
 
     def _give_back(self, step: Step, node: Any) -> None:
-        """The result in the format that the first operand came in."""
+        """Cast the result to the input format of the first operand."""
         scope = self._scope(step)
-        came = [source.value for source in self.reading.operands[step.id]]
+        operands = [source.value for source in self.reading.operands[step.id]]
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
             users = [(use.user, use.offset) for use in output.uses()]
             with jit.inserting_after(self.graph, node):
-                arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
+                arguments = [output, self._list(operands), self._on(scope), self._constant(scope.device_type)]
                 given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
@@ -316,8 +316,8 @@ class Writer:
     # -- nodes
 
     def _call(self, function: Callable[..., Any], inputs: list[Any]) -> Any:
-        (found,) = self.graph.insertGraph(runtime.graph_of(function), inputs)
-        return found
+        (output,) = self.graph.insertGraph(runtime.graph_of(function), inputs)
+        return output
 
     def _constant(self, value: Any) -> Any:
         return self.graph.insertConstant(value)
@@ -329,5 +329,5 @@ class Writer:
         return value_of(self.graph, scope.low)
 
     def _flags(self, scope: Scope) -> list[Any]:
-        """The flags for cuda and for cpu, in the order of the two ops."""
+        """Return the flags for cuda and for cpu, in the order of the two ops."""
         return [self._on(scope) if d == scope.device_type else self._constant(False) for d in ("cuda", "cpu")]

@@ -1,1 +1,1 @@
-"""The observer of a run: told of every call, forward, backward and recomputed, each with its identity."""
+"""The observer of a run: notified of every call, forward, backward and recomputed, each with its identity."""

@@ -1,4 +1,4 @@
-"""The one door that an error of our own code goes through while it looks at a program of the user's."""
+"""The one door that an error of our own code goes through while it inspects a program of the user's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from narrowcast.errors import NarrowcastError
 
 T = TypeVar("T")
 NOT_INSPECTED = "not inspected: "
-"""How a note begins that says what our own code could not look at."""
+"""How a note begins about what our own code could not inspect."""
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory")
 
 
 class Door:
     """Notes what looking at a program raised, once for each cause, and lets the program go on.
 
-    What is meant for the user passes: errors of ours with their four parts (`stop=True`, a disk that is full), what a
+    What is for the user passes: errors of ours with their four parts (`stop=True`, a disk that is full), what a
     callback of theirs raises, and memory that has run out.
     """
 
@@ -30,7 +30,7 @@ class Door:
         self._of_user: BaseException | None = None
 
     def caught(self, error: Exception, what: Any) -> None:
-        """Note it; or raise it again. To be called where it was caught. what: was looked at, its text names it."""
+        """Note it; or raise it again. To be called where it was caught. what: the inspected call, named by its text."""
         if error is self._of_user or passes(error):
             self._of_user = None
             raise error
@@ -42,12 +42,12 @@ class Door:
             trace = "".join(traceback.format_exception(error)).rstrip()
             note = f"{_text(what)}; a bug of Narrowcast, which the program did not see. Please report it:\n{trace}"
             self.notes.append(NOT_INSPECTED + note)
-        elif (said := _said(note, times)) in self.notes:
-            self.notes[self.notes.index(said)] = _said(note, times + 1)
+        elif (noted := _said(note, times)) in self.notes:
+            self.notes[self.notes.index(noted)] = _said(note, times + 1)
         self._causes[cause] = note, times + 1
 
     def run(self, what: Any, look: Callable[..., T], *args: Any) -> T | None:
-        """`look(*args)`, or None where it raises."""
+        """Return `look(*args)`, or None where it raises."""
         try:
             return look(*args)
         except Exception as error:
@@ -55,7 +55,7 @@ class Door:
             return None
 
     def of_user(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)`, which is the user's: what it raises passes."""
+        """Return `function(*args)`, which is the user's: what it raises passes."""
         try:
             return function(*args)
         except BaseException as error:
@@ -64,14 +64,14 @@ class Door:
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error is no bug of ours: one that says what the user has to do, or memory that has run out."""
+    """Return whether an error is no bug of ours: one with advice for the user, or memory that has run out."""
     if isinstance(error, NarrowcastError | MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def _said(note: str, times: int) -> str:
-    """The note with how often there was cause for it."""
+    """Return the note with how often there was cause for it."""
     more = f"({times} times, this is the first) " if times > 1 else ""
     return f"{NOT_INSPECTED}{more}{note}"
 

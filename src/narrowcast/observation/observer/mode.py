@@ -1,4 +1,4 @@
-"""What recordings and observers share: a dispatch mode that our kernels tell of calls, and that sees the ops below."""
+"""What recordings and observers share: a dispatch mode to which kernels report calls, and that sees the ops below."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Executing(threading.local):
 
 
 class WatchingMode(DispatchMode, Watcher):
-    """`with mode.observing():` kernels tell it of calls (`begin`, `end`, `fail`), and it sees what executes.
+    """`with mode.observing():` kernels report calls to it (`begin`, `end`, `fail`), and it sees what executes.
 
     On the thread that opened it, and on autograd's threads. Compiled code runs as eager code meanwhile.
     """
 
     def __init__(self, notes: list[str], policies: tuple[Policy, ...] = ()) -> None:
-        """notes: where failures of ours go. policies: whose ops kernels tell of, besides native autocast's."""
+        """notes: where failures of ours go. policies: whose ops kernels report, besides native autocast's."""
         super().__init__()
         self.door = Door(notes)
         device_types = present_device_types()
@@ -40,12 +40,12 @@ class WatchingMode(DispatchMode, Watcher):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo gives up for good on code that it meets under a mode which does not say this."""
+        """Return True: Dynamo does not trace code again that it meets under a mode which returns False."""
         return True
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Look at what runs inside."""
+        """Observe what runs inside."""
         with ExitStack() as stack:
             for device_type, ops in self._ops.items():
                 install_visiting(ops.values(), device_type)
@@ -57,7 +57,7 @@ class WatchingMode(DispatchMode, Watcher):
             yield
 
     def _autocast_on(self) -> tuple[Any, ...]:
-        """The keys for which autocast is on around the op that the mode sees."""
+        """Return the keys for which autocast is on around the op that the mode sees."""
         return autocast_was_on(self._keys)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
@@ -73,7 +73,7 @@ class WatchingMode(DispatchMode, Watcher):
 
 
 def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:
-    """The ops that native autocast, or one of these policies, decides about by name; by their ids."""
+    """Return the ops that native autocast, or one of these policies, decides about by name; by their ids."""
     named = [op for policy in policies for op in _named_ops(policy.resolve(device_type))]
     return _native_ops(device_type) | {op_facts(op).id: op for op in named} if named else _native_ops(device_type)
 

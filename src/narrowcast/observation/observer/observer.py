@@ -1,7 +1,7 @@
-"""The observer: told of every call of a run, forward, backward and recomputed, each with its identity.
+"""The observer: notified of every call of a run, forward, backward and recomputed, each with its identity.
 
-Calls are those that a policy decides: ops at the Autocast keys, which our kernels tell of, and below them whatever
-else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise`), so that they tell the same.
+Calls are those that a policy decides: ops at the Autocast keys, which our kernels report, and below them whatever
+else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise`), so that they report the same.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Observer(WatchingMode):
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
     sees_inside = False
-    """Whether `gives` is to be told of the ops inside of calls that are decided: casts, and what the op is made of."""
+    """Whether `gives` is called for the ops inside of calls that are decided: casts, and what the op is made of."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__([], policies)
@@ -94,32 +94,32 @@ class Observer(WatchingMode):
     # -- what those who look are told --------------------------------------------------------------------------------
 
     def looks_before(self, facts: OpFacts) -> bool:
-        """Whether `before` is to be told of calls of this op: each telling costs as much as a small op."""
+        """Return whether `before` is called for calls of this op: each time costs as much as a small op."""
         return True
 
     def before(self, call: SeenCall) -> None:
-        """A call is about to run."""
+        """Inspect a call that is about to run."""
 
     def after(self, call: SeenCall) -> None:
-        """It has run."""
+        """Inspect a call that has run."""
 
     @property
     def follows(self) -> bool:
-        """Whether `moved` is to be told."""
+        """Whether `moved` is to be called."""
         return False
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An op has run that is no call: a copy, memory of some shape."""
+        """Inspect an op that has run and is no call: a copy, memory of some shape."""
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """What an op gives in place of its result; facts, args, kwargs: of the call itself, or of one inside it."""
+        """Return what replaces an op's output; facts, args, kwargs: of the call itself, or of one inside it."""
         return result
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Look at what runs inside."""
+        """Observe what runs inside."""
         ask_at_calls()
         carry_into_recomputation()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
@@ -127,7 +127,7 @@ class Observer(WatchingMode):
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call. Exported programs run call by call."""
+        """Run a module's call. Exported programs run call by call."""
         is_begun = self.door.run("a module's call", self._turns.begin, module)
         try:
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
@@ -136,7 +136,7 @@ class Observer(WatchingMode):
                 self._turns.end()
 
     def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of a script function or method of torch's own, in the thread that is observed."""
+        """Run a call of a script function or method of torch's own, in the thread that is observed."""
         self.saw_scripts = True
         uncast = autocast_off() if not self.casts_scripts and threading.get_ident() == thread else _AS_IT_IS
         with uncast:
@@ -145,7 +145,7 @@ class Observer(WatchingMode):
     # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
 
     def begin(self, call: DecidedCall) -> None:
-        """A call that is decided is about to run."""
+        """Note that a decided call is about to run."""
         seen = self.door.run(call.facts.id, self._begun, call)
         if seen is not None:
             self._local.starts.append(next_sequence_number())
@@ -154,7 +154,7 @@ class Observer(WatchingMode):
             self._local.is_out = step_out(self)
 
     def _begun(self, call: DecidedCall) -> SeenCall | None:
-        """The call, if it is one of its own."""
+        """Return the call, if it is not part of another."""
         state = self._local
         if call.facts.id == MODULE_CALL_OP or state.decided or self._executing.op or state.looking:
             return None
@@ -163,7 +163,7 @@ class Observer(WatchingMode):
         return self._seen(call.facts, call.args, call.kwargs, decided=call)
 
     def end(self, result: Any) -> None:
-        """The call that began last has returned."""
+        """Note that the call that began last has returned."""
         seen = self._over()
         if seen is None:
             return
@@ -173,19 +173,19 @@ class Observer(WatchingMode):
         seen.who.end()
 
     def _note_nodes(self, seen: SeenCall, start: int) -> None:
-        """The autograd nodes that were made since are the call's. Without gradients only casts of weights make some."""
+        """Assign the autograd nodes made since to the call. Without gradients only casts of weights make some."""
         if not torch.is_grad_enabled():
             return
         for number in range(start, next_sequence_number()):
             self._nodes[number] = (seen.id, seen.site, seen.policy)
 
     def fail(self, error: BaseException) -> None:
-        """The call that began last has raised."""
+        """Note that the call that began last has raised."""
         if self._over() is not None:
             self._local.starts.pop()
 
     def _over(self) -> SeenCall | None:
-        """The call that began last. What follows it is seen again."""
+        """Return the call that began last, which is over. What follows it is seen again."""
         state = self._local
         seen = state.decided.pop()
         if state.is_out and not state.decided:
@@ -194,7 +194,7 @@ class Observer(WatchingMode):
         return seen
 
     def wants_whole(self, op: str, device_type: str) -> bool:
-        """What eager code tells of on that device: its lists are not another's."""
+        """Return whether eager code reports an op on that device: its lists are not another's."""
         return op in self._ops[device_type]
 
     # -- seen by the mode ----------------------------------------------------------------------------------------------
@@ -230,13 +230,13 @@ class Observer(WatchingMode):
         return result
 
     def _is_nobodys(self, facts: OpFacts, types: Any) -> bool:
-        """Whether an op is not looked at: a view, a question, what we compute ourselves, what is fake."""
+        """Return whether an op is ignored: a view, a question, what we compute ourselves, what is fake."""
         if (facts.is_view and not self._local.decided) or self._local.looking or facts.id.startswith("prim."):
             return True
         return bool(types) and any(issubclass(t, FakeTensor) for t in types)
 
     def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
-        """An op that nobody has decided about, if it is a call of its own."""
+        """Return the call of an op that no kernel has decided about, if it is not part of another."""
         func = facts.op
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
@@ -248,19 +248,19 @@ class Observer(WatchingMode):
             with quietly():
                 self.weights.before_write(facts, args, kwargs)
 
-    def _tell_of(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
-        """Tell of a call, unless looking at it has failed."""
-        if not seen.is_lost and not self._look(told, seen, seen):
+    def _tell_of(self, look: Callable[[SeenCall], None], seen: SeenCall) -> None:
+        """Pass a call to a method, unless inspecting it has failed."""
+        if not seen.is_lost and not self._look(look, seen, seen):
             seen.is_lost = True
 
-    def _look(self, told: Callable[..., None], what: Any, *args: Any) -> bool:
-        """Tell those who look; whether that went well. What is computed meanwhile is nobody's call."""
+    def _look(self, look: Callable[..., None], what: Any, *args: Any) -> bool:
+        """Call a method that inspects; return whether that went well. What it computes is no call."""
         state = self._local
         state.looking = True
         unrecorded = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
         try:
             with below_modes(), without_functions(), autocast_off(), unrecorded:
-                told(*args)
+                look(*args)
             return True
         except Exception as error:
             self.door.caught(error, what)
@@ -273,7 +273,7 @@ class Observer(WatchingMode):
     def _seen(
         self, facts: OpFacts, args: Any, kwargs: Any, is_cast: bool = False, decided: DecidedCall | None = None
     ) -> SeenCall:
-        """The call, of which those who look are told."""
+        """Return the call that is passed to the observer's methods."""
         noted, plan = (decided.noted, decided.plan) if decided is not None else (None, None)
         direction, forward = self._direction()
         of: CallId | None = None
@@ -293,16 +293,16 @@ class Observer(WatchingMode):
         return seen
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
-        """Forward, backward or recomputation; and of a backward call the forward call."""
+        """Return forward, backward or recomputation; and of a backward call the forward call."""
         if current_graph_task() == -1:
             return FORWARD, None
         if find_recomputation() is not None:
             return RECOMPUTATION, None
         node = current_autograd_node()
-        found = self._nodes.get(sequence_number(node)) if node is not None else None
+        forward = self._nodes.get(sequence_number(node)) if node is not None else None
         while len(self._nodes) > _KEPT_NODES:
             self._nodes.popitem(last=False)
-        return BACKWARD, found
+        return BACKWARD, forward
 
 
 never_begin_at(Observer.called)
@@ -310,6 +310,6 @@ never_begin_at(Observer.called)
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Code of ours that computes with the user's tensors: no mode, no class's function, no autocast, no autograd."""
+    """Run code of ours that computes with the user's tensors: without modes, class functions, autocast, autograd."""
     with without_modes(), without_functions(), autocast_off(), torch.no_grad():
         yield

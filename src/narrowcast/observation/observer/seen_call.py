@@ -1,4 +1,4 @@
-"""A call of a run, as those who look at it are told of it."""
+"""A call of a run, as observers see it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 class SeenCall:
     """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
 
-    formats: those of its tensors as they came, and as the op reads them; None: it reads them as they came. forward: of
+    formats: those of its input tensors, and those that the op computes in; None: the same. forward: of
     a backward call, the forward call whose gradients it computes. policy: of the region that is open, or was at the
     forward. is_cast: a conversion between formats, of autocasting's or of the user's. is_lost: looking at it raised.
     """
@@ -55,7 +55,7 @@ class SeenCall:
 
     @property
     def came(self) -> str:
-        """The formats of its tensors as they came."""
+        """The formats of its input tensors."""
         return self._formats()[0]
 
     @property
@@ -66,19 +66,19 @@ class SeenCall:
     def _formats(self) -> tuple[str, str]:
         if self.formats is None:
             given = self.facts, self.args, self.kwargs
-            came = computes = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
+            inputs = computes = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
             if self.rule is not None and self.plan is not None:
                 computes = planned_names(self.plan, list(zip(slots_of(*given), gather(*given), strict=True)))
-            self.formats = came, computes
+            self.formats = inputs, computes
         return self.formats
 
     def without_tensors(self) -> SeenCall:
-        """The call for whatever keeps it, and not its tensors."""
+        """Return the call for a caller that keeps it, and not its tensors."""
         who = self.who.known()
         return replace(self, who=who, formats=self._formats(), args=(), kwargs={}, result=None, plan=None, notes={})
 
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
-        """The rule that allows what is not finite here, in an argument or in what the call gives."""
+        """Return the rule that allows what is not finite here, in an argument or in the call's output."""
         if self.policy is None:
             return None
         of = self.forward or self.id

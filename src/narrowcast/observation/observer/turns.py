@@ -49,7 +49,7 @@ class _Turn:
     stands_around: bool = False
 
     def count(self, path: str, op: str, direction: str) -> int:
-        """The number of the next call."""
+        """Return the number of the next call, and count it."""
         key = (path, op, direction)
         number = self.counts[key] = self.counts.get(key, 0) + 1
         return number
@@ -58,7 +58,7 @@ class _Turn:
 class Who:
     """The identity and the place of a call; those of the forward are put together when they are first asked for.
 
-    So they have to be asked for while the call runs, or whatever looks at it is told.
+    So they have to be asked for while the call runs, or while it is inspected.
     """
 
     __slots__ = ("_asked", "_id", "_site")
@@ -82,19 +82,19 @@ class Who:
         return FORWARD if self._id is None else self._id.direction
 
     def module(self) -> str | weakref.ref[Any]:
-        """The path of its module, or, where that would have to be put together, the module."""
+        """Return the path of its module, or, where that would have to be put together, the module."""
         if self._id is None and self._asked is not None:
             return weakref.ref(self._asked[0][-1].module)
         return self.id.module_path
 
     def known(self) -> Who:
-        """The same, found now, for whatever keeps the call."""
+        """Return this with its identity found now, for a caller that keeps it."""
         if self._id is None:
             self._found()
         return self
 
     def end(self) -> None:
-        """The call is over: what has not been asked for is not known any more."""
+        """Forget what was not asked for: the call is over."""
         self._asked = None
 
     def _found(self) -> tuple[CallId, Site]:
@@ -133,15 +133,15 @@ class Turns:
         """The outermost modules that were called, in that order."""
 
     def begin(self, module: Any) -> bool:
-        """The module is called."""
+        """Note that the module is called."""
         turns = self._called.turns
         if not turns:
             self.roots.setdefault(module)
-        found = self._of_module.get(id(module))
-        if found is None:
+        numbered = self._of_module.get(id(module))
+        if numbered is None:
             key, of_module = id(module), self._of_module
-            found = of_module[key] = ([0], weakref.ref(module, lambda _: of_module.pop(key, None)))
-        number = found[0]
+            numbered = of_module[key] = ([0], weakref.ref(module, lambda _: of_module.pop(key, None)))
+        number = numbered[0]
         number[0] += 1
         # what is called outside of modules has the path and the turn of the outermost: they are counted together
         counts = self._outside.counts if not turns and number[0] == 1 else {}
@@ -149,11 +149,11 @@ class Turns:
         return True
 
     def end(self) -> None:
-        """The call that began last on this thread has ended."""
+        """Note that the call that began last on this thread has ended."""
         self._called.turns.pop()
 
     def who(self, op: str, direction: str, is_cast: bool, noted: Site | None, with_names: bool) -> Who:
-        """Who the next call of an op is, forward or recomputed. Casts are counted apart.
+        """Return the identity of the next call of an op, forward or recomputed. Casts are counted apart.
 
         noted: its place, if a graph or a script says it. with_names: else with the names of classes and functions.
         """
@@ -173,19 +173,19 @@ class Turns:
         return Who(CallId(site.module_path, op, number, turn.number, direction), site)
 
     def of_backward(self, path: str, op: str, turn: int) -> CallId:
-        """The next call of an op in the backward of one call of a module."""
+        """Return the next call of an op in the backward of one call of a module."""
         return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {turn}"), turn, BACKWARD)
 
     def _in_graph(self, path: str, call: GraphCall) -> _Turn:
-        found = self._in_graphs.get((path, call))
-        if found is None:
+        turn = self._in_graphs.get((path, call))
+        if turn is None:
             number = self._of_path[path] = self._of_path.get(path, 0) + 1
-            found = self._in_graphs[path, call] = _Turn(None, number)
-        return found
+            turn = self._in_graphs[path, call] = _Turn(None, number)
+        return turn
 
 
 def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) -> str:
-    """The path of what `Who.module` gave."""
+    """Return the path of a module in the form of `Who.module`."""
     if isinstance(module, str):
         return module
     called = module()
@@ -193,8 +193,8 @@ def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) ->
 
 
 def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """The parameters of the models that ran, by their ids: full names, and with the model's class where two models have
-    the same; numbered where the classes are the same, too.
+    """Return the parameters of the models that ran, by their ids: full names, and with the model's class where two
+    models have the same; numbered where the classes are the same, too.
     """
     named: dict[int, tuple[str, str]] = {}
     models: Counter[str] = Counter()
@@ -211,7 +211,7 @@ def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
 
 
 def _path(turns: list[_Turn]) -> str | None:
-    """The path of the module whose call began last; None where the Python stack has to be asked."""
+    """Return the path of the module whose call began last; None where the Python stack has to be asked."""
     if not turns[-1].is_found:
         _find_paths(turns)
     return turns[-1].path

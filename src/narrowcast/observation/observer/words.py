@@ -10,12 +10,12 @@ from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, Slot
 
 
 def deciding_rule(plan: Plan | None) -> Rule | None:
-    """The rule that decided about a call, or else about one of its arguments."""
+    """Return the rule that decided about a call, or else about one of its arguments."""
     return None if plan is None else plan.rule or next((rule for _, rule in plan.argument_rules), None)
 
 
 def format_names(dtypes: list[torch.dtype]) -> str:
-    """The formats among these dtypes, each once, in order: `fp32,bf16`."""
+    """Return the formats among these dtypes, each once, in order: `fp32,bf16`."""
     names: dict[str, None] = {}
     for dtype in dtypes:
         known = FORMATS.get(dtype)
@@ -25,7 +25,7 @@ def format_names(dtypes: list[torch.dtype]) -> str:
 
 
 def planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> str:
-    """The formats in which the op reads its floating tensors."""
+    """Return the formats in which the op reads its floating tensors."""
     if plan.set_dtype or plan.append_dtype:
         return "fp32"
     given = zip(tensors, plan.formats, strict=True)

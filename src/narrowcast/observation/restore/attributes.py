@@ -60,7 +60,7 @@ def _contents(owner: Any) -> list[Any]:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """By identity: equality of tensors is a tensor."""
+    """Compare by identity: equality of tensors is a tensor."""
     if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
         return all(map(_is_same, now, before))
     return now is before

@@ -24,7 +24,7 @@ class _Modules:
         self.scripts: list[ScriptState] = []
 
     def called(self, module: Module, args: Any) -> None:
-        """A module is about to be called."""
+        """Keep the state of a module that is about to be called."""
         if id(module) not in self._attributes:
             self.keep(module)
             if isinstance(module, torch.jit.ScriptModule):
@@ -51,7 +51,7 @@ class _Modules:
 
 @contextmanager
 def restored_when_called() -> Iterator[None]:
-    """Whatever modules are called get back attributes (caches that a forward kept) and buffers."""
+    """Restore attributes (caches that a forward kept) and buffers of all modules that are called."""
     kept = _Modules()
     hook = register_module_forward_pre_hook(kept.called)
     try:
@@ -63,7 +63,7 @@ def restored_when_called() -> Iterator[None]:
 
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
-    """Attributes, buffers (batch norm statistics), what scripts keep, and the random state are as before afterwards."""
+    """Restore attributes, buffers (batch norm statistics), what scripts keep, and the random state at the end."""
     kept = _Modules()
     if isinstance(model, Module):
         for module in model.modules():

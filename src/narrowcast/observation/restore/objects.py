@@ -65,14 +65,14 @@ class LivingObjects:
         self._kept: dict[int, tuple[Any, _Parameter | _Module | Attributes]] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._touched: set[int] = set()
-        found = _instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler))
-        self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        for one in found:
+        living = _instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler))
+        self._tensors = [one for one in living if isinstance(one, torch.Tensor)]
+        for one in living:
             if isinstance(one, torch.jit.ScriptModule):
                 self._tensors += [*one.parameters(), *one.buffers()]
-        self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
+        self.scalers = [one for one in living if isinstance(one, torch.amp.GradScaler)]
         self._scalers = [Attributes(scaler, self._own) for scaler in self.scalers]
-        for one in found:
+        for one in living:
             if isinstance(one, Parameter):
                 self._add_parameter(one)
             elif isinstance(one, Module):
@@ -83,15 +83,15 @@ class LivingObjects:
                 self._kept[id(one)] = one, Attributes(one, self._own)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
-        of a gradient, only once it was asked for.
+        """Return the tensors that are alive, once: they are not held any longer. Python has an object of a script's
+        tensors, or of a gradient, only once it was asked for.
         """
-        found, self._tensors = self._tensors, []
-        owned = [t for t in found if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
-        return found + [t.grad for t in owned if t.grad is not None]
+        tensors, self._tensors = self._tensors, []
+        owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
+        return tensors + [t.grad for t in owned if t.grad is not None]
 
     def model(self, model: Module) -> None:
-        """A model is called: it and what is in it are to be restored."""
+        """Restore a called model later, with what is in it."""
         for module in model.modules():
             self._add_module(module)
         for parameter in model.parameters():
@@ -99,7 +99,7 @@ class LivingObjects:
         self._touched.update(map(id, (*model.modules(), *model.parameters())))
 
     def optimizer(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+        """Restore an optimizer later that is about to step."""
         self._add_optimizer(optimizer)
         self._touched.update(map(id, (optimizer, *optimized_by(optimizer))))
 
@@ -137,7 +137,7 @@ class LivingObjects:
 
 
 def _instances_of(classes: tuple[type[T], ...]) -> list[T]:
-    """All objects of these classes. By their type: asking an object for its class may run code of others."""
+    """Return all objects of these classes. By their type: asking an object for its class may run code of others."""
     living: list[Any] = gc.get_objects()
     kinds = {kind for kind in set(map(type, living)) if issubclass(kind, classes)}
     return [one for one in living if type(one) in kinds]

@@ -37,7 +37,7 @@ class Weights:
                         self._copies[number] = self._weights[number][2].clone()
 
     def put_back(self) -> list[str]:
-        """Give the weights their values back; the names of those that had others."""
+        """Restore the weights' values; return the names of those that had others."""
         changed = []
         for number, (name, weight, before) in enumerate(self._weights):
             is_replaced = where_it_lies(weight) != where_it_lies(before)

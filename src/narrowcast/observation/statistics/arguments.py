@@ -15,27 +15,27 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def tensors_by_name(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
-    """The tensors of a call: `mat1`, `tensors.0`; what is absent or a number is left out."""
+    """Return the tensors of a call: `mat1`, `tensors.0`; what is absent or a number is left out."""
     pairs = zip(slots_of(facts, args, kwargs), gather(facts, args, kwargs), strict=True)
-    found: Named = []
+    named: Named = []
     numbers: dict[str, int] = {}
     for slot, tensor in pairs:
         number = numbers[slot.name] = numbers.get(slot.name, -1) + 1
         if isinstance(tensor, torch.Tensor):
-            found.append((f"{slot.name}.{number}" if slot.is_list else slot.name, tensor))
-    return found
+            named.append((f"{slot.name}.{number}" if slot.is_list else slot.name, tensor))
+    return named
 
 
 def results_by_name(results: list[torch.Tensor]) -> Named:
-    """What a call returned: `result`, or `result.0`, `result.1`."""
+    """Return the output of a call by name: `result`, or `result.0`, `result.1`."""
     if len(results) == 1:
         return [("result", results[0])]
     return [(f"result.{number}", tensor) for number, tensor in enumerate(results)]
 
 
 def others_as_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Arguments that are no tensors, those that were left open with their defaults. Numbers have all their digits."""
-    found = []
+    """Return arguments that are no tensors, those that were left open with their defaults. Numbers have all digits."""
+    texts = []
     for position, name, default, is_tensor in _parameters(facts.op):
         if position < len(args):
             value = args[position]
@@ -43,13 +43,13 @@ def others_as_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
             value = kwargs.get(name, default)
         if value is None or (is_tensor and not isinstance(value, int | float | complex)):
             continue
-        found.append((name, repr(value) if not isinstance(value, torch.dtype) else str(value)))
-    return tuple(found)
+        texts.append((name, repr(value) if not isinstance(value, torch.dtype) else str(value)))
+    return tuple(texts)
 
 
 @cache
 def _parameters(op: OpOverload) -> tuple[tuple[int, str, Any, bool], ...]:
-    """Position, name, default, and whether it is a tensor, of all that say what: torch makes a schema's rows again."""
+    """Return position, name, default, and whether it is a tensor, of arguments that matter: torch makes rows again."""
     tensors = {slot.name for slot in op_facts(op).slots}
     rows = enumerate(schema_of(op).arguments)
     return tuple((n, a.name, a.default_value, a.name in tensors) for n, a in rows if a.name not in _PLACES)

@@ -15,8 +15,8 @@ _CHECKED_AT = 4096
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in memory that can be told from others: no sparse, nested, meta or wrapped one, and none
-    of a class that holds others (a DTensor, a quantized weight).
+    """Return whether the tensor lies in memory that is known from others: no sparse, nested, meta or wrapped one,
+    and none of a class that holds others (a DTensor, a quantized weight).
     """
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or holds_others(type(tensor)):
         return False
@@ -24,14 +24,14 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def where_it_lies(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where values lie and how they are read."""
+    """Return where values lie and how they are read."""
     place = (storage_key(tensor), tensor.storage_offset(), tensor.stride()) if has_storage(tensor) else ()
     return (*place, tensor.shape, tensor.dtype, tensor.device)
 
 
 class ByStorage(Generic[T]):
-    """A mapping from tensors' memory, which it does not keep alive. freed: told of each value whose memory was freed,
-    some time after that.
+    """A mapping from tensors' memory, which it does not keep alive. freed: called with each value whose memory was
+    freed, some time after that.
     """
 
     def __init__(self, freed: Callable[[T], None] | None = None) -> None:
@@ -39,9 +39,9 @@ class ByStorage(Generic[T]):
         self._freed = freed
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """What is known of the memory that the tensor lies in."""
-        found = self._entries.get(storage_key(tensor)) if has_storage(tensor) else None
-        return found[1] if found is not None and not found[0].expired() else None
+        """Return what is known of the memory that the tensor lies in."""
+        entry = self._entries.get(storage_key(tensor)) if has_storage(tensor) else None
+        return entry[1] if entry is not None and not entry[0].expired() else None
 
     def put(self, tensor: torch.Tensor, value: T) -> None:
         """Keep a value; a tensor without memory of its own is left out."""
@@ -60,7 +60,7 @@ class ByStorage(Generic[T]):
             self._gone(self._entries.pop(storage_key(tensor), None))
 
     def _gone(self, entry: tuple[Any, T] | None) -> None:
-        """Another tensor lies where one lay that was freed."""
+        """Report a value whose memory was freed, as another tensor lies there."""
         if entry is not None and self._freed is not None and entry[0].expired():
             self._freed(entry[1])
 
@@ -72,7 +72,7 @@ class ByStorage(Generic[T]):
                 self._freed(value)
 
     def living(self) -> Iterator[T]:
-        """The values whose memory is still in use."""
+        """Yield the values whose memory is still in use."""
         for reference, value in list(self._entries.values()):
             if not reference.expired():
                 yield value

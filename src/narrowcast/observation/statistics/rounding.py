@@ -9,7 +9,7 @@ from narrowcast.runtime.torch_bridge import DTYPES
 
 
 def round_to(values: torch.Tensor, dst: Format) -> torch.Tensor:
-    """The fp64 tensor in format `dst`, rounded once, to nearest, ties to even (IEEE 754-2019, 4.3.1).
+    """Return the fp64 tensor in format `dst`, rounded once, to nearest, ties to even (IEEE 754-2019, 4.3.1).
 
     values: float64, any shape; the result has the same shape and dst's dtype (tf32 values come as float32).
     Above the largest finite value by half a step or more: infinity where the format has it, else NaN, as torch casts

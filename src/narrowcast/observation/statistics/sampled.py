@@ -43,7 +43,7 @@ class Taken:
     everything: torch.Tensor | None = None
 
     def without_values(self) -> TensorFacts:
-        """The facts that need no look at its values."""
+        """Return the facts that need no inspection of its values."""
         begin = (self.format, self.shape, self.device, self.elements)
         return TensorFacts(*begin, lies_in=self.lies_in, checksum=self.checksum, file=self.file)
 
@@ -72,25 +72,25 @@ def _finite(each: Taken, low: float, high: float, sample: Any) -> _Finite:
 
 
 def _array(x: torch.Tensor) -> Any:
-    """The values, in the memory of a tensor that nobody else has: torch refuses to resize what numpy has looked at."""
+    """Return the values, in the memory of a tensor of ours: torch refuses to resize what numpy has read."""
     return x.to("cpu", x.dtype if x.dtype is torch.float64 else torch.float32).resolve_neg().numpy()
 
 
 def facts_of(all_taken: Sequence[Taken]) -> list[TensorFacts]:
-    """The facts of each tensor, in their order; read of an accelerator in few transfers."""
+    """Return the facts of each tensor, in their order; read of an accelerator in few transfers."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
-    found: dict[int, TensorFacts] = {}
+    facts: dict[int, TensorFacts] = {}
     for number, t in enumerate(all_taken):
         if t.range is None:
-            found[number] = t.without_values()
+            facts[number] = t.without_values()
         else:
             alike[t.sample.shape, t.sample.dtype, t.sample.device, t.rows.shape].append(number)
     for (shape, *_, rows), numbers in alike.items():
         step = max(1, _TOGETHER // max(1, math.prod(shape), math.prod(rows)))
         for start in range(0, len(numbers), step):
             some = numbers[start : start + step]
-            found.update(zip(some, _facts([all_taken[n] for n in some]), strict=True))
-    return [found[number] for number in range(len(all_taken))]
+            facts.update(zip(some, _facts([all_taken[n] for n in some]), strict=True))
+    return [facts[number] for number in range(len(all_taken))]
 
 
 def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
@@ -135,8 +135,8 @@ def _saturated(each: _Finite, format: Format) -> float:
 
 
 def exponents_of(values: Any) -> tuple[Any, Any]:
-    """The binary exponent of each number, far below all others for zeros; and which are zeros. Read off the bits: that
-    takes a fifth of the time of frexp, which is asked where there are fp32's or fp64's own subnormal numbers.
+    """Return the binary exponent of each number, far below all others for zeros; and which are zeros. Read off the
+    bits, in a fifth of the time of frexp, which is asked where there are fp32's or fp64's own subnormal numbers.
     """
     mantissa_bits, integer = (23, np.int32) if values.dtype == np.float32 else (52, np.int64)
     bits = values.view(integer) & np.iinfo(integer).max
@@ -152,7 +152,7 @@ def exponents_of(values: Any) -> tuple[Any, Any]:
 
 
 def _histograms(numbers: Any, keep: Any) -> list[Histogram]:
-    """One of each array of the first dimension, of the elements that are kept."""
+    """Return one histogram of each array of the first dimension, of the elements that are kept."""
     count = len(numbers)
     flat = numbers.reshape(count, -1)
     kept = flat.ravel() if keep is None else flat[keep]
@@ -175,7 +175,7 @@ def _histogram(first: int, counts: Any) -> Histogram:
 
 
 def _sketches(rows: Any) -> Iterator[str]:
-    """The sums and the length of each row, as a run keeps them."""
+    """Yield the sums and the length of each row, as a run keeps them."""
     values = rows.astype(np.float64)
     with np.errstate(all="ignore"):
         lengths = np.sqrt(np.einsum("nij,nij->ni", values, values))
@@ -186,5 +186,5 @@ def _sketches(rows: Any) -> Iterator[str]:
 
 @lru_cache(maxsize=16)
 def _sums_of(columns: int) -> Any:
-    """A matrix that sums every sixteenth element: a product takes a fifth of the time of numpy's sum."""
+    """Return a matrix that sums every sixteenth element: multiplying takes a fifth of the time of numpy's sum."""
     return np.tile(np.eye(SUMS), (-(-columns // SUMS), 1))[:columns]

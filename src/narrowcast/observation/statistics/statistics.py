@@ -1,6 +1,6 @@
-"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample, which is looked at at the end.
+"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample, which is read at the end.
 
-A tensor that was not written to since is looked at once, however many calls read it.
+A tensor that was not written to since is inspected once, however many calls read it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from narrowcast.runtime.torch_bridge import FORMATS, short_type
 from narrowcast.runtime.torch_surface.dispatch import version_of
 
 SAMPLE = 4096
-"""How many elements of a tensor the sampled statistics look at."""
+"""How many elements of a tensor the sampled statistics read."""
 _HELD_BYTES = 1 << 24
-"""Samples that wait to be looked at together are looked at when they take this much."""
+"""Samples that wait to be read together are read when they take this much."""
 
 
 class Statistics:
     """A table of tensors' facts. Must be used where nothing watches: its own work is no call of the run.
 
-    whole: look at every element, not at a sample. checksums: also keep one of each tensor's bytes. folder: write the
+    whole: read every element, not a sample. checksums: also keep one of each tensor's bytes. folder: write the
     tensors themselves into it, as long as limit_bytes last.
     """
 
@@ -50,7 +50,7 @@ class Statistics:
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's number in the table, where it is entered if it is not there as it is now."""
+        """Return the tensor's number in the table, where it is entered if it is not there as it is now."""
         if not has_storage(tensor):
             return self._enter(_unseen(tensor))
         known = self._known.get(tensor)
@@ -63,7 +63,7 @@ class Statistics:
         return known[key]
 
     def known_as(self, tensor: torch.Tensor) -> int:
-        """The number of what was entered last of where a tensor lies; -1 if nothing was."""
+        """Return the number of the latest entry of where a tensor lies; -1 if there is none."""
         known = self._known.get(tensor) if has_storage(tensor) else None
         return -1 if known is None else known.get(None, -1)
 
@@ -74,53 +74,53 @@ class Statistics:
             self._known.put(copy, {None: number})
 
     def written(self, tensor: torch.Tensor) -> None:
-        """The tensor was written to: what is known of its storage holds no longer."""
+        """Note that the tensor was written to: what is known of its storage holds no longer."""
         known = self._known.get(tensor)
         if known is not None:
             for key in known.keys() - {None}:
                 del known[key]
 
     def table(self) -> list[TensorFacts]:
-        """All that was entered, read now."""
+        """Return all that was entered, read now."""
         self._facts += facts_of(self._taken)
         self._taken, self._held_bytes = [], 0
         return self._facts
 
     def without_values(self) -> list[TensorFacts]:
-        """The same, of what was not read the sizes alone."""
+        """Return all that was entered, with the sizes alone of what was not read."""
         return [*self._facts, *(each.without_values() for each in self._taken)]
 
-    def _enter(self, found: Taken) -> int:
-        self._taken.append(found)
-        if found.sample is not None:
-            self._held_bytes += found.sample.nbytes + found.rows.nbytes
-            if found.everything is not None or self._held_bytes > _HELD_BYTES:
+    def _enter(self, taken: Taken) -> int:
+        self._taken.append(taken)
+        if taken.sample is not None:
+            self._held_bytes += taken.sample.nbytes + taken.rows.nbytes
+            if taken.everything is not None or self._held_bytes > _HELD_BYTES:
                 self.table()
         return len(self._facts) + len(self._taken) - 1
 
     def _look(self, tensor: torch.Tensor, lies_in: int) -> Taken:
         x = tensor.detach()
         elements = x.numel()
-        found = Taken(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in)
+        taken = Taken(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in)
         if elements and (self._checksums or self.folder is not None):
-            self._keep(x, found)
+            self._keep(x, taken)
         if not elements or x.dtype not in FORMATS:
-            return found
+            return taken
         if FORMATS[x.dtype].bits < 16:
             x = x.float()
-        found.range, found.rows = torch.aminmax(in_memory_order(x)), rows_of(x)
-        found.sample = sample_of(x, elements if self._whole else SAMPLE)
+        taken.range, taken.rows = torch.aminmax(in_memory_order(x)), rows_of(x)
+        taken.sample = sample_of(x, elements if self._whole else SAMPLE)
         if self._whole and x.is_cpu:
-            found.everything = x
+            taken.everything = x
         else:
-            found.sample = found.sample.clone()
-        return found
+            taken.sample = taken.sample.clone()
+        return taken
 
-    def _keep(self, x: torch.Tensor, found: Taken) -> None:
-        """Its checksum, and its content in a file."""
+    def _keep(self, x: torch.Tensor, taken: Taken) -> None:
+        """Keep its checksum, and its content in a file."""
         raw = _raw(x)
         if self._checksums:
-            found.checksum = f"{zlib.crc32(raw.data):08x}"
+            taken.checksum = f"{zlib.crc32(raw.data):08x}"
         if self.folder is None:
             return
         if raw.nbytes > self._left:
@@ -140,11 +140,11 @@ class Statistics:
             ) from error  # fmt: skip
         self._written.append(self.folder / name)
         self._left -= raw.nbytes
-        found.file = name
+        taken.file = name
 
 
 def _unseen(tensor: torch.Tensor) -> Taken:
-    """What is known of a tensor whose values are not looked at; sizes that differ from row to row are left out."""
+    """Return what is known of a tensor whose values are not read; sizes that differ from row to row are left out."""
     try:
         shape = tuple(int(size) for size in tensor.shape)
         return Taken(short_type(tensor.dtype), shape, tensor.device.type, tensor.numel())
@@ -153,12 +153,12 @@ def _unseen(tensor: torch.Tensor) -> Taken:
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """The same elements with the dimensions in the order in which they lie."""
+    """Return the same elements with the dimensions in the order in which they lie."""
     return x if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
 def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
-    """At most this many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
+    """Return at most this many elements of a tensor, as rows (last dimension) at even distances; 2-d."""
     if x.dim() == 0:
         return x.reshape(1, 1)
     if x.numel() > elements:
@@ -168,7 +168,7 @@ def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _sampled_slices(shape: torch.Size, elements: int) -> tuple[slice, ...]:
-    """What the sample takes of each dimension."""
+    """Return what the sample takes of each dimension."""
     step = -(-shape[-1] // elements)
     rows = max(1, elements // -(-shape[-1] // step))
     slices = [slice(None, None, step)]
@@ -180,8 +180,8 @@ def _sampled_slices(shape: torch.Size, elements: int) -> tuple[slice, ...]:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """The rows that a sketch is made of, 2-d, for any strides, in memory of their own; of rows that are too wide blocks
-    that lie evenly.
+    """Return the rows that a sketch is made of, 2-d, for any strides, in memory of their own; of rows that are too wide
+    blocks at even distances.
     """
     if x.dim() < 2:
         rows = x.reshape(1, -1).clone()
@@ -205,23 +205,23 @@ def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Where the rows lie that are looked at, by dimension."""
+    """Return where the inspected rows lie, by dimension."""
     return torch.unravel_index(_row_numbers(math.prod(leading), device), leading)
 
 
 def _raw(x: torch.Tensor) -> Any:
-    """The bytes of a tensor, in memory of their own likewise."""
+    """Return the bytes of a tensor, in memory of their own likewise."""
     content = x.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
+    """Return a number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
     return zlib.crc32(_raw(tensor.detach()).data) if has_storage(tensor) else 0
 
 
 def folder_for(path: str | Path) -> Path:
-    """A folder for tensors, made if its parent is there. RunError if it cannot be written to."""
+    """Return a folder for tensors, made if its parent is there. Raise RunError if it cannot be written to."""
     folder = Path(path)
     try:
         folder.mkdir(exist_ok=True)

@@ -53,21 +53,21 @@ class Case:
 
 
 def _shown(value: Any) -> str:
-    """`float32 [2, 8]` of a tensor."""
+    """Return a short text: `float32 [2, 8]` of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
 
 
 def name_of(model: Any) -> str:
-    """A function's name, or that of a module's class; of what was compiled that of the original."""
+    """Return a function's name, or that of a module's class; of what was compiled that of the original."""
     inner = compiled_of(model)
     model = model if inner is None else inner
     return str(getattr(model, "__name__", None) or type(model).__name__)
 
 
 def check_takes_one(asked: str, function: Callable[..., Any], what: str) -> None:
-    """RunError unless a function of the user's can be called with one argument."""
+    """Raise RunError unless a function of the user's can be called with one argument."""
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
@@ -78,7 +78,7 @@ def check_takes_one(asked: str, function: Callable[..., Any], what: str) -> None
 
 
 def figures_of(asked: str, function: Callable[..., Any], value: Any) -> dict[str, float]:
-    """The figures that a metric or an evaluation returned, by name. RunError where it returned none."""
+    """Return the figures that a metric or an evaluation returned, by name. Raise RunError where it returned none."""
     if isinstance(value, Mapping):
         numbers = {str(k): v for k, v in value.items() if isinstance(v, int | float) or torch.is_tensor(v)}
         return {k: float(v) for k, v in numbers.items()}

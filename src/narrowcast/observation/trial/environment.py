@@ -18,9 +18,9 @@ _PACKAGES = ("torch", "narrowcast", "numpy", "transformers", "triton")
 
 
 def environment(device_type: str, policy: Policy | None = None, low: str = "") -> dict[str, Any]:
-    """Versions, device, flags of precision and determinism, seed, policy; values that JSON has."""
+    """Return versions, device, flags of precision and determinism, seed, policy; values that JSON has."""
     device = device_now(device_type)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(device),
@@ -33,8 +33,8 @@ def environment(device_type: str, policy: Policy | None = None, low: str = "") -
         "command": " ".join(sys.argv[:1]),
     }
     if policy is not None:
-        found["policy"] = {"name": policy.name, "digest": policy.resolve(device_type).digest, "low": low}
-    return found
+        facts["policy"] = {"name": policy.name, "digest": policy.resolve(device_type).digest, "low": low}
+    return facts
 
 
 @cache

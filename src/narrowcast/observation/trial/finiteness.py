@@ -1,4 +1,4 @@
-"""Whether tensors are finite, asked with one sum each; and which infinities are meant."""
+"""Whether tensors are finite, asked with one sum each; and which infinities are intentional."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has floating values that can be looked at."""
+    """Return whether the tensor has floating values that can be inspected."""
     return tensor.dtype in FORMATS and has_storage(tensor)
 
 
 def inputs_of(call: SeenCall) -> Named:
-    """The floating arguments of a call by name; where it writes to some and was told of before, their copies."""
+    """Return the floating arguments of a call by name; of those that it writes to, the copies that `before` kept."""
     return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
 
 
 def came_in(call: SeenCall) -> list[torch.Tensor]:
-    """The same arguments themselves, also those that it writes to."""
-    came: list[torch.Tensor] | None = call.notes.get("came")
-    return [t for _, t in inputs_of(call)] if came is None else came
+    """Return the floating arguments themselves, also those that the call writes to."""
+    inputs: list[torch.Tensor] | None = call.notes.get("came")
+    return [t for _, t in inputs_of(call)] if inputs is None else inputs
 
 
 def reads(call: SeenCall, argument: str) -> bool:
-    """Whether the call reads what an argument held, and does not just write to it."""
+    """Return whether the call reads what an argument held, and does not just write to it."""
     _, name, overload = call.facts.id.split(".")
     if _draws(call, argument):
         return False
@@ -46,13 +46,13 @@ def reads(call: SeenCall, argument: str) -> bool:
 
 
 def _draws(call: SeenCall, argument: str) -> bool:
-    """Whether it draws into that argument, if it draws at all: nobody else reads what is in there."""
+    """Return whether it draws into that argument, if it draws at all: nothing else reads what is in there."""
     return argument == "noise" and op_name(call.facts.op).removesuffix("_") in named("finite.draws_noise")
 
 
 def parts_inside(call: SeenCall) -> Named:
-    """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
-    found: Named = []
+    """Return the tensors that arguments of some classes hold: what a collective outputs, sharded ones."""
+    floating: Named = []
     waiting: Named = [
         (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
     ]
@@ -61,12 +61,12 @@ def parts_inside(call: SeenCall) -> Named:
         inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         parts: Named = [(name, getattr(tensor, each)) for each in inside]
         waiting += [(name, part) for name, part in parts if holds_others(type(part))]
-        found += [(name, part) for name, part in parts if is_floating(part)]
-    return found
+        floating += [(name, part) for name, part in parts if is_floating(part)]
+    return floating
 
 
 def gave(call: SeenCall) -> list[torch.Tensor]:
-    """The floating tensors that a call gave, or wrote to."""
+    """Return the floating tensors that a call returned, or wrote to."""
     if gives_memory(call):
         return []
     results = [t for t in call.results if is_floating(t)]
@@ -76,27 +76,27 @@ def gave(call: SeenCall) -> list[torch.Tensor]:
     written = call.facts.written
     names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
     pairs = zip(names, came_in(call), strict=True)
-    found = [(name, t) for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
-    return results + [t for name, t in found if not _draws(call, name)]
+    overwritten = [(name, t) for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+    return results + [t for name, t in overwritten if not _draws(call, name)]
 
 
 def gives_memory(call: SeenCall) -> bool:
-    """Whether it only gives a tensor other memory."""
+    """Return whether it only assigns a tensor other memory."""
     return op_name(call.facts.op) in named("finite.gives_memory")
 
 
 def fills(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is all of the memory it lies in."""
+    """Return whether the tensor is all of the memory it lies in."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_whole_number(tensor: torch.Tensor) -> bool:
-    """Whether it holds signed integers, as infinities may be cast to."""
+    """Return whether it holds signed integers, as infinities may be cast to."""
     return tensor.dtype in _INTEGERS and has_storage(tensor)
 
 
 def out_of_range(tensor: torch.Tensor) -> bool:
-    """Whether integers are as large as what casts make of an infinity, also after small numbers were added to it."""
+    """Return whether integers are as large as casts make them of an infinity, also with small numbers added."""
     half = torch.iinfo(tensor.dtype).max // 2
     return bool(((tensor > half) | (tensor < -half)).any())
 
@@ -112,11 +112,11 @@ class ReadFlags:
     memory: list[int]
 
     def is_finite(self, number: int) -> bool:
-        """Whether all elements were."""
+        """Return whether all elements were finite."""
         return math.isfinite(self.totals[number])
 
     def has_nan(self, numbers: list[int]) -> bool:
-        """Whether there was NaN, or infinities of both signs, in one of these."""
+        """Return whether there was NaN, or infinities of both signs, in one of these."""
         return any(math.isnan(self.totals[number]) for number in numbers)
 
 
@@ -129,54 +129,54 @@ class Flags:
         self._first: list[int] = []
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's number."""
+        """Return the tensor's number."""
         version = version_of(tensor)
         key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
         numbers = self._known.get(tensor)
         if numbers is None:
             numbers = {}
             self._known.put(tensor, numbers)
-        found = numbers.get(key)
-        if found is None:
-            numbers[key] = found = len(self._values)
-            self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=found))
+        number = numbers.get(key)
+        if number is None:
+            numbers[key] = number = len(self._values)
+            self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=number))
             self._values.append(_total(tensor))
-        return found
+        return number
 
     def written(self, tensor: torch.Tensor) -> None:
-        """The tensor was written to."""
+        """Note that the tensor was written to."""
         self._known.drop(tensor)
 
     def is_finite(self, number: int) -> bool:
-        """The flag, read now."""
+        """Return the flag, read now."""
         value = self._values[number] = float(self._values[number])
         return math.isfinite(value)
 
     def read(self) -> ReadFlags:
-        """All flags, in one transfer for each device; those that were read are forgotten."""
+        """Return all flags, in one transfer for each device; those that were read are forgotten."""
         waiting = iter(read_together([value for value in self._values if isinstance(value, torch.Tensor)]))
         totals = [next(waiting) if isinstance(value, torch.Tensor) else value for value in self._values]
-        found = ReadFlags(totals, self._first)
+        flags = ReadFlags(totals, self._first)
         self._values, self._first, self._known = [], [], ByStorage()
-        return found
+        return flags
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The values of small tensors that are alike, in one transfer for each device."""
-    found: dict[int, Any] = {}
+    """Return the values of small tensors that are alike, in one transfer for each device."""
+    values: dict[int, Any] = {}
     for device in {t.device for t in tensors}:
         numbers = [n for n, t in enumerate(tensors) if t.device == device]
-        found.update(zip(numbers, torch.stack([tensors[n] for n in numbers]).tolist(), strict=True))
-    return [found[n] for n in range(len(tensors))]
+        values.update(zip(numbers, torch.stack([tensors[n] for n in numbers]).tolist(), strict=True))
+    return [values[n] for n in range(len(tensors))]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite, looked at now."""
+    """Return whether all elements are finite, read now."""
     return math.isfinite(_total(tensor))
 
 
 def _total(tensor: torch.Tensor) -> float | torch.Tensor:
-    """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu.
+    """Return a sum in at least fp32, which is not finite if an element is not; the opposite is checked on the cpu.
 
     There fp32 is multiplied by itself: BLAS takes less time for that than torch for a sum, the more so for what lies
     in no cache and is shared among threads.
@@ -193,22 +193,22 @@ def _total(tensor: torch.Tensor) -> float | torch.Tensor:
         total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
     if not x.is_cpu:
         return total.float()
-    found: float = total.item()
-    return found if math.isfinite(found) or not bool(torch.isfinite(x).all()) else 0.0
+    value: float = total.item()
+    return value if math.isfinite(value) or not bool(torch.isfinite(x).all()) else 0.0
 
 
 def largest_of(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
     return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
-def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-    """Whether, element by element, what is not finite stands where it stood in what came."""
+def only_passed_on(inputs: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Return whether, element by element, all that is not finite was so in the inputs."""
     for result in results:
         bad = torch.zeros_like(result, dtype=torch.bool)
         try:
-            for tensor in came:
+            for tensor in inputs:
                 bad |= ~tensor.isfinite()
         except RuntimeError:  # another shape: not element by element
             return False
@@ -221,13 +221,13 @@ def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> boo
 
 
 def numbers_not_finite(call: SeenCall) -> str:
-    """Why an infinite result is meant: the call was given an infinite number, as masks are filled with one."""
+    """Return why an infinite result is intentional: an infinite number was passed, as masks are filled with one."""
     numbers = [v for v in tree_leaves((call.args, call.kwargs)) if isinstance(v, float)]
     return "filled in as a number" if any(math.isinf(v) for v in numbers) else ""
 
 
 def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
-    """Why an infinite result is meant: all of it is -inf, where an argument has the lowest value of its format."""
+    """Return why an infinite result is intentional: it is all -inf where an argument has its format's lowest value."""
     if any(bool(torch.isnan(t).any()) or bool((t == math.inf).any()) for t in results):
         return ""
     for name, tensor in inputs_of(call):
@@ -237,5 +237,5 @@ def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
 
 
 def is_lowest(value: float, tensor: torch.Tensor) -> bool:
-    """Whether a value is, within a hundredth, the lowest that the tensor's format holds: what masks are filled with."""
+    """Return whether a value is, within a hundredth, the lowest of the tensor's format: what masks are filled with."""
     return value <= -0.99 * FORMATS[tensor.dtype].max

@@ -34,7 +34,7 @@ def isolated(
     stand_in: StandIn | None = None,
     of_script: Callable[[Any], Any] | None = None,
 ) -> Iterator[Isolated]:
-    """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
+    """Yield a function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
     What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
     without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
@@ -82,38 +82,38 @@ class Isolated:
 
 
 def stand_ins(make: StandIn) -> StandIn:
-    """For each tensor one in its place, which `make` gives, the same each time: a parameter, or one that requires grad,
-    where that is.
+    """Return a function from each tensor to one in its place, made by `make`, the same each time: a parameter, or one
+    that requires grad, where that is.
     """
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
-            made = make(tensor)
+            other = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+                other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
-                made.requires_grad_()
-            known[id(tensor)] = (tensor, made)
+                other.requires_grad_()
+            known[id(tensor)] = (tensor, other)
         return known[id(tensor)][1]
 
     return stand_in
 
 
 def _fakes(mode: FakeTensorMode) -> StandIn:
-    """Fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
+    """Return a function to fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
         with mode:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
-    made = stand_ins(fake)
-    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else made(tensor)
+    fakes = stand_ins(fake)
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else fakes(tensor)
 
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
-    """Parameters are shared with the copy, everything else is cloned."""
+    """Return the parameter itself, which the copy shares, or a clone of another tensor."""
     return tensor if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf else tensor.detach().clone()
 
 
@@ -131,7 +131,7 @@ class _ReplaceTensors(TorchFunctionMode):
 
 
 def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] | None) -> Any:
-    """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
+    """Return a deep copy with other tensors, or if there is none the model itself with replaced arguments."""
     model, args, kwargs = everything
     memo: dict[int, Any] = {}
     if isinstance(model, torch.nn.Module):

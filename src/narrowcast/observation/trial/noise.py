@@ -23,7 +23,7 @@ class Noise:
         self._at = 0
 
     def moved(self, tensor: torch.Tensor, unit: float, least: float = 0.0) -> torch.Tensor:
-        """A copy, each value times 1 + unit * noise, and least * noise added to those that are not zero.
+        """Return a copy, each value times 1 + unit * noise, and least * noise added to those that are not zero.
 
         tensor: floating, strided; unit: a format's epsilon; least: its smallest value. What the tensor's own format
         cannot hold then stays as it was, and so does what masks are filled with.
@@ -32,15 +32,15 @@ class Noise:
         factors = self._factors.get(key)
         if factors is None:
             factors = self._factors[key] = (1 + unit * self._strip).to(tensor)
-        found = tensor.detach().clone()  # dense, in whatever order of dimensions
-        flat, done = found.as_strided((found.numel(),), (1,)), 0
+        noisy = tensor.detach().clone()  # dense, in whatever order of dimensions
+        flat, done = noisy.as_strided((noisy.numel(),), (1,)), 0
         while done < flat.numel():
             part = flat[done : done + _LENGTH - self._at]
             part.mul_(factors[self._at : self._at + part.numel()])
             done, self._at = done + part.numel(), (self._at + part.numel()) % _LENGTH
         if least:
-            found += torch.where(found == 0, 0.0, least * (2 * torch.rand_like(found, dtype=torch.float32) - 1))
-        if not is_finite(found) or bool((tensor <= MASKED).any()):
+            noisy += torch.where(noisy == 0, 0.0, least * (2 * torch.rand_like(noisy, dtype=torch.float32) - 1))
+        if not is_finite(noisy) or bool((tensor <= MASKED).any()):
             x = tensor.detach().double()
-            found = torch.where(is_masked(x) | torch.isinf(found), tensor.detach(), found)
-        return found
+            noisy = torch.where(is_masked(x) | torch.isinf(noisy), tensor.detach(), noisy)
+        return noisy

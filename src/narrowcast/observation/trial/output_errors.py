@@ -18,7 +18,7 @@ MASKED = -0.99 * fp16.max
 
 
 def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
+    """Return the signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
 
     Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
     """
@@ -27,7 +27,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise): infinity without noise, NaN where the noise is not finite."""
+    """Return 10 log10(signal / noise): infinity without noise, NaN where the noise is not finite."""
     if noise == 0.0:
         return math.inf
     if not math.isfinite(noise):
@@ -36,12 +36,12 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
+    """Return ||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
     return error_of([found.detach().double()], [reference.detach().double()])
 
 
 def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """The same over several tensors in fp64; NaN if a value is not finite on one side alone."""
+    """Return the relative error over several tensors in fp64; NaN if a value is not finite on one side alone."""
     noise = sum(float(difference(r, x).square().sum()) for x, r in zip(found, reference, strict=False))
     if noise == 0.0:
         return 0.0
@@ -50,7 +50,7 @@ def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
 
 
 def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x - ref, zero where both are the same infinity, both NaN, or both what masks are filled with."""
+    """Return x - ref, zero where both are the same infinity, both NaN, or both what masks are filled with."""
     off = x - ref
     if _are_plain(ref) and _are_plain(x):
         return off
@@ -62,17 +62,17 @@ def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _values(ref: torch.Tensor) -> torch.Tensor:
-    """The tensor with zeros where it is not finite, and where it is masked."""
+    """Return the tensor with zeros where it is not finite, and where it is masked."""
     return ref if _are_plain(ref) else torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _are_plain(x: torch.Tensor) -> bool:
-    """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
+    """Return whether all values are finite and none is a mask's, by a quick test: False does not prove the opposite."""
     return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > MASKED)
 
 
 def are_mask_numbers(values: torch.Tensor) -> bool:
-    """Whether values that a format does not hold are one number, far beyond any score: masks add or fill in -1e9."""
+    """Return whether values that a format does not hold are one number far beyond scores: masks add or fill in -1e9."""
     sizes = values.abs()
     if not sizes.numel() or not MASK_NUMBER <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:
         return False
@@ -84,13 +84,13 @@ _FARTHEST = 1e30
 
 
 def is_masked(x: torch.Tensor) -> torch.Tensor:
-    """Where a tensor in fp64 has what masks are filled with: -infinity, and about the lowest value of a format."""
+    """Return where a tensor in fp64 has what masks are filled with: -infinity, and about the lowest of a format."""
     return (x <= 0.99 * -bf16.max) | ((x <= MASKED) & (x >= -fp16.max))
 
 
 def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
-    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows). Of complex
-    ones real and imaginary parts are compared.
+    """Return one row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows). Of
+    complex ones real and imaginary parts are compared.
     """
     rows = []
     pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
@@ -109,22 +109,22 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
 
 
 def gradient_error(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """The relative error of a gradient, which may be sparse or complex."""
+    """Return the relative error of a gradient, which may be sparse or complex."""
     return error_of([flat(found)], [flat(reference)])
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient's values in fp64."""
+    """Return a gradient's values in fp64."""
     return as_real(dense(gradient.detach())).double().flatten()
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts, [..., 2]; another as it is."""
+    """Return a complex tensor as its real and imaginary parts, [..., 2]; another as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with every element, if it is a sparse one; of a sharded one this rank's."""
+    """Return the tensor with every element, if it is a sparse one; of a sharded one this rank's."""
     part = part_of(tensor)
     return part if part.layout is torch.strided else part.to_dense()
 
@@ -135,5 +135,5 @@ def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def has_nan(tree: Any) -> bool:
-    """Whether a floating tensor among the outputs holds NaN."""
+    """Return whether a floating tensor among the outputs holds NaN."""
     return any(t.is_floating_point() and bool(torch.isnan(dense(t)).any()) for t in tensors_in(tree))

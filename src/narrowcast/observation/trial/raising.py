@@ -18,13 +18,13 @@ from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
 
 
 def first_line(error: BaseException | None) -> str:
-    """`RuntimeError: both inputs should have same dtype`, short."""
+    """Return an error's first line, short: `RuntimeError: both inputs should have same dtype`."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:160]}"
 
 
 def said_of(error: RuntimeError) -> str:
-    """The line of an error that says what was wrong; TorchScript at times names only the code."""
+    """Return the line of an error with the cause; TorchScript at times names only the code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "TorchScript interpreter" not in lines[0]:
         return lines[0]
@@ -46,7 +46,7 @@ class Raising:
         self._compiled = set() if compiled is None else compiled
 
     def note(self, op: str, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call raised; calls around it raise after it."""
+        """Note that a call raised; calls around it raise after it."""
         if self.site is None:
             self.op, self.site = op, find_site()
             self.formats = format_names([t.dtype for t in tensors_in(args, kwargs)])

@@ -19,8 +19,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def can_run_again(call: SeenCall) -> bool:
-    """Whether the same call can be made, and gives the same again: no random numbers are drawn, no memory is given, and
-    no tensor is made of others, whose class alone knows what is to be done with it.
+    """Return whether the same call can be made, and returns the same again: no random numbers are drawn, no memory is
+    assigned, and no tensor is made of others, whose class alone knows what is to be done with it.
     """
     if is_random(call.facts.op):  # attention without dropout draws none
         if dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0":
@@ -29,18 +29,18 @@ def can_run_again(call: SeenCall) -> bool:
 
 
 def is_of_others(tensor: torch.Tensor) -> bool:
-    """Whether it is of a class that is made of other tensors: it must not be touched where no class is asked."""
+    """Return whether it is of a class that is made of other tensors: it must not be touched where no class is asked."""
     return holds_others(type(tensor))
 
 
 def planned_arguments(call: SeenCall) -> Arguments:
-    """The arguments as the op reads them: cast as planned."""
+    """Return the arguments as the op reads them: cast as planned."""
     dtypes = planned_dtypes(call)
     return in_dtypes(call.facts, call.args, call.kwargs, dtypes) if dtypes else (call.args, call.kwargs)
 
 
 def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
-    """What each tensor of a call is cast to, in their order; None leaves it."""
+    """Return what each tensor of a call is cast to, in their order; None leaves it."""
     if call.plan is None or not any(call.plan.formats):
         return []
     given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
@@ -50,7 +50,7 @@ def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
 def in_dtypes(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
 ) -> Arguments:
-    """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
+    """Return the arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
     left = iter(dtypes)  # what is no tensor (None in a list of indices) has no dtype either
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def in_dtypes(
 
 
 def _by_slot(slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
-    """The arguments with the tensors that stand in these slots changed, lists element by element."""
+    """Return the arguments with the tensors in these slots changed, lists element by element."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot in slots:
         if slot.position < len(args):
@@ -72,16 +72,16 @@ def _by_slot(slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
-    """The arguments with each floating tensor changed."""
-    found: Arguments = tree_map_only(
+    """Return the arguments with each floating tensor changed."""
+    arguments: Arguments = tree_map_only(
         torch.Tensor, lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
-    return found
+    return arguments
 
 
 def run_in(call: SeenCall, dtype: torch.dtype) -> list[torch.Tensor] | None:
-    """The call with every floating tensor (as planned, rounded as it is) in one dtype; None if the op has no such
-    kernel.
+    """Return the results of the call with every floating tensor (as planned, rounded as it is) in one dtype; None if
+    the op has no such kernel.
     """
     return run_wide(call.facts, *planned_arguments(call), dtype)
 
@@ -89,8 +89,8 @@ def run_in(call: SeenCall, dtype: torch.dtype) -> list[torch.Tensor] | None:
 def run_wide(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, change: Change | None = None
 ) -> list[torch.Tensor] | None:
-    """What an op gives with every floating tensor in one dtype; None if it has no such kernel. change: what is done to
-    each tensor then.
+    """Return the results of an op with every floating tensor in one dtype; None if it has no such kernel. change: what
+    is done to each tensor then.
     """
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,13 +107,13 @@ def run_wide(
 
 
 def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-    """Whether something is finite in a wide format that is not in the results."""
+    """Return whether something is finite in a wide format that is not in the results."""
     pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
     return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
 
 
 def copies_of_written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments, with copies of those that the op writes to and that can be copied."""
+    """Return the arguments, with copies of those that the op writes to and that can be copied."""
     if not facts.overwrites:
         return args, kwargs
     written = (slot for slot in facts.slots if slot.written)

@@ -29,14 +29,14 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run gave: the output, detached, and gradients by the names of parameters (`input.0` of arguments)."""
+    """The result of a run: the output, detached, and gradients by the names of parameters (`input.0` of arguments)."""
 
     output: Any
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def check_reference(outcome: Outcome, name: str) -> None:
-    """RunError for one that gives nothing to compare with."""
+    """Raise RunError for an outcome with nothing to compare with."""
     tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
     if not tensors and not outcome.gradients:
         raise RunError(
@@ -53,9 +53,9 @@ def check_reference(outcome: Outcome, name: str) -> None:
 @dataclass(slots=True)
 class Trial:
     """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
-    fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the output as
-    the model gave it, once nobody looks on. scale: of the loss, which gradients are divided by again. evaluate: the
-    user's own, of the model. name: what reports call it.
+    fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the model's
+    output, once nothing observes it. scale: of the loss, which gradients are divided by again. evaluate: the user's
+    own, of the model. name: what reports call it.
     """
 
     model: Callable[..., Any]
@@ -69,7 +69,7 @@ class Trial:
 
     @staticmethod
     def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
-        """From what a user wrote. RunError for what cannot be run."""
+        """Return the trial that a user wrote. Raise RunError for what cannot be run."""
         evaluate, name = None, ""
         if isinstance(model, Case):
             if not (type(inputs) is tuple and not inputs):
@@ -84,15 +84,15 @@ class Trial:
         return Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
 
     def call(self) -> Any:
-        """The model's output on its inputs, as it is here and now."""
+        """Return the model's output on its inputs, as it is here and now."""
         return Isolated(self.model, self.args, self.kwargs)()
 
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
-        """What runs it, and leaves model, arguments and random state as they are; fake, through: see `isolated`."""
+        """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
         return isolated(self.model, self.args, self.kwargs, fake, through)
 
     def measure(self) -> dict[str, float]:
-        """What `evaluate` gives of the model, by name; nothing without one."""
+        """Return what `evaluate` returns for the model, by name; nothing without one."""
         if self.evaluate is None:
             return {}
         return figures_of("Case(evaluate=...)", self.evaluate, self.evaluate(self.model))
@@ -103,15 +103,15 @@ class Trial:
         return device_type_of(self.model) or device_type_of(self.args, self.kwargs) or "cpu"
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """The parameters and buffers of a model; of a function none."""
+        """Return the parameters and buffers of a model; of a function none."""
         model = self.model
         return (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
 
     @property
     def is_made(self) -> bool:
-        """Whether it is what compilers, exporters and scripts give: it has the casts that it was made with."""
-        made = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
-        return self.is_compiled or isinstance(self.model, made)
+        """Whether it is what compilers, exporters and scripts return: it has the casts that it was made with."""
+        kinds = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+        return self.is_compiled or isinstance(self.model, kinds)
 
     @property
     def is_compiled(self) -> bool:
@@ -119,14 +119,14 @@ class Trial:
         return compiled_of(self.model) is not None or hasattr(self.model, "__narrowcast_compiled__")
 
     def original(self) -> Trial:
-        """The same with what a compiled model or function was compiled of; itself for another."""
+        """Return the trial of what a compiled model or function was compiled of; itself for another."""
         model: Any = compiled_of(self.model)
         if model is None and hasattr(self.model, "__narrowcast_compiled__"):
             model = getattr(self.model, "__wrapped__", None)
         return self if model is None else replace(self, model=model)
 
     def fp32_for_low(self) -> torch.dtype | None:
-        """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
+        """Return fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
         tensors = [*self.weights(), *parameters_of(self.model).values(), *tensors_in(self.args, self.kwargs)]
         return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
 
@@ -148,26 +148,26 @@ class Trial:
                     self._go_back(output, gradients)
             if self.reads is not None:
                 self.reads(output)
-            found = gradients.found()
+            by_name = gradients.found()
         if self.scale != 1.0:
-            found = {name: gradient.double() / self.scale for name, gradient in found.items()}
-        return Outcome(detached(output), found)
+            by_name = {name: gradient.double() / self.scale for name, gradient in by_name.items()}
+        return Outcome(detached(output), by_name)
 
     def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: GradientsAside) -> Any:
-        """The output; of a generator what it yields, one by one, each differentiated before the next."""
+        """Return the output; of a generator what it yields, one by one, each differentiated before the next."""
         with region:
             output = run()
             if isinstance(output, types.GeneratorType):
-                found = []
+                items = []
                 for item in output:
                     if self.backward and isinstance(item, torch.Tensor) and item.requires_grad:
                         self._go_back(item, gradients)
-                    found.append(detached(item))
-                return found
+                    items.append(detached(item))
+                return items
             return output
 
     def _go_back(self, output: Any, gradients: GradientsAside) -> None:
-        """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
+        """Differentiate the loss, or else every output that has a gradient. Raise RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             gradients.put_aside(leaves_of([loss]))
@@ -187,7 +187,7 @@ class Trial:
 
     @contextmanager
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
-        """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
+        """Yield the model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
             with restored(self.model):
                 # arguments that the run may write to and differentiate without the user's being touched
@@ -219,19 +219,19 @@ class GradientsAside:
             tensor.grad = gradient
 
     def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These have none, until the end."""
+        """Take the gradients of these tensors away, until the end."""
         for tensor in tensors:
             if tensor.is_leaf and id(tensor) not in self._before:
                 self._before[id(tensor)] = (tensor, tensor.grad)
                 tensor.grad = None
 
     def found(self) -> dict[str, torch.Tensor]:
-        """Those that were made, by name."""
+        """Return the gradients that were made, by name."""
         return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
 
 
 def _converted(dtype: torch.dtype) -> StandIn:
-    """Each floating or complex tensor in another format."""
+    """Return a function that converts each floating or complex tensor to another format."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         wide = dtype.to_complex() if tensor.is_complex() else dtype
@@ -241,32 +241,32 @@ def _converted(dtype: torch.dtype) -> StandIn:
 
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
-    """What gradients are asked of: the model's parameters, and arguments that require them."""
-    found = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
+    """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
+    leaves = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
     for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
         if tensor.requires_grad and tensor.is_leaf:
-            found[f"input.{number}"] = tensor
-    return found
+            leaves[f"input.{number}"] = tensor
+    return leaves
 
 
 def parameters_of(model: Any) -> dict[str, torch.Tensor]:
-    """The parameters of a module, or of the modules that a function closes over, by name."""
+    """Return the parameters of a module, or of the modules that a function closes over, by name."""
     if isinstance(model, torch.nn.Module):
         return {without_wrapper(name): p for name, p in model.named_parameters()}
     if not inspect.isfunction(model):
         return {}
     names = inspect.getclosurevars(model)
     modules = {n: v for n, v in {**names.globals, **names.nonlocals}.items() if isinstance(v, torch.nn.Module)}
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         prefix = f"{name}." if len(modules) > 1 else ""
-        found.update((prefix + inner, p) for inner, p in parameters_of(module).items())
-    return found
+        parameters.update((prefix + inner, p) for inner, p in parameters_of(module).items())
+    return parameters
 
 
 def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose gradients a backward of these adds to."""
-    found = [t for t in tensors if t.is_leaf]
+    """Return the tensors whose gradients a backward of these adds to."""
+    leaves = [t for t in tensors if t.is_leaf]
     waiting, seen = [t.grad_fn for t in tensors], set()
     while waiting:
         node = waiting.pop()
@@ -274,13 +274,13 @@ def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
+            leaves.append(variable)
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in an output: nested in what pytree knows, in dataclasses, in mappings and attributes' dicts."""
+    """Return the tensors in an output: nested in what pytree knows, in dataclasses, mappings and attributes' dicts."""
     return [leaf for leaf in tree_leaves(_opened(tree)) if isinstance(leaf, torch.Tensor)]
 
 
@@ -289,17 +289,17 @@ def _requiring(output: Any) -> list[torch.Tensor]:
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds floating or complex numbers, of which errors are computed."""
+    """Return whether a tensor holds floating or complex numbers, of which errors are computed."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def detached(tree: Any) -> Any:
-    """The same without autograd; dataclasses and other mappings as dicts."""
+    """Return the same without autograd; dataclasses and other mappings as dicts."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), _opened(tree))
 
 
 def _opened(tree: Any) -> Any:
-    """Dataclasses and other mappings that pytree does not know as dicts."""
+    """Return dataclasses and other mappings that pytree does not know as dicts."""
 
     def of(value: Any) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
@@ -310,7 +310,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _own_loss(output: Any) -> Any:
-    """A scalar output, or an output's `loss`; None if there is neither."""
+    """Return a scalar output, or an output's `loss`; None if there is neither."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
         return named
@@ -331,7 +331,7 @@ def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = 
 
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient that an output is given: random signs, always the same, of one size that every format holds."""
+    """Return the gradient for an output: random signs, always the same, of one size that every format holds."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
     size = 2.0 ** -round(math.log2(max(1, tensor.numel())) / 2)

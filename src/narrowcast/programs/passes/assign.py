@@ -31,7 +31,7 @@ Overload = Callable[[str], str]
 def assign_casts(
     program: Program, policies: Mapping[str, Policy], overload_with_dtype: Overload = lambda op: op
 ) -> list[Edit]:
-    """The edits that make every format explicit.
+    """Return the edits that make every format explicit.
 
     policies: by digest, resolved for their region's device type. overload_with_dtype: from an op id to that of the
     overload that takes a dtype besides.
@@ -54,7 +54,7 @@ def assign_casts(
 
 
 def call_of(program: Program, step: Step, number: int | None = None) -> Call:
-    """The step as `decide` asks for it, in its region or in the one with this number."""
+    """Return the step as the call that `decide` takes, in its region or in the one with this number."""
     number = step.region if number is None else number
     here = program.regions[number].facts.device_type if number is not None else ""
     values = [program.values[o.value] for o in step.operands]
@@ -100,7 +100,7 @@ def _why(rule: Rule | None, policy: Policy) -> Why:
 
 
 def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: Policy) -> Iterator[Edit]:
-    """The casts where a value goes into a module's call, or comes out of it: such a step is about one value.
+    """Yield the casts where a value goes into a module's call, or comes out of it: such a step is about one value.
 
     Its `constants` say which: `argument`, or `result` and the part. A result's other operands are the arguments.
     """
@@ -131,7 +131,7 @@ def _may_float(value: Value) -> bool:
 
 
 def _followed(program: Program, block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:
-    """What a new format of a backward op's operands does to its result, which nobody has captured.
+    """Yield the edits for a backward op's result, which no capture shows, after its operands' format changed.
 
     The result, and views of it, have the new format; casts that read them take it from there, so that a weight's
     gradient computed in fp32 is not rounded on its way; every other reader gets the format that it had.
@@ -147,14 +147,14 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
 
 
 def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
-    """The step, or the elements taken from the tuple that it makes."""
+    """Return the step, or the elements taken from the tuple that it makes."""
     if step.value.shape is not None:
         return [step]
     return [reader for reader, _ in readers.get(step.id, ()) if reader.op == "getitem"]
 
 
 def _followed_from(block: Block, step: Step, before: Format, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
-    """The edits for one result that had the format `before` and has the format `now`."""
+    """Yield the edits for one result that had the format `before` and has the format `now`."""
     reached = [step.id]
     for number in reached:
         reached += [r.id for r, _ in readers.get(number, ()) if _is_view(r)]
@@ -174,12 +174,12 @@ def _is_view(step: Step) -> bool:
 
 
 def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why: Why) -> Iterator[Edit]:
-    """The casts of the step's result, or of the elements taken from the tuple that it makes.
+    """Yield the casts of the step's result, or of the elements taken from the tuple that it makes.
 
     Where these were captured with the cast made, they have the format to go to already.
     """
-    came = [program.values[o.value].format for o in step.operands]
-    after = [cast or format for cast, format in zip(plan.formats, came, strict=True)]
+    given = [program.values[o.value].format for o in step.operands]
+    after = [cast or format for cast, format in zip(plan.formats, given, strict=True)]
     floats = [f for f in after if f is not None]
     src = plan.computes_in or (widest(floats) if floats else None)
     results = [step] if step.value.shape is not None else []

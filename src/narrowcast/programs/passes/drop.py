@@ -21,7 +21,7 @@ NAME = "drop"
 
 
 def drop_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
-    """The edits after which every cast is read and changes the format."""
+    """Return the edits after which every cast is read and changes the format."""
     readers = count_readers(program)
     blocks = {id(block): block for block, _ in program.body.walk()}.values()
     return [edit for block in blocks for edit in _drop_in(program, block, readers, after_autograd)]

@@ -20,7 +20,7 @@ NAME = "fold"
 
 
 def fold_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
-    """The edits after which no exact cast is the source of another cast."""
+    """Return the edits after which no exact cast is the source of another cast."""
     readers = count_readers(program)
     blocks = {id(block): block for block, _ in program.body.walk()}.values()
     return [edit for block in blocks for edit in _fold_in(program, block, readers, after_autograd)]

@@ -24,19 +24,19 @@ NAME = "hoist"
 
 
 def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int] | None = None) -> list[Edit]:
-    """The edits after which each weight is cast once where its outermost region begins.
+    """Return the edits after which each weight is cast once where its outermost region begins.
 
-    sessions: for each session, a step of the block in which its outermost region is entered. written: gets the casts
-    that are left where they are, as something may write to what they read.
+    sessions: for each session, a step of the block in which its outermost region is entered. written: is extended by
+    the casts that are left where they are, as something may write to what they read.
     """
     homes = {step.id: block for block, step in program.body.walk()}
     groups: dict[tuple[int, str, int, tuple[str, int | None]], list[Step]] = {}
     inner = cast_inside(program)
     left = _left_early(program)
     for step in program.steps.values():
-        found = _session(program, step, left)
-        if found is not None and found in sessions and step.id not in inner:
-            key = (step.operands[0].value, step.value.type, found, program.casting(step))
+        cached_in = _session(program, step, left)
+        if cached_in is not None and cached_in in sessions and step.id not in inner:
+            key = (step.operands[0].value, step.value.type, cached_in, program.casting(step))
             groups.setdefault(key, []).append(step)
     edits: list[Edit] = []
     known: dict[int, _Home] = {}
@@ -89,7 +89,7 @@ class _Home:
 
 
 def _session(program: Program, step: Step, left: Set[int]) -> int | None:
-    """The session in whose cache eager would keep this cast of a weight; None if it would not."""
+    """Return the session in whose cache eager execution would keep this cast of a weight; None if in none."""
     if not step.is_cast or step.region is None:
         return None
     region, source = program.regions[step.region], program.values[step.operands[0].value]
@@ -105,11 +105,11 @@ def _session(program: Program, step: Step, left: Set[int]) -> int | None:
 
 
 def _left_early(program: Program) -> set[int]:
-    """The values that TorchScript does not give where a branch was left early: they must not be read there."""
-    found: set[int] = set()
+    """Return the values that TorchScript leaves undefined where a branch was left early: not to be read there."""
+    undefined: set[int] = set()
     for step in program.steps.values():  # those of inner blocks first
         given = [v for block in step.blocks for v in block.returns]
         given += [step.operands[0].value] if step.op == "getitem" else []
-        if step.op == "prim.Uninitialized" or not found.isdisjoint(given):
-            found.add(step.id)
-    return found
+        if step.op == "prim.Uninitialized" or not undefined.isdisjoint(given):
+            undefined.add(step.id)
+    return undefined

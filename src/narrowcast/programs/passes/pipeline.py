@@ -22,7 +22,7 @@ BEFORE_AUTOGRAD: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
 
 
 def before_autograd(dense: Set[int]) -> tuple[Pass, ...]:
-    """The same, with casts moved. dense: values that a cast gives with the strides that they have."""
+    """Return the passes before autograd, with casts moved. dense: values whose strides a cast keeps."""
     return (*BEFORE_AUTOGRAD, lambda program: move_casts(program, dense=dense), share_casts, drop_casts)
 
 
@@ -46,7 +46,7 @@ def run_passes(
     policies: Mapping[str, Policy] | None = None,
     overload_with_dtype: Overload = lambda op: op,
 ) -> PassResult:
-    """Assign, if policies are given, and then the passes; the program is verified before, between and after."""
+    """Assign formats, if policies are given, and run the passes; verify the program before, between and after."""
     verify(program)
     records: list[EditRecord] = []
     if policies is not None:

@@ -22,7 +22,7 @@ NAME = "share"
 
 
 def share_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
-    """The edits after which equal casts are made once."""
+    """Return the edits after which equal casts are made once."""
     blocks = {id(block): block for block, _ in program.body.walk()}.values()
     return [edit for block in blocks for edit in _share_in(program, block, after_autograd)]
 
@@ -60,7 +60,7 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
 
 
 def _may_share(program: Program, cast: Step, after_autograd: bool, inner: set[int]) -> tuple[str, int | None]:
-    """Why this cast may be shared (nothing: it may not), and the session that it may be shared in."""
+    """Return why this cast may be shared (empty: it may not), and the session that it may be shared in."""
     if after_autograd:
         return "after autograd equal casts are equal values", None
     value = program.values[cast.operands[0].value]

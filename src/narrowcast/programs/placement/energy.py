@@ -71,12 +71,12 @@ class Energy:
     @property
     def formats(self) -> set[Format]:
         """Every format that a call or a value may have, or is needed in."""
-        found = {f for c in self.choices for f in c.formats}
-        found |= {f for flow in self.flows for f in flow.formats}
-        return found | {n for flow in self.flows for r in flow.readers for n in r.needs if n is not None}
+        formats = {f for c in self.choices for f in c.formats}
+        formats |= {f for flow in self.flows for f in flow.formats}
+        return formats | {n for flow in self.flows for r in flow.readers for n in r.needs if n is not None}
 
     def evaluate(self, chosen: Sequence[Format]) -> int | None:
-        """The energy of a placement, one format per choice; None if it is forbidden."""
+        """Return the energy of a placement, one format per choice; None if it is forbidden."""
         total = sum(c.costs[c.formats.index(f)] for c, f in zip(self.choices, chosen, strict=True))
         for flow in self.flows:
             own = flow.formats[self.position(flow.maker, chosen)]
@@ -94,11 +94,11 @@ class Energy:
         return total
 
     def given(self, chosen: tuple[Format, ...], method: str) -> Optimum:
-        """A placement that is no proven optimum: nothing is known to be below it."""
+        """Return a placement that is no proven optimum, with the trivial lower bound 0."""
         return Optimum(chosen, self.evaluate(chosen) or 0, 0, method)
 
     def position(self, choice: int, chosen: Sequence[Format]) -> int:
-        """Which of its formats a choice has under a placement; 0 where the format is given."""
+        """Return the index of a choice's format under a placement; 0 where the format is fixed."""
         return 0 if choice == FIXED else self.choices[choice].formats.index(chosen[choice])
 
 

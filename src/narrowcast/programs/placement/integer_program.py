@@ -15,7 +15,7 @@ SECONDS = 60.0
 
 
 def minimise_by_integer_program(energy: Energy, seconds: float = SECONDS) -> Optimum:
-    """The optimum, or the best placement found in that time. EnergyError if every placement is forbidden."""
+    """Return the optimum, or the best placement found in that time. EnergyError if every placement is forbidden."""
     chosen, bound = _Model(energy).solve(seconds)
     cost = energy.evaluate(chosen)
     if cost is None:
@@ -32,9 +32,9 @@ class _Model:
         self.constant = 0
         self.columns: list[dict[Format, int]] = []
         for choice in energy.choices:
-            made = {f: self._column(cost) for f, cost in zip(choice.formats, choice.costs, strict=True)}
-            self.columns.append(made)
-            self.rows.append((dict.fromkeys(made.values(), 1.0), 1.0, 1.0))
+            columns = {f: self._column(cost) for f, cost in zip(choice.formats, choice.costs, strict=True)}
+            self.columns.append(columns)
+            self.rows.append((dict.fromkeys(columns.values(), 1.0), 1.0, 1.0))
         self.whole = len(self.costs)  # the rest follows from these
         for flow in energy.flows:
             self._flow(flow)
@@ -44,16 +44,16 @@ class _Model:
         return len(self.costs) - 1
 
     def _owns(self, flow: Flow) -> dict[Format, list[int] | None]:
-        """For each format that the value may have the columns that give it; None: it has it in any case."""
+        """Return for each format of a value the columns that choose it; None: it has it in any case."""
         if flow.maker == FIXED:
             return {flow.formats[0]: None}
-        found: dict[Format, list[int] | None] = {}
+        columns_of: dict[Format, list[int] | None] = {}
         for own, column in zip(flow.formats, self.columns[flow.maker].values(), strict=True):
-            found.setdefault(own, []).append(column)  # type: ignore[union-attr]
-        return found
+            columns_of.setdefault(own, []).append(column)  # type: ignore[union-attr]
+        return columns_of
 
     def _needing(self, reader: Reader, format: Format) -> list[int] | None:
-        """The columns under which the reader needs the format; None: in any case; empty: never."""
+        """Return the columns under which the reader needs the format; None: in any case; empty: never."""
         if reader.choice == FIXED:
             return None if reader.needs[0] is format else []
         columns = list(self.columns[reader.choice].values())
@@ -78,7 +78,7 @@ class _Model:
                 self._pay([c for r, c in needing if r.stores], None, flow.stores[need])
 
     def _pay(self, needing: list[list[int] | None], makers: list[int] | None, cost: int | None) -> None:
-        """A cost that is due once if any reader needs and the maker makes; None: that must not be."""
+        """Add a cost that is due once if any reader needs and the maker makes; None forbids that."""
         if not needing or cost == 0:
             return
         due = self._column(cost) if cost is not None else None
@@ -105,9 +105,11 @@ class _Model:
         kinds[: self.whole] = 1
         limits = LinearConstraint(matrix, [r[1] for r in self.rows], [r[2] for r in self.rows])
         options = {"time_limit": seconds, "mip_rel_gap": 0}
-        found = milp(np.array(self.costs), integrality=kinds, bounds=Bounds(0, 1), constraints=limits, options=options)
-        if found.x is None:
-            raise EnergyError("a placement of least cost", str(found.message))
-        chosen = tuple(max(made, key=lambda f: found.x[made[f]]) for made in self.columns)
-        bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
+        solution = milp(
+            np.array(self.costs), integrality=kinds, bounds=Bounds(0, 1), constraints=limits, options=options
+        )
+        if solution.x is None:
+            raise EnergyError("a placement of least cost", str(solution.message))
+        chosen = tuple(max(columns, key=lambda f: solution.x[columns[f]]) for columns in self.columns)
+        bound = solution.mip_dual_bound if solution.mip_dual_bound is not None else solution.fun
         return chosen, math.ceil(bound - 1e-6) + self.constant

@@ -34,7 +34,7 @@ class KeptBytes(Prices):
         self.fused = fused
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
-        """One copy per format that somebody keeps; what the caller gave is there anyway."""
+        """Return the price of one copy per format that a reader keeps; the program's inputs are there anyway."""
         sizes = {f: value.elements * f.bits / 8 for f in formats}
         pairs = [(a, b) for a in formats for b in formats if a is not b]
         if any(r is not None and self._follows(r) for r in readers):
@@ -46,7 +46,7 @@ class KeptBytes(Prices):
         return step.grad_mode and step.value.gradient
 
     def stores(self, reader: Step | None) -> bool:
-        """Whether a call keeps what it reads for its backward."""
+        """Return whether a call keeps what it reads for its backward."""
         if reader is None or not self._follows(reader):
             return False
         kind = op_kind(reader.op)
@@ -78,18 +78,18 @@ class Smallest:
         low, high, best = 0.0, float(heavy), energy.given(free.chosen, _FOR_MEMORY)
         for _ in range(_STEPS):
             price = math.sqrt(max(low, 1e-9) * high)
-            found = energy.given(minimise(_in_range(combine(energy, self.kept, price))).chosen, _FOR_MEMORY)
-            if found.cost > most:
+            candidate = energy.given(minimise(_in_range(combine(energy, self.kept, price))).chosen, _FOR_MEMORY)
+            if candidate.cost > most:
                 high = price
             else:
-                low, best = price, found
+                low, best = price, candidate
         return best
 
 
 def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum]:
-    """A chooser: least time among placements that keep at most this many bytes.
+    """Return a chooser of the least time among placements that keep at most this many bytes.
 
-    EnergyError if even the smallest keeps more.
+    Raises EnergyError if even the smallest keeps more.
     """
 
     def choose(question: Question) -> Optimum:
@@ -122,7 +122,7 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
 
 
 def energy_total(energy: Energy) -> int:
-    """More than any placement can cost."""
+    """Return a number that is more than any placement can cost."""
     total = sum(max(c.costs, default=0) for c in energy.choices)
     for flow in energy.flows:
         total += sum((*flow.casts.values(), *flow.reads.values(), *flow.stores.values()))
@@ -130,7 +130,7 @@ def energy_total(energy: Energy) -> int:
 
 
 def combine(time: Energy, kept: Energy, price: float) -> Energy:
-    """E_time + price E_kept of two energies of one program: the values of both, side by side."""
+    """Return E_time + price E_kept of two energies of one program: the values of both, side by side."""
     choices = tuple(
         Choice(a.formats, tuple(m + round(price * n) for m, n in zip(a.costs, b.costs, strict=True)))
         for a, b in zip(time.choices, kept.choices, strict=True)
@@ -143,7 +143,7 @@ def _scaled(flow: Flow, by: float) -> Flow:
 
 
 def _in_range(energy: Energy) -> Energy:
-    """The energy scaled so that the solver takes it."""
+    """Return the energy scaled to the range of the solver's numbers."""
     scale = max(energy_total(energy) / 2**28, 1.0)
     if scale == 1.0:
         return energy

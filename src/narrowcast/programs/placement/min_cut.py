@@ -19,9 +19,9 @@ _LARGEST = 2**30  # scipy's capacities are 32-bit
 
 
 def minimise(energy: Energy) -> Optimum:
-    """The placement of least energy: by minimum cut if two formats are all there are, else by integer program.
+    """Return the placement of least energy: by minimum cut if there are at most two formats, else by integer program.
 
-    The same energy gives the same placement. EnergyError if every placement is forbidden.
+    The same energy gives the same placement. Raises EnergyError if every placement is forbidden.
     """
     if not energy.choices:
         cost = energy.evaluate(()) or 0
@@ -30,10 +30,10 @@ def minimise(energy: Energy) -> Optimum:
 
 
 def minimise_by_cut(energy: Energy) -> Optimum:
-    """The optimum. Of several it is the one in which the fewest calls are low.
+    """Return the optimum. Of several it is the one in which the fewest calls are low.
 
-    EnergyError if costs are negative or too large for 32 bits, if a reader needs the higher format while it is lower
-    itself, or if every placement is forbidden.
+    Raises EnergyError if costs are negative or too large for 32 bits, if a reader needs the higher format while it is
+    lower itself, or if every placement is forbidden.
     """
     network = _Network(energy)
     chosen, flow = network.solve()
@@ -130,7 +130,7 @@ class _Network:
         self._edge(*((node, against) if is_low else (against, node)), cost)
 
     def _node(self, reader: Reader, format: Format) -> int:
-        """The node that is on the format's side when the reader needs it."""
+        """Return the node that is on the format's side when the reader needs it."""
         fixed = self.source if format is self.low else self.sink
         if set(reader.needs) == {format}:
             return fixed

@@ -2,7 +2,7 @@
 
 Memory that a call makes lives until its last reader, or, if a reader keeps it for its backward, until that backward is
 done. The backward goes through the calls in reverse, and holds the gradient of a value from its last reader's backward
-to its maker's; gradients of what the caller gave stay. What the caller gave is not counted. Where a compiler fuses,
+to its maker's; gradients of the program's inputs stay. These inputs are not counted. Where a compiler fuses,
 values between two calls of one loop are in no memory.
 """
 
@@ -69,21 +69,21 @@ class Lives:
         in_loops = self._in_loops()
         for position, step in enumerate(self.block.steps):
             for read in writes.memories(*(o.value for o in step.operands)) & self.memory.keys():
-                found = self.memory[read]
-                found.last = position
-                if found.keeper is None and self.kept.stores(step):
-                    found.keeper = position
+                memory = self.memory[read]
+                memory.last = position
+                if memory.keeper is None and self.kept.stores(step):
+                    memory.keeper = position
             shown = writes.memories(step.id)
             if shown & given or step.value.shape is None or step.id in in_loops:
                 continue
-            found = self.memory.setdefault(min(shown), _MemoryBlock(0.0, position, position))
-            found.size = max(found.size, self.size(step.value))
-            found.gradient |= step.value.gradient
+            memory = self.memory.setdefault(min(shown), _MemoryBlock(0.0, position, position))
+            memory.size = max(memory.size, self.size(step.value))
+            memory.gradient |= step.value.gradient
         for held in writes.memories(*self.block.returns) & self.memory.keys():
             self.memory[held].last = len(self.block.steps)
 
     def _in_loops(self) -> set[int]:
-        """The values that a fusing compiler has in registers alone."""
+        """Return the values that a fusing compiler has in registers alone."""
         readers: dict[int, list[Step | None]] = {}
         for step in self.block.steps:
             for operand in step.operands:
@@ -98,7 +98,7 @@ class Lives:
         }
 
     def peak(self) -> Peak:
-        """The larger of the forward's and, where gradients flow, the backward's."""
+        """Return the larger of the forward's and, where gradients flow, the backward's."""
         steps = self.block.steps
         kept = sum(m.size for m in self.memory.values() if m.keeper is not None)
         highest = Peak(kept, 0.0, kept)
@@ -121,7 +121,7 @@ class Lives:
         return highest
 
     def _held(self, life: Callable[[_MemoryBlock], tuple[int, int] | None]) -> list[float]:
-        """Bytes at each position, by the first and last position of each memory's life."""
+        """Return the bytes held at each position, from the first and last position of each memory's life."""
         changes = [0.0] * (len(self.block.steps) + 2)
         for memory in self.memory.values():
             span = life(memory)

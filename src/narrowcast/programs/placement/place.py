@@ -92,7 +92,7 @@ def place_formats(
     after_autograd: bool = False,
     dense: Set[int] | None = None,
 ) -> tuple[list[Edit], Placement]:
-    """The edits that place a program whose casts are explicit, and the placement.
+    """Return the edits that place a program whose casts are explicit, and the placement.
 
     ours: ids of the casts that may be placed again; None for all. choose: another choice than the optimum (all high, as
     the policy says), for comparison.
@@ -111,7 +111,7 @@ def place_formats(
 
 
 def move_casts(program: Program, after_autograd: bool = False, dense: Set[int] | None = None) -> list[Edit]:
-    """The edits that keep every bit and move fewest bytes.
+    """Return the edits that keep every bit and move the fewest bytes.
 
     dense: the values that a cast gives with the strides that they have; casts move past these only. None: all.
     """
@@ -119,18 +119,18 @@ def move_casts(program: Program, after_autograd: bool = False, dense: Set[int] |
 
 
 def as_the_policy(question: Question) -> Optimum:
-    """Every call in the policy's format."""
+    """Place every call in the policy's format."""
     return question.energy.given(tuple(c.formats[0] for c in question.energy.choices), GIVEN)
 
 
 def as_high(question: Question) -> Optimum:
-    """Every call in the highest format that it may have."""
+    """Place every call in the highest format that it may have."""
     highest = tuple(max(c.formats, key=lambda f: f.bits) for c in question.energy.choices)
     return question.energy.given(highest, GIVEN)
 
 
 def as_given(formats: Sequence[str]) -> Chooser:
-    """Every call in the format of that name, in the order of the choices. EnergyError where they do not fit."""
+    """Return a chooser that gives each call the format of that name. EnergyError where the names do not fit."""
 
     def choose(question: Question) -> Optimum:
         choices = question.energy.choices
@@ -143,7 +143,7 @@ def as_given(formats: Sequence[str]) -> Chooser:
 
 
 def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[PlacedCall, ...]:
-    found = []
+    placed = []
     for number, members in question.steps.items():
         formats = question.formats[number]
         for step in members:
@@ -151,8 +151,8 @@ def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[Placed
                 operands = [question.program.values[o.value] for o in step.operands]
                 costs = tuple(prices.call(step, operands, f) for f in formats)
                 chosen = optimum.chosen[number]
-                found.append(PlacedCall(step.id, step.op, step.site, step.value.shape, formats, costs, chosen))
-    return tuple(sorted(found, key=lambda call: call.step))
+                placed.append(PlacedCall(step.id, step.op, step.site, step.value.shape, formats, costs, chosen))
+    return tuple(sorted(placed, key=lambda call: call.step))
 
 
 def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
@@ -173,7 +173,7 @@ def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
 
 
 def _for_reader(value: int, own: Format, read: Read, need: Format, why: Why) -> list[Edit]:
-    """What one reader needs: nothing, the value itself, or a cast of it."""
+    """Return the edits that give one reader what it needs: nothing, the value itself, or a cast of it."""
     if read.step is None:  # a cast that is returned stays, idle perhaps
         return [] if read.cast is not None or need is own else [CastReturn(value, read.position, need, why)]
     if read.step.is_cast:

@@ -24,7 +24,7 @@ class ValuePrice:
 
 
 def with_costs(flow: Flow, price: Flow | ValuePrice, whole: Callable[[float], int]) -> Flow:
-    """The flow with these costs as whole numbers."""
+    """Return the flow with these costs as whole numbers."""
     casts = {pair: whole(cost) for pair, cost in price.casts.items()}
     reads = {format: whole(cost) for format, cost in price.reads.items()}
     return replace(flow, casts=casts, reads=reads, stores={f: whole(cost) for f, cost in price.stores.items()})
@@ -36,15 +36,15 @@ class Prices(Protocol):
     unit: str
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """What a call costs if it runs in `format`; its operands are as the policy has them."""
+        """Return what a call costs if it runs in `format`; its operands are as the policy has them."""
         return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
-        """What a value costs in, and between, these formats; without a maker it is given to the program."""
+        """Return what a value costs in, and between, these formats; without a maker it is given to the program."""
         ...
 
     def stores(self, reader: Step | None) -> bool:
-        """Whether this reader needs what it reads in memory."""
+        """Return whether this reader needs what it reads in memory."""
         return False
 
 
@@ -54,6 +54,6 @@ class CastBytes(Prices):
     unit = "bytes"
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
-        """Source and target together."""
+        """Return the bytes of source and target together."""
         size = max(value.elements, 1)
         return ValuePrice({(a, b): size * (a.bits + b.bits) / 8 for a in formats for b in formats if a is not b})

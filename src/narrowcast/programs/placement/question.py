@@ -64,7 +64,7 @@ def find_choices(
     after_autograd: bool = False,
     dense: Set[int] | None = None,
 ) -> Question:
-    """The energy of placing a program whose casts are explicit.
+    """Return the question of placing a program whose casts are explicit, with its energy.
 
     mode: `exact`, in which calls keep their formats and casts move where every bit is kept (before autograd only where
     no gradient flows); `free`, in which calls may also run higher. ours: ids of the casts that may be placed again;
@@ -131,8 +131,8 @@ class _Finder:
         return self.memories.of(value) in self.written
 
     def _is_free_cast(self, cast: Step) -> bool:
-        """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whatever
-        reads it is in its block.
+        """Return whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and every
+        reader of it is in its block.
         """
         if self.program.open_region(cast) is not None or cast.id in self.pinned:
             return False
@@ -170,36 +170,36 @@ class _Finder:
         return Question(self.program, energy, self.variable, self.formats, reads, self.casts, steps, fixed)
 
     def _choice(self, step: Step) -> tuple[Format, ...]:
-        """The formats that a step may have, the policy's first; none if it is tied."""
+        """Return the formats that a step may have, the policy's first; none if it is tied."""
         kind, read, given = op_kind(step.op), [self.values[o.value] for o in step.operands], self._results(step)
         tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
         tied = tied or self.program.open_region(step) is not None
         if not kind.is_known or tied or self._would_show([*read, step.value], given):
             return ()
-        came, results = ([v.format for v in values if v.format is not None] for values in (read, given))
-        if not came or not {*came, *results} <= {fp32, *self.lows}:
+        inputs, results = ([v.format for v in values if v.format is not None] for values in (read, given))
+        if not inputs or not {*inputs, *results} <= {fp32, *self.lows}:
             return ()
-        if kind.commutes and not kind.in_place and results and len({*came, *results}) == 1:
-            return (came[0], *(self.lows if came[0] is fp32 else [fp32]))
-        lows = {f for f in came if f is not fp32}
+        if kind.commutes and not kind.in_place and results and len({*inputs, *results}) == 1:
+            return (inputs[0], *(self.lows if inputs[0] is fp32 else [fp32]))
+        lows = {f for f in inputs if f is not fp32}
         runs_low = len(lows) == 1 and lows.issuperset(results[:1])
         return (*lows, fp32) if runs_low and self.mode != EXACT else ()
 
     def _would_show(self, values: list[Value], results: list[Value]) -> bool:
-        """Whether another format would change more than rounding: how gradients add up, or the strides of results."""
+        """Return whether another format changes more than rounding: how gradients add up, or strides of results."""
         if self.mode == EXACT and not self.after_autograd and any(v.gradient for v in values):
             return True
         return self.dense is not None and any(v.id not in self.dense for v in (*values[:-1], *results))
 
     def _results(self, step: Step) -> list[Value]:
-        """The step's value, or those taken from the tuple that it makes."""
+        """Return the step's value, or those taken from the tuple that it makes."""
         if step.value.shape is not None:
             return [step.value]
-        found = [s for s, _ in self.readers.get(step.id, ()) if s.op == "getitem"]
-        return [s.value for s in sorted(found, key=lambda s: s.constants)]
+        elements = [s for s, _ in self.readers.get(step.id, ()) if s.op == "getitem"]
+        return [s.value for s in sorted(elements, key=lambda s: s.constants)]
 
     def _join_elements(self) -> None:
-        """Elements of a tuple have the format of the call that makes it, if they have it under the policy."""
+        """Give elements of a tuple the choice of the call that makes it, if they have its format under the policy."""
         for step in self.steps.values():
             if step.op == "getitem" and step.operands[0].value in self.variable:
                 variable = self.variable[step.operands[0].value]
@@ -208,7 +208,7 @@ class _Finder:
                     self.members[variable].append(step)
 
     def _join_written(self) -> None:
-        """Whatever shares memory that is written to has one format: one choice for all, or none."""
+        """Give all values that share memory that is written to one format: one choice for all, or none."""
         groups: dict[int, list[int]] = {}
         for number in self.values:
             if self._is_written(number):
@@ -242,26 +242,26 @@ class _Finder:
     # -- values
 
     def _reads(self, value: Value) -> list[Read]:
-        found: list[Read] = []
+        reads: list[Read] = []
         through: list[tuple[int, Step | None]] = [(value.id, None)]
         through += [(s.id, s) for s, _ in self.readers.get(value.id, ()) if s.id in self.casts]
         for number, cast in through:
             for step, position in self.readers.get(number, ()):
                 if step.id not in self.casts and step.op != "getitem":
-                    found.append(Read(step, position, cast, self._reader(value, step, position, cast)))
+                    reads.append(Read(step, position, cast, self._reader(value, step, position, cast)))
             for position in self.returned.get(number, ()):
-                found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
-        return found
+                reads.append(Read(None, position, cast, self._reader(value, None, position, cast)))
+        return reads
 
     def _flows(self, value: Value, own: Format, reads: list[Read]) -> list[Priced]:
-        """One flow for each time and block in which the value's casts can be shared, and how often it runs."""
+        """Return one flow for each time and block in which the value's casts can be shared, and how often it runs."""
         variable = self.variable.get(value.id, FIXED)
         formats = self.formats[variable] if variable != FIXED else (own,)
         wanted = dict.fromkeys([*formats, *(n for r in reads for n in r.reader.needs if n is not None)])
         groups: dict[tuple[str | int, int], list[Read]] = {}
         for read in reads:
             groups.setdefault(self._when(value, read), []).append(read)
-        found: list[Priced] = []
+        flows: list[Priced] = []
         maker = self.steps.get(value.id)
         rounded = frozenset(f for f in formats if not is_exact(own, f))
         for group in groups.values():
@@ -269,11 +269,11 @@ class _Finder:
             first = group[0].step  # the others are in its block
             often = self.often[first.id] if first is not None else 1
             readers = tuple(read.reader for read in group)
-            found.append((Flow(variable, formats, readers, rounded=rounded), price, often))
-        return found
+            flows.append((Flow(variable, formats, readers, rounded=rounded), price, often))
+        return flows
 
     def _when(self, value: Value, read: Read) -> tuple[str | int, int]:
-        """Casts made in one block with no write in between are one; what is returned or written to is its own."""
+        """Return a key of when a cast is made: one per block and write in between, or per returned or written value."""
         if read.step is None:
             return ("returned", read.position)
         if read.step.is_cast and (read.step.id in self.returned or self._is_written(read.step.id)):
@@ -296,14 +296,14 @@ class _Finder:
 
 
 def _promotes(step: Step, position: int, format: Format | None) -> bool:
-    """Whether a call with operands of several formats promotes this low one itself, and so takes it in any."""
+    """Return whether a call with operands of several formats promotes this low one itself, and so takes it in any."""
     if format is fp32 or step.operands[position].written or step.given:
         return False
     return op_kind(step.op).family == POINTWISE and step.value.format is fp32
 
 
 def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows: list[Priced]) -> Energy:
-    """Costs as whole numbers that fit the solver."""
+    """Return an energy with the costs as whole numbers that fit the solver."""
     total = sum(sum(c) for c in costs)
     for _, price, often in flows:
         total += sum((*price.casts.values(), *price.reads.values(), *price.stores.values())) * often
@@ -313,5 +313,5 @@ def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows
         return round(cost * often / unit)
 
     choices = tuple(Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True))
-    made = (with_costs(flow, price, partial(whole, often=often)) for flow, price, often in flows)
-    return Energy(choices, tuple(made), unit)
+    scaled = (with_costs(flow, price, partial(whole, often=often)) for flow, price, often in flows)
+    return Energy(choices, tuple(scaled), unit)

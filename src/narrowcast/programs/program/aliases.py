@@ -16,7 +16,7 @@ class Memories:
         self._root: dict[int, int] = {}
 
     def of(self, value: int) -> int:
-        """The same number for all values that may show the same memory."""
+        """Return the same number for all values that may show the same memory."""
         path = []
         while self._root.get(value, value) != value:
             path.append(value)
@@ -35,7 +35,7 @@ class Writes:
 
     Conservative: views of views, results of in-place ops and elements of tuples show what they are made of; what a
     higher-order op may write to is said by its operands. A list shows the memories of all that it holds, each of which
-    shows its own; whatever may change one or keep something makes those that it may show and those that it takes one.
+    shows its own; a step that may change one or keep something joins those that it may show and those that it takes.
     """
 
     def __init__(self, block: Block) -> None:
@@ -66,24 +66,24 @@ class Writes:
         return self._shown.get(value, frozenset((value,)))
 
     def memories(self, *values: int) -> frozenset[int]:
-        """Numbers of all that values may be views of, the same for all views of one memory."""
+        """Return the numbers of all memories that values may be views of, the same for all views of one."""
         return frozenset(self._memories.of(memory) for value in values for memory in self._first(value))
 
     def share_memory(self, a: int, b: int) -> bool:
-        """Whether two values may be views of one memory."""
+        """Return whether two values may be views of one memory."""
         return not self.memories(a).isdisjoint(self.memories(b))
 
     def is_written(self, value: int, after: int, before: int) -> bool:
-        """Whether a step between two steps (ids; neither of them counts) may write to what the value shows."""
+        """Return whether a step between two steps (ids; neither of them counts) may write to what the value shows."""
         start, end = self.position.get(after, -1), self.position.get(before, self._last)
         return self._count(value, end) > self._count(value, start + 1)
 
     def count_before(self, value: int, step: int) -> int:
-        """How many writes to what the value shows come before a step."""
+        """Return how many writes to what the value shows come before a step."""
         return self._count(value, self.position.get(step, self._last))
 
     def is_written_after(self, value: int, step: int) -> bool:
-        """Whether anything after a step may write to what the value shows."""
+        """Return whether anything after a step may write to what the value shows."""
         return self.is_written(value, step, -1)
 
     def _count(self, value: int, end: int) -> int:
@@ -91,15 +91,15 @@ class Writes:
 
 
 def reaching(blocks: tuple[Block, ...]) -> set[int]:
-    """The values whose memory may be among what blocks return, or put into something."""
-    found = {value for block in blocks for value in block.returns}
+    """Return the values whose memory may be among what blocks return, or put into something."""
+    values = {value for block in blocks for value in block.returns}
     for block in blocks:
         for step in reversed(block.steps):
-            if step.id in found or _may_keep(step):
-                found.update(step.operands[n].value for n in step.aliases)
-    return found
+            if step.id in values or _may_keep(step):
+                values.update(step.operands[n].value for n in step.aliases)
+    return values
 
 
 def _may_keep(step: Step) -> bool:
-    """Whether what a step takes may be in something else that it takes, after it."""
+    """Return whether what a step takes may be in something else that it takes, after it."""
     return step.writes or bool(step.blocks) or "order" in step.effects

@@ -175,7 +175,7 @@ _KINDS: dict[type, str] = {
 
 
 def edit_record(program: Program, edit: Edit) -> EditRecord:
-    """The ledger's line about an edit."""
+    """Return the ledger's record of an edit."""
     step = program.steps[edit.step]
     value, argument, dst = _subject(program, step, edit)
     why: Why = edit.why
@@ -187,7 +187,7 @@ def edit_record(program: Program, edit: Edit) -> EditRecord:
 
 
 def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, str, str]:
-    """The value that a cast of this edit reads, the argument that it is for, and the format that it gives."""
+    """Return the value that a cast of this edit reads, the argument that it is for, and the format of its output."""
     if isinstance(edit, InsertCast):
         operand = step.operands[edit.operand]
         return program.values[operand.value], operand.name, edit.dst.name
@@ -208,9 +208,9 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
-    """The program with all edits made, in one walk. New casts are numbered in the order of the program.
+    """Return the program with all edits made, in one walk. New casts are numbered in the order of the program.
 
-    ProgramError for an edit about a step that is not there, or one that is not allowed about it.
+    Raises ProgramError for an edit about a step that is not there, or one that is not allowed about it.
     """
     return _Editor(program, edits).run() if edits else program
 
@@ -297,8 +297,8 @@ class _Editor:
         source = self.program.values[cast.operands[0].value]
         known = source.weight
         value = self._new(cast.value if known else source)
-        made = self._beside(cast, value, CAST if known else WEIGHT, (Operand("self", source.id),))
-        steps.append(made if known else replace(made, constants=cast.value.type, aliases=(0,)))
+        hoisted = self._beside(cast, value, CAST if known else WEIGHT, (Operand("self", source.id),))
+        steps.append(hoisted if known else replace(hoisted, constants=cast.value.type, aliases=(0,)))
         for other in edit.casts:
             if known:
                 self._remove(other, value.id)
@@ -320,16 +320,16 @@ class _Editor:
         if step.id in self.together:
             self._cast_together(step, operands, steps)
         dtype = self.dtypes.get(step.id)
-        made = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
+        changed = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
         if dtype is not None:
-            made = replace(made, op=dtype.op or step.op, given=step.given | {f"dtype={dtype.dst}"})
+            changed = replace(changed, op=dtype.op or step.op, given=step.given | {f"dtype={dtype.dst}"})
         if step.id in self.follows:
-            made = replace(made, value=replace(made.value, type=self.follows[step.id].name))
+            changed = replace(changed, value=replace(changed.value, type=self.follows[step.id].name))
         result = self.results.get(step.id)
         if result is not None:
-            self.made[step.id] = replace(made.value, type=result.src.name if result.src is not None else TENSOR)
-            made = replace(made, value=self.made[step.id])
-        steps.append(made)
+            self.made[step.id] = replace(changed.value, type=result.src.name if result.src is not None else TENSOR)
+            changed = replace(changed, value=self.made[step.id])
+        steps.append(changed)
         if result is not None:
             if result.dst is None:
                 value = self._new(self.made[step.id], type=TENSOR)
@@ -341,18 +341,18 @@ class _Editor:
             self.instead[step.id] = cast.id
 
     def _cast_together(self, step: Step, operands: list[Operand], steps: list[Step]) -> None:
-        """One step that casts the operands, and one for each result; `operands` then reads those."""
+        """Add one step that casts the operands, and one for each result; `operands` then reads those."""
         positions = self.together[step.id].operands
         chosen = [operands[p] for p in positions]
-        made = self._new(Value(0, "tuple", gradient=step.grad_mode))
+        casts = self._new(Value(0, "tuple", gradient=step.grad_mode))
         rule = self.together[step.id].why.rule
-        together = self._beside(step, made, TOGETHER, tuple(chosen))
+        together = self._beside(step, casts, TOGETHER, tuple(chosen))
         steps.append(replace(together, constants=str(rule.action) if rule is not None else ""))
         for n, (position, operand) in enumerate(zip(positions, chosen, strict=True)):
             known = self.made.get(operand.value) or self.program.values[operand.value]
             value = self._new(known, type=TENSOR, gradient=known.gradient and step.grad_mode)
-            got = self._beside(step, value, "getitem", (Operand("a0", made.id),))
-            steps.append(replace(got, constants=str(n), aliases=(0,)))
+            element = self._beside(step, value, "getitem", (Operand("a0", casts.id),))
+            steps.append(replace(element, constants=str(n), aliases=(0,)))
             operands[position] = replace(operand, value=value.id)
 
     def _operand(self, step: Step, position: int, operand: Operand) -> Operand:
@@ -362,8 +362,8 @@ class _Editor:
     def _cast(self, source: int, dst: Format, step: Step, exactly: bool, name: str = "self") -> Step:
         known = self.made.get(source) or self.program.values[source]
         value = self._new(known, type=dst.name, gradient=known.gradient and step.grad_mode)
-        made = self._beside(step, value, CAST, (Operand(name, source),))
-        return replace(made, constants=EXACTLY) if exactly and known.type == TENSOR else made
+        cast = self._beside(step, value, CAST, (Operand(name, source),))
+        return replace(cast, constants=EXACTLY) if exactly and known.type == TENSOR else cast
 
     def _new(self, like: Value, **facts: Any) -> Value:
         value = replace(like, id=self.next_id, weight=False, **facts)
@@ -372,7 +372,7 @@ class _Editor:
         return value
 
     def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:
-        """A new step in the region, and at the place, of one that is there."""
+        """Return a new step in the region, and at the place, of one that is there."""
         return Step(
             value, op, operands,
             region=step.region, grad_mode=step.grad_mode, direction=step.direction, site=step.site,

@@ -62,7 +62,7 @@ class Value:
 
 
 def element_bytes(type: str) -> int:
-    """Bytes of one element: of a floating format (`bf16`), or of another element type (`i64`, `bool`)."""
+    """Return the bytes of one element: of a floating format (`bf16`), or of another element type (`i64`, `bool`)."""
     if type in FORMATS:
         return FORMATS[type].bits // 8
     digits = "".join(c for c in type if c.isdigit())
@@ -143,7 +143,7 @@ class Block:
     returns: tuple[int, ...]
 
     def walk(self) -> Iterator[tuple[Block, Step]]:
-        """Every step with its block, those of inner blocks before the step that has them."""
+        """Yield every step with its block, those of inner blocks before the step that has them."""
         for step in self.steps:
             for inner in step.blocks:
                 yield from inner.walk()
@@ -176,12 +176,12 @@ class Program:
     @cached_property
     def values(self) -> dict[int, Value]:
         """Every value by its id."""
-        found = {v.id: v for v in self.body.parameters}
+        values = {v.id: v for v in self.body.parameters}
         for _, step in self.body.walk():
             for inner in step.blocks:
-                found.update((v.id, v) for v in inner.parameters)
-            found[step.id] = step.value
-        return found
+                values.update((v.id, v) for v in inner.parameters)
+            values[step.id] = step.value
+        return values
 
     @cached_property
     def steps(self) -> dict[int, Step]:
@@ -189,12 +189,12 @@ class Program:
         return {step.id: step for _, step in self.body.walk()}
 
     def open_region(self, step: Step) -> int | None:
-        """The number of the step's region, if only the running program knows some of that region's facts."""
+        """Return the number of the step's region, if only the running program knows some of that region's facts."""
         is_known = step.region is None or not self.regions[step.region].open
         return None if is_known else step.region
 
     def casting(self, cast: Step) -> tuple[str, int | None]:
-        """What casts of one tensor have in common that may be one.
+        """Return the device type and the open region, which casts of one tensor must share to be made once.
 
         The device type whose tensors they cast: the tensor's, or the region's where only the running program knows the
         tensor's. And the region, if only the running program knows more of it than that.
@@ -206,5 +206,5 @@ class Program:
         return device_type or region.facts.device_type, None if set(region.open) <= {"device"} else cast.region
 
     def casts(self) -> list[Step]:
-        """All casts in order."""
+        """Return all casts in order."""
         return [step for step in self.steps.values() if step.is_cast]

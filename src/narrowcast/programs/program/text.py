@@ -26,7 +26,7 @@ from narrowcast.programs.program.model import Block, Program, Step, Value
 
 
 def print_program(program: Program) -> str:
-    """The program as text."""
+    """Return the program as text."""
     sites: dict[Site, int] = {}
     lines = [f"program {program.name}"]
     for n, region in enumerate(program.regions):

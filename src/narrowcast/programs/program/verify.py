@@ -9,7 +9,7 @@ from narrowcast.programs.program.model import ENTER, EXIT, TENSOR, Block, Progra
 
 
 def verify(program: Program, assigned: bool = False) -> None:
-    """ProgramError for the first thing that is wrong.
+    """Raise ProgramError for the first thing that is wrong.
 
     Ids are unique, values are made before they are read, regions exist, casts have one floating operand. assigned:
     besides, no region's edge is left.

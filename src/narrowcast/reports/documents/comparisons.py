@@ -29,100 +29,101 @@ HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
 
 
-def comparison_document(found: Differences) -> Document:
-    """The page of what `nc.compare` found."""
-    nodes = [_node(row) for row in found.rows]
-    tone = "bad" if found.verdict in AT_FAULT else "good"
-    page = Document("comparison", found.subject, comparison_verdict(found), tone, graph=Graph(nodes, [], note=ORDER))
-    under = f"{found.policy} in {found.low}" if found.policy else "the model's own casts"
-    device = found.environment.get("device", found.device_type)
-    page.facts = facts_of(model=found.subject, device=device, policy=under, reference=found.reference, runs=found.runs)
-    page.notes = _notes(found)
-    differ = sum(bool(row.total) for row in found.rows)
-    faults = len(found.faults)
+def comparison_document(result: Differences) -> Document:
+    """Return the page of the result of `nc.compare`."""
+    nodes = [_node(row) for row in result.rows]
+    tone = "bad" if result.verdict in AT_FAULT else "good"
+    page = Document("comparison", result.subject, comparison_verdict(result), tone, graph=Graph(nodes, [], note=ORDER))
+    under = f"{result.policy} in {result.low}" if result.policy else "the model's own casts"
+    device = result.environment.get("device", result.device_type)
+    known = {"reference": result.reference, "runs": result.runs}
+    page.facts = facts_of(model=result.subject, device=device, policy=under, **known)
+    page.notes = _notes(result)
+    differ = sum(bool(row.total) for row in result.rows)
+    faults = len(result.faults)
     page.figures = [
-        *output_figures(found),
+        *output_figures(result),
         Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
-        Figure("calls", len(nodes), f"{differ} differ, {len(found.unmatched)} without a partner"),
+        Figure("calls", len(nodes), f"{differ} differ, {len(result.unmatched)} without a partner"),
     ]
-    if found.compiled:
-        said = "off what these calls give one by one"
-        page.figures.append(Figure("the compiler", found.compiled, said, "bad", "relative"))
-    page.figures += _gradient_figures(found.gradients)
+    if result.compiled:
+        detail = "off what these calls give one by one"
+        page.figures.append(Figure("the compiler", result.compiled, detail, "bad", "relative"))
+    page.figures += _gradient_figures(result.gradients)
     page.bars = shares(nodes, "calls", "Calls by format")
-    page.todos = _todos(found)[:3]
-    rules = [_rule(row) for row in found.rows]
-    modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes)]
+    page.todos = _todos(result)[:3]
+    rules = [_rule(row) for row in result.rows]
+    modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(result, nodes), *op_table(nodes)]
     page.tables = [
-        *([*modules, *calls] if found.by == "module" else [*calls, *modules]),
-        *output_table(found),
+        *([*modules, *calls] if result.by == "module" else [*calls, *modules]),
+        *output_table(result),
         *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
                "underflow:share, verdict",
                [[g.parameter, g.format, number(g.relative_error), number(g.cosine), number(g.underflow), g.verdict]
-                for g in found.gradients]),
-        *table("unmatched", "Calls that only one side made", "call", [[u] for u in found.unmatched]),
+                for g in result.gradients]),
+        *table("unmatched", "Calls that only one side made", "call", [[u] for u in result.unmatched]),
     ]  # fmt: skip
     page.series = error_series(nodes)
     return page
 
 
-def comparison_verdict(found: Differences) -> str:
-    """The verdict, a colon, and why in figures; where something is not finite, which call was the first."""
-    errors = [or_infinity(output.relative_error) for output in found.outputs]
-    largest = max((o.largest_error for o in found.outputs), default=0.0)
+def comparison_verdict(result: Differences) -> str:
+    """Return the verdict, a colon, and why in figures; where something is not finite, which call was the first."""
+    errors = [or_infinity(output.relative_error) for output in result.outputs]
+    largest = max((o.largest_error for o in result.outputs), default=0.0)
     error = f"output error {number_text(max(errors))}" if errors else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
-    band = f"; round-off bound {number_text(found.band)}" if found.band else ""
-    first = f"; first {found.not_finite.text}" if found.not_finite is not None else ""
-    return f"{found.verdict.capitalize()}: {error}{band}{first}"
+    band = f"; round-off bound {number_text(result.band)}" if result.band else ""
+    first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
+    return f"{result.verdict.capitalize()}: {error}{band}{first}"
 
 
-def _notes(found: Differences) -> list[str]:
-    """What was noted; what the reference itself gives; and how little it helps to keep the worst call high, where no
-    call makes the most of the output's error.
+def _notes(result: Differences) -> list[str]:
+    """Return the notes; what the reference itself returns; and how little it helps to keep the worst call high, where
+    no call makes most of the output's error.
     """
-    notes = [f"{found.reference} itself: {found.reference_not_finite}"] if found.reference_not_finite else []
-    low = [row for row in found.worst if row.is_low]
-    total = max((o.relative_error for o in found.outputs), default=0.0)
+    notes = [f"{result.reference} itself: {result.reference_not_finite}"] if result.reference_not_finite else []
+    low = [row for row in result.worst if row.is_low]
+    total = max((o.relative_error for o in result.outputs), default=0.0)
     if low and low[0].verdict not in AT_FAULT and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
-        ops = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
+        ops = {(row.id.module_path, row.id.op) for row in result.rows if row.is_low and row.own and not row.forward}
         worst = f"the worst makes {number_text(low[0].alone)} of {number_text(total)}"
         notes.append(f"the error is spread over {len(ops)} ops: {worst}")
-    return [*found.notes, *notes]
+    return [*result.notes, *notes]
 
 
 def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
-    """The gradient that is furthest off, of those that are not zero but for round-off."""
+    """Return the gradient that is furthest off, of those that are not zero up to round-off."""
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
     others = [row for row in rows if row not in zero]
-    said = []
+    details = []
     if others:
         worst = max(others, key=lambda row: or_infinity(row.relative_error))
-        said.append(f"largest error: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
-        said += [f"cosine {worst.cosine:.4f}"]
-        said += [f"{worst.underflow:.0%} underflow"] if worst.underflow >= 0.005 else []
+        details.append(f"largest error: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
+        details += [f"cosine {worst.cosine:.4f}"]
+        details += [f"{worst.underflow:.0%} underflow"] if worst.underflow >= 0.005 else []
     if zero:
         names = f"{zero[0].parameter}{', ...' if len(zero) > 1 else ''}"
-        said.append(f"zero up to round-off: {len(zero)} ({names})")
-    return [Figure("gradients", len(rows), "; ".join(said))] if rows else []
+        details.append(f"zero up to round-off: {len(zero)} ({names})")
+    return [Figure("gradients", len(rows), "; ".join(details))] if rows else []
 
 
-def _todos(found: Differences) -> list[Todo]:
+def _todos(result: Differences) -> list[Todo]:
     """Keep the worst calls high, and before these what rounds the input of a call at fault that does not compute in a
     low format itself; of a compiler whose code is off, nothing but that.
     """
-    if found.compiled:
+    if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
-    if found.verdict == FAULT and found.unmatched and not found.faults:  # no rule helps
-        return [Todo("Inspect the calls that one of the two alone makes", found.unmatched[0])]
-    return [*_before_fault(found), *error_todos(_worst(found.rows))]
+    if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
+        return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
+    return [*_before_fault(result), *error_todos(_worst(result.rows))]
 
 
-def _before_fault(found: Differences) -> list[Todo]:
-    first = next((n for n, row in enumerate(found.rows) if row.verdict in AT_FAULT), None)
-    if first is None or found.rows[first].is_low:
+def _before_fault(result: Differences) -> list[Todo]:
+    first = next((n for n, row in enumerate(result.rows) if row.verdict in AT_FAULT), None)
+    if first is None or result.rows[first].is_low:
         return []
-    before = next((row for row in reversed(found.rows[:first]) if row.is_low), None)
+    before = next((row for row in reversed(result.rows[:first]) if row.is_low), None)
     why = "it rounds what the call at fault reads"
     return _keep_high(before, why, why) if before is not None else []
 
@@ -151,29 +152,29 @@ def _fill(node: Node, row: CallError) -> None:
 
 
 def add_errors(nodes: Iterable[Node], rows: Iterable[CallError]) -> None:
-    """Errors that a comparison found, on the nodes of the same calls."""
+    """Add the errors of a comparison to the nodes of the same calls."""
     known = {(row.id.module_path, row.id.op, label_of(row.id), row.id.direction): row for row in rows}
     for node in nodes:
-        found = known.get((node.path, node.op, node.label or "#1", node.direction))
-        if found is not None:
-            _fill(node, found)
+        error = known.get((node.path, node.op, node.label or "#1", node.direction))
+        if error is not None:
+            _fill(node, error)
 
 
-def output_figures(found: Differences) -> list[Figure]:
-    """The error of the output that is furthest off."""
-    if not found.outputs:
+def output_figures(result: Differences) -> list[Figure]:
+    """Return the error of the output that is furthest off."""
+    if not result.outputs:
         return []
-    worst = max(found.outputs, key=lambda output: number(output.relative_error) or 0.0)
+    worst = max(result.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)
     detail = f"{worst.name}, {sqnr:.1f} dB" if sqnr is not None else worst.name
-    band = f"; round-off bound {number_text(found.band)}" if found.band else ""
-    tone = "bad" if found.verdict in AT_FAULT else ""
+    band = f"; round-off bound {number_text(result.band)}" if result.band else ""
+    tone = "bad" if result.verdict in AT_FAULT else ""
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]
 
 
 def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[Todo]:
     """Keep the calls most to blame in fp32."""
-    found: list[Todo] = []
+    todos: list[Todo] = []
     for row in worst:
         at_fault = row.verdict in AT_FAULT
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
@@ -182,17 +183,17 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         why = f"its own error is {number_text(row.own)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
-        found += _keep_high(row, why, why.partition(":")[0])
-    return found
+        todos += _keep_high(row, why, why.partition(":")[0])
+    return todos
 
 
 def _rule(row: CallError, reason: str = "") -> Shown:
-    """The rule that keeps a call, or the forward's call of its backward, in fp32; none for one that is not lower."""
+    """Return the rule that keeps a call, or its backward's forward call, in fp32; none for a call that is not lower."""
     return rule_of_call(row.forward or row.id, row.computes, reason)
 
 
 def _worst(rows: Iterable[CallError]) -> list[CallError]:
-    """The calls most to blame first: at fault, then what moves the output most, then own error."""
+    """Return the calls most to blame first: at fault, then what moves the output most, then local error."""
 
     def key(row: CallError) -> tuple[float, ...]:
         alone = number(row.alone)
@@ -201,22 +202,22 @@ def _worst(rows: Iterable[CallError]) -> list[CallError]:
     return sorted((row for row in rows if row.own), key=key)
 
 
-def output_table(found: Differences) -> list[Table]:
-    """The error of each output."""
+def output_table(result: Differences) -> list[Table]:
+    """Return the error of each output."""
     rows = [
         [o.name, o.reference, o.found, number(o.relative_error), number(o.sqnr_db), number(o.largest_error)]
-        for o in found.outputs
+        for o in result.outputs
     ]
     columns = "output, reference, found, relative error:error, SQNR:decibels, largest error:error"
     return table("outputs", "Outputs", columns, rows)
 
 
 def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
-    """The errors of each call, in order; those most to blame are first to be looked at."""
+    """Return the errors of each call, in order; those most to blame are the first rows to read."""
     figures = ("own", "inherited", "total", "band", "kernel", "alone")
     errors = ", ".join(f"{figure}:error" for figure in figures)
     columns = f"module:module, op:op, call, direction, computes:format, verdict, {errors}, line:line"
-    found = [
+    cells = [
         [row.id.module_path, row.id.op, label_of(row.id), row.id.direction, row.computes, row.verdict,
          *(number(getattr(row, name)) for name in figures), place(row.file, row.line)]
         for row in compared.rows
@@ -224,11 +225,11 @@ def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     at = {id(row): n for n, row in enumerate(compared.rows)}
     rules = map(_rule, compared.rows)
     first = [at[id(row)] for row in compared.worst]
-    return table("errors", "Each call: its errors", columns, found, rules, nodes, first)
+    return table("errors", "Each call: its errors", columns, cells, rules, nodes, first)
 
 
 def error_series(nodes: list[Node]) -> list[Series]:
-    """Error by depth: own and inherited, of forward calls in order."""
+    """Return the error by depth: local and propagated, of forward calls in order."""
     at = [i for i, n in enumerate(nodes) if n.own is not None and n.direction == "forward"]
     if len(at) < 2:
         return []

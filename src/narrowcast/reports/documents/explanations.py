@@ -29,32 +29,32 @@ VERDICTS = {
 }
 
 
-def explanation_document(found: Explanation) -> Document:
-    """The page of an explanation."""
-    ledger, comparison = found.ledger, found.comparison
-    flows = [flow for flow in found.flows() if flow.steps]
+def explanation_document(result: Explanation) -> Document:
+    """Return the page of an explanation."""
+    ledger, comparison = result.ledger, result.comparison
+    flows = [flow for flow in result.flows() if flow.steps]
     graph = flow_graph(flows, ledger) if flows else ledgers.ledger_graph(ledger)
     if comparison is not None:
         comparisons.add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
-    placed = placements.placed_graphs(found.graphs)
+    placed = placements.placed_graphs(result.graphs)
     for _, placement in placed:
         placements.add_costs(graph.nodes, placement)
-    verdict, tone = _verdict(found)
-    page = Document("explanation", found.subject, verdict, tone, graph=graph)
-    rules = f", {len(found.rules)} rules of its own" if found.rules else ""
-    policy, region = f"{found.policy} ({found.digest[:8]}{rules})", f"{found.device_type} in {found.low}"
-    ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
+    verdict, tone = _verdict(result)
+    page = Document("explanation", result.subject, verdict, tone, graph=graph)
+    rules = f", {len(result.rules)} rules of its own" if result.rules else ""
+    policy, region = f"{result.policy} ({result.digest[:8]}{rules})", f"{result.device_type} in {result.low}"
+    ran = result.ran_on if result.front_end == "eager" else f"graphs: {len(result.graphs)}; {result.ran_on}"
     page.facts = facts_of(
-        model=found.subject, device=found.device_type, policy=policy, region=region, mode=found.front_end, ran=ran
+        model=result.subject, device=result.device_type, policy=policy, region=region, mode=result.front_end, ran=ran
     )
-    page.notes = _notes(found)
-    page.figures = [*placements.figures(placed), *_cost_figures(comparison, found.gradients)]
-    page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(found.graph_rows())]
+    page.notes = _notes(result)
+    page.figures = [*placements.figures(placed), *_cost_figures(comparison, result.gradients)]
+    page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(result.graph_rows())]
     page.figures += comparisons.output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placements.bars(placed), *ledgers.format_bars(graph.nodes)]
-    page.todos = _todos(found)[:3]
-    page.tables = [*_comparison_tables(comparison, graph), *ledgers.ledger_tables(ledger, graph, found.rules)]
-    page.tables += _graph_tables(found)
+    page.todos = _todos(result)[:3]
+    page.tables = [*_comparison_tables(comparison, graph), *ledgers.ledger_tables(ledger, graph, result.rules)]
+    page.tables += _graph_tables(result)
     # Those of the backward are in no ledger: it is written before there is a backward.
     casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
     page.tables += edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, casts)
@@ -62,16 +62,16 @@ def explanation_document(found: Explanation) -> Document:
     return page
 
 
-def _notes(found: Explanation) -> list[str]:
-    """What raised, what is a fault of ours, what is not finite, on what time is spent, and what a goal chose."""
-    failure, comparison = found.failure, found.comparison
-    notes = [found.note, *found.ledger.notes]
+def _notes(result: Explanation) -> list[str]:
+    """Return notes: what raised, what is a fault of ours, what is not finite, what takes time, what a goal chose."""
+    failure, comparison = result.failure, result.comparison
+    notes = [result.note, *result.ledger.notes]
     if failure is not None:
         notes.append(f"{failure.text} What ran before is shown.")
     notes += [
         f"BUG: {d.op} in {d.module_path or '(root)'} computes in {d.computes} {d.eager} times in eager code, {d.graph} "
         "times in the graph; please report this"
-        for d in found.differences
+        for d in result.differences
     ]
     if comparison is not None:
         if comparison.reference_not_finite:
@@ -79,10 +79,10 @@ def _notes(found: Explanation) -> list[str]:
         if comparison.not_finite is not None:
             notes.append(f"Not finite in the region, and finite in fp32: {comparison.not_finite.text}")
         on = spent(comparison)
-        notes += [f"The time in {found.low}: {on}", *comparison.differences.notes] if on else []
-    notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in found.graph_rows() if g.broken_by]
-    notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in found.graph_rows() if g.fallback]
-    return [note for note in (*notes, *placements.notes(placements.placed_graphs(found.graphs))) if note]
+        notes += [f"The time in {result.low}: {on}", *comparison.differences.notes] if on else []
+    notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in result.graph_rows() if g.broken_by]
+    notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in result.graph_rows() if g.fallback]
+    return [note for note in (*notes, *placements.notes(placements.placed_graphs(result.graphs))) if note]
 
 
 def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Table]:
@@ -95,8 +95,8 @@ def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Tabl
     return [*errors, *comparisons.output_table(comparison.differences), *own]
 
 
-def _verdict(found: Explanation) -> tuple[str, str]:
-    failure, comparison, totals = found.failure, found.comparison, found.ledger.totals()
+def _verdict(result: Explanation) -> tuple[str, str]:
+    failure, comparison, totals = result.failure, result.comparison, result.ledger.totals()
     if failure is not None:
         at = place(failure.file, failure.line)
         return f"It raises under {failure.policy}, and not in fp32: {failure.error} ({failure.op}, {at})", "bad"
@@ -106,9 +106,9 @@ def _verdict(found: Explanation) -> tuple[str, str]:
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
-        said = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
-        return said, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
-    chosen = placements.verdict(placements.placed_graphs(found.graphs))
+        text = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
+        return text, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
+    chosen = placements.verdict(placements.placed_graphs(result.graphs))
     if chosen:
         return chosen, ""
     share = f"{totals.share_of_casts:.0%} of all bytes"
@@ -135,7 +135,7 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
 
 
 def spent(comparison: Comparison) -> str:
-    """On what the region's time is spent: what is not casts and not kernels is calls, and overhead."""
+    """Return what takes the region's time: what is not casts and not kernels is calls, and overhead."""
     if not math.isfinite(comparison.casts_ms):
         return ""
     rest = comparison.region_ms - comparison.casts_ms - comparison.kernels_ms
@@ -149,22 +149,22 @@ def _time(ms: float) -> str:
     return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"
 
 
-def _todos(found: Explanation) -> list[Todo]:
-    """Recommendations first: what raises, what is wrong, rules that do nothing, what costs time, then casts."""
+def _todos(result: Explanation) -> list[Todo]:
+    """Return recommendations: for what raises, what is wrong, rules that do nothing, what costs time, then casts."""
     todos: list[Todo] = []
-    failure, comparison = found.failure, found.comparison
+    failure, comparison = result.failure, result.comparison
     if failure is not None:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
         todos.append(Todo(runs[0] if runs else "Pin what raises in fp32.", failure.error, {}, failure.module_path))
     if comparison is not None:
         todos += comparisons.error_todos(comparison.worst, faults_only=True)
-    todos += _break_todos(found.graph_rows())
-    for row in found.rules:
+    todos += _break_todos(result.graph_rows())
+    for row in result.rules:
         if not row.calls:
             at = short_place(row.origin) or "no file"
             todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({at})"))
-    todos += ledgers.advice_todos(found.ledger)
-    of_casts = ledgers.cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
+    todos += ledgers.advice_todos(result.ledger)
+    of_casts = ledgers.cast_todos(result.ledger, result.front_end in ("compile", "export"), result.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
@@ -182,49 +182,49 @@ def _todos(found: Explanation) -> list[Todo]:
 
 
 def _break_todos(graphs: list[GraphRow]) -> list[Todo]:
-    """Code that is in no graph: it runs as eager code, and this page shows nothing of it."""
-    said = "that code runs as eager code, in the same region, and is not on this page"
+    """Return advice on code that is in no graph: it runs as eager code, and this page shows nothing of it."""
+    effect = "that code runs as eager code, in the same region, and is not on this page"
     ends = [f"{g.broken_by} ({g.broken_at})" for g in graphs if g.broken_by]
     left = [f"{g.fallback} ({g.site})" for g in graphs if g.fallback]
-    found = [Todo(f"See where graphs end: {counted(len(ends), 'break')}", f"{ends[0]}; {said}")] if ends else []
+    todos = [Todo(f"See where graphs end: {counted(len(ends), 'break')}", f"{ends[0]}; {effect}")] if ends else []
     if left:
-        found.append(Todo(f"See what is captured in no graph: {counted(len(left), 'part')}", f"{left[0]}; {said}"))
-    return found
+        todos.append(Todo(f"See what is captured in no graph: {counted(len(left), 'part')}", f"{left[0]}; {effect}"))
+    return todos
 
 
 def _pass_figures(graphs: list[GraphRow]) -> list[Figure]:
-    """Casts that the passes left, and those of the joint graphs: the ledger is that of the forward."""
+    """Return the casts that the passes left, and those of the joint graphs: the ledger is that of the forward."""
     before, after, backward = (
         sum(getattr(graph, name) for graph in graphs) for name in ("joint_before", "joint_after", "backward")
     )
     captured = [graph for graph in graphs if graph.calls]
-    said = f"in {counted(len(captured), 'graph')}, where eager code makes {sum(g.assigned for g in captured)}"
-    found = [Figure("casts left", sum(g.casts for g in captured), said)] if captured else []
+    summary = f"in {counted(len(captured), 'graph')}, where eager code makes {sum(g.assigned for g in captured)}"
+    figures = [Figure("casts left", sum(g.casts for g in captured), summary)] if captured else []
     detail = f"forward and backward: {after}, {before} as autograd made them"
-    return [*found, *([Figure("casts of the backward", backward, detail)] if before else [])]
+    return [*figures, *([Figure("casts of the backward", backward, detail)] if before else [])]
 
 
-def _graph_tables(found: Explanation) -> list[Table]:
+def _graph_tables(result: Explanation) -> list[Table]:
     rows = [
         [g.number, g.site, g.calls, g.assigned, g.shared, g.folded, g.dropped, g.casts, g.fallback or g.broken_by]
-        for g in found.graph_rows()
+        for g in result.graph_rows()
     ]
     columns = (
         "graph:number, begins:line, steps:number, casts assigned:number, shared:number, folded:number, dropped:number, "
         "casts left:number, why it ends"
     )
     tables = table("graphs", "Graphs, and what the passes did", columns, rows)
-    others = [[d.op, d.module_path, d.computes, d.eager, d.graph] for d in found.differences]
+    others = [[d.op, d.module_path, d.computes, d.eager, d.graph] for d in result.differences]
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     tables += table("differences", "Decided otherwise than in eager code", columns, others)
-    return [*tables, *placements.tables(placements.placed_graphs(found.graphs))]
+    return [*tables, *placements.tables(placements.placed_graphs(result.graphs))]
 
 
 _MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}
 
 
 def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
-    """The calls of captured graphs with the values between them; why each computes as it does is in the ledger."""
+    """Return the calls of captured graphs with the values between them; the ledger has why each computes as it does."""
     kinds: dict[tuple[str, str, str, int], list[CallKind]] = {}
     for kind in ledger.calls:
         kinds.setdefault((kind.module_path, kind.op, kind.file, kind.line), []).append(kind)

@@ -17,12 +17,12 @@ from narrowcast.reports.results.headroom import FORMATS, SCALES, UNSCALED, Headr
 NAMES = tuple(format.name for format in FORMATS)
 
 
-def headroom_document(found: Headroom) -> Document:
-    """The page of headroom: a box for each call, with the first format that it fits without a scale."""
-    rows = [row for row in found.rows if row.scale == UNSCALED]
-    losing = [row for row in rows if row.overflow > 0 or row.underflow > found.tolerance]
+def headroom_document(result: Headroom) -> Document:
+    """Return the page of headroom: a box for each call, with the first format that it fits without a scale."""
+    rows = [row for row in result.rows if row.scale == UNSCALED]
+    losing = [row for row in rows if row.overflow > 0 or row.underflow > result.tolerance]
     lost = {name: {row.id for row in losing if row.format == name} for name in NAMES}
-    nodes = {call: node_at(call, at) for call, at in found.places.items()}
+    nodes = {call: node_at(call, at) for call, at in result.places.items()}
     for call, node in nodes.items():
         node.computes = next((name for name in NAMES if call not in lost[name]), "fp32")
     worst = sorted((row for row in losing if row.format == "fp16"), key=lambda r: (-r.overflow, -r.underflow))
@@ -32,20 +32,20 @@ def headroom_document(found: Headroom) -> Document:
     verdict = f"{unfit} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
     page = Document("headroom", "Format range check", verdict, "bad" if unfit else "good")
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
-    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
-    page.figures = [_figure(found, name, len(calls)) for name, calls in lost.items()]
+    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{result.tolerance:.0%} of a tensor")]
+    page.figures = [_figure(result, name, len(calls)) for name, calls in lost.items()]
     page.bars = shares(nodes.values(), "calls", "Calls by the first format that they fit")
     how = "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that"
     keep = Todo("Keep all of them in fp32", how)
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
-    page.notes = list(found.notes)
+    page.notes = list(result.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
 
 
-def _figure(found: Headroom, format: str, unfit: int) -> Figure:
-    scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
-    rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
+def _figure(result: Headroom, format: str, unfit: int) -> Figure:
+    scaled = ", ".join(f"{len(result.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
+    rooms = [row.headroom_bits for row in result.rows if row.format == format and row.scale == UNSCALED]
     detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
     return Figure(format, unfit, detail, "bad" if unfit else "good")
 
@@ -61,22 +61,22 @@ def _todo(node: Node) -> Todo:
 
 
 def _rule(node: Node, reason: str = "") -> Shown:
-    """The rule that keeps the call in fp32 beside fp16; none for one of the backward, or that is another op in fp16."""
+    """Return the rule that keeps a call in fp32 beside fp16; none for one of the backward, or another op in fp16."""
     is_same_op = node.op.split(".")[1] not in named("multiplies.recurrent")
     return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
 def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node]) -> list[Table]:
-    found: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
+    by_tensor: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
     for row in rows:
-        found.setdefault((row.id, row.argument), {})[row.format] = row
+        by_tensor.setdefault((row.id, row.argument), {})[row.format] = row
     cells = []
-    for (call, argument), by_format in found.items():
+    for (call, argument), by_format in by_tensor.items():
         node = nodes[call]
         lost = [share for name in NAMES for share in (by_format[name].overflow, by_format[name].underflow)]
         cells.append([node.path, node.op, node.label, argument, number(by_format["fp16"].headroom_bits), *lost])
     kinds = ", ".join(f"{name} {kind}:share" for name in NAMES for kind in ("overflow", "underflow"))
     columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
-    rules = [_rule(nodes[call]) for call, _ in found]
+    rules = [_rule(nodes[call]) for call, _ in by_tensor]
     title = "Each tensor: what each format would lose of it, without a scale"
     return table("headroom", title, columns, cells, rules, list(nodes.values()))

@@ -27,7 +27,7 @@ MOST_ARROWS = 5
 
 
 def ledger_document(ledger: Ledger) -> Document:
-    """The page of a ledger."""
+    """Return the page of a ledger."""
     graph, totals = ledger_graph(ledger), ledger.totals()
     moved = f"{in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
     verdict = f"{counted(totals.casts, 'cast')} moved {moved}" if totals.casts else "No tensor was cast."
@@ -42,7 +42,7 @@ def ledger_document(ledger: Ledger) -> Document:
 
 
 def ledger_graph(ledger: Ledger) -> Graph:
-    """Its calls as nodes in order, and its casts as edges from outside: who made what is cast is not known."""
+    """Return its calls as nodes in order, and its casts as edges from outside: what made the source is not known."""
     nodes: list[Node] = []
     at: dict[tuple[str, str], list[tuple[int, set[int]]]] = {}
     for kind, tally in ledger.calls.items():
@@ -62,42 +62,40 @@ def ledger_graph(ledger: Ledger) -> Graph:
         end = next((node for node, numbers in asking if cast.number in numbers), asking[0][0])
         edge = Edge(OUTSIDE, end, cast.argument, cast.src, cast.dst, 0, cast.kind, cast.how)
         edges.setdefault(edge, Tally()).add(times)
-    made = [replace(edge, bytes=tally.moved_bytes, times=tally.calls) for edge, tally in edges.items()]
-    return Graph(nodes, made, flow=False, note=ORDER)
+    counted_edges = [replace(edge, bytes=tally.moved_bytes, times=tally.calls) for edge, tally in edges.items()]
+    return Graph(nodes, counted_edges, flow=False, note=ORDER)
 
 
 def cast_figures(totals: Totals) -> list[Figure]:
-    """Casts, bytes in casts, calls."""
+    """Return the figures of casts, bytes in casts, and calls."""
     ways = ("copied", "cached", "shared", "inside")
     how = ", ".join(f"{getattr(totals, way)} {way}" for way in ways if getattr(totals, way))
     again = f"; {totals.repeated} redundant" if totals.repeated else ""
     share = f"{totals.share_of_casts:.0%} of all bytes moved"
     tone = "bad" if totals.share_of_casts > 0.2 else ""
-    found = [
+    figures = [
         Figure("casts", totals.casts, how + again),
         Figure("bytes in casts", totals.cast_bytes, share, tone, "bytes"),
         Figure("calls", totals.calls, f"{in_bytes(totals.op_bytes)} read and written"),
     ]
     refused = [Figure("refusals", totals.refusals, "calls that were not run", "bad")]
-    return [*found, *(refused if totals.refusals else [])]
+    return [*figures, *(refused if totals.refusals else [])]
 
 
 def shares(nodes: Iterable[Node], unit: str, title: str) -> list[Bar]:
-    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
-    left out.
-    """
-    found: dict[str, float] = {}
+    """Return calls, bytes, multiplications or time by the format in which nodes compute, most first."""
+    amounts: dict[str, float] = {}
     amount_of = attrgetter("times" if unit == "calls" else unit)
     for node in nodes:
         amount = amount_of(node)
         if node.computes and amount:
             name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
-            found[name] = found.get(name, 0.0) + amount
-    return [Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))] if found else []
+            amounts[name] = amounts.get(name, 0.0) + amount
+    return [Bar(title, unit, tuple(sorted(amounts.items(), key=lambda part: -part[1])))] if amounts else []
 
 
 def format_bars(nodes: list[Node]) -> list[Bar]:
-    """Calls, bytes, multiplications and time, as far as they are known, by the format in which they compute."""
+    """Return calls, bytes, multiplications and time, as far as they are known, by the format in which they compute."""
     multiplied = "Multiplications by format"
     unknown = sum(node.times for node in nodes if node.multiplications is None)
     multiplied += f"; {unknown} calls are not counted" if unknown else ""
@@ -106,13 +104,13 @@ def format_bars(nodes: list[Node]) -> list[Bar]:
 
 
 def advice_todos(ledger: Ledger) -> list[Todo]:
-    """The ledger's own advice."""
+    """Return the ledger's own advice."""
     return [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in ledger.advice]
 
 
 def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
-    """Casts that are made again, those of weights, and the op that has most of its own arguments made wider."""
-    found: list[Todo] = []
+    """Return advice on casts that are made again, those of weights, and the op with most of its inputs widened."""
+    todos: list[Todo] = []
     copied = [cast for cast in ledger.casts if cast.how == "copied"]
     again = [cast for cast in copied if cast.repeated]
     if again and not in_graph:
@@ -120,12 +118,12 @@ def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -
         casts = counted(len(again), "cast")
         why = f"tensors that were cast to the same format before are cast again: {casts}, {wasted}"
         what = "Compile the model with nc.compile: it makes such a cast once."
-        found.append(Todo(what, why, path=again[0].module_path))
-    return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
+        todos.append(Todo(what, why, path=again[0].module_path))
+    return [*_weights(copied, in_graph, gradients), *todos, *_dearest(copied)]
 
 
 def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
-    """What spares the casts of weights, where they are most of what casts move; in training nothing does."""
+    """Return advice that spares the casts of weights, if these move most of all bytes in casts; none in training."""
     whole = sum(cast.moved_bytes for cast in copied)
     weights = sum(cast.moved_bytes for cast in copied if cast.kind == "weight")
     if gradients or in_graph or not weights or weights < whole / 2:
@@ -140,7 +138,7 @@ def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
 
 
 def _dearest(copied: list[Cast]) -> list[Todo]:
-    """The op whose casts to a wider format move most, if that is much, and how it does without."""
+    """Return the op whose casts to a wider format move most, if that is much, and how it does without."""
     moved = Counter[tuple[str, str, str]]()
     for cast in copied:
         if cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
@@ -155,7 +153,7 @@ def _dearest(copied: list[Cast]) -> list[Todo]:
 
 
 def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = ()) -> list[Table]:
-    """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
+    """Return the tables of ops, casts, modules, rules, refusals, advice and findings that have rows."""
     return [
         *tables.finding_table(graph.nodes),
         *tables.op_table(graph.nodes),
@@ -168,7 +166,7 @@ def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = (
 
 
 def cast_series(graph: Graph) -> list[Series]:
-    """The bytes that casts move, over the time at which their calls run, or over the order of the calls.
+    """Return the bytes that casts move, over the time at which their calls run, or over the order of the calls.
 
     The time is known where each forward call with a format has one: calls run one after the other, and a cast is made
     when its call begins. Nothing where there are fewer than two casts.

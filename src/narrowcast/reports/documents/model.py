@@ -75,9 +75,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
-    where none does; or none at all. shared: ops, and globs on modules that represent all rules of alike modules.
-    first: numbers of the rows to be looked at first; none where that is their own order.
+    """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty where none
+    does; or none at all. shared: ops, and globs on modules that represent all rules of alike modules.
+    first: numbers of the rows to be shown first; none where that is their own order.
     """
 
     name: str
@@ -93,10 +93,10 @@ class Table:
 class Node:
     """Calls of one op at one place that are alike: what is drawn as a box.
 
-    came, computes, result: formats, several with commas. label: which call of its op it is (`#2`). bytes: read and
-    written. multiplications: as ops/multiplications.py counts them. ns: measured or predicted time. own, inherited,
-    total: relative errors. None: not known. finding: why somebody should look at it. facts: names and values besides,
-    in words.
+    came, computes, result: formats of inputs, compute and outputs, several with commas. label: which call of its op it
+    is (`#2`). bytes: read and written. multiplications: as ops/multiplications.py counts them. ns: measured or
+    predicted time. own, inherited, total: relative errors. None: not known. finding: why it deserves a look. facts:
+    names and values besides, in words.
     """
 
     path: str
@@ -124,17 +124,17 @@ class Node:
 
 
 def label_of(call: CallId) -> str:
-    """Which call of its op it is: `#2`, `#1 turn 3`."""
+    """Return which call of its op it is: `#2`, `#1 turn 3`."""
     return f"#{call.number} turn {call.turn}" if call.turn > 1 else f"#{call.number}"
 
 
 def node_of(call: CallId, computes: str = "", file: str = "", line: int = 0) -> Node:
-    """The box of one call."""
+    """Return the box of one call."""
     return Node(call.module_path, call.op, label_of(call), 1, call.direction, computes=computes, file=file, line=line)
 
 
 def node_at(call: CallId, place: str, computes: str = "") -> Node:
-    """The same of a call at `file:line`."""
+    """Return the box of a call at `file:line`."""
     file, _, line = place.rpartition(":")
     return node_of(call, computes, file, int(line or 0))
 
@@ -194,7 +194,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Exponents:
-    """How often each binary exponent occurs in what a call gave. node: the call. first: the smallest exponent."""
+    """How often each binary exponent occurs in a call's output. node: the call. first: the smallest exponent."""
 
     node: int
     name: str
@@ -225,7 +225,7 @@ class PairRow:
 
 
 def facts_of(**named: object) -> list[tuple[str, str]]:
-    """What was looked at, by name, in words."""
+    """Return what the page is about, by name, in words."""
     return [(name, str(value)) for name, value in named.items()]
 
 
@@ -246,8 +246,8 @@ class Document:
     """Everything that one page shows.
 
     kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `headroom`, `ledger`, `repair`,
-    `profile`, `training-check`). facts: what was looked at, by name. verdict: one sentence; tone as of a figure. todos:
-    most worth doing first. pair: the second run, where two are shown side by side; graph is then the first's.
+    `profile`, `training-check`). facts: what the page is about, by name. verdict: one sentence; tone as of a figure.
+    todos: by their worth. pair: the second run, where two are shown side by side; graph is then the first's.
     """
 
     kind: str
@@ -266,25 +266,25 @@ class Document:
     pair: Pair | None = None
 
     def data(self) -> dict[str, Any]:
-        """The page as JSON has it: nodes and edges as rows under their columns; texts of nodes in a table of texts, and
+        """Return the page as JSON: nodes and edges as rows under their columns; texts of nodes in a table of texts, and
         those of tables and pairs in another, since many stand in more than one row.
         """
         left_out = ("graph", "pair", "tables")
         plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
         texts: dict[str, int] = {"": 0}
-        made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
-        made["tables"] = [_packed_table(table, texts) for table in self.tables]
+        packed = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
+        packed["tables"] = [_packed_table(table, texts) for table in self.tables]
         if self.pair is not None:
-            made["pair"] = {
+            packed["pair"] = {
                 "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
                 "columns": list(_PAIR), "text_columns": sorted(_PAIR_TEXTS),
                 "rows": _rows(self.pair.rows, _PAIR, texts, _PAIR_TEXTS),
             }  # fmt: skip
-        return made | {"texts": list(texts)}
+        return packed | {"texts": list(texts)}
 
 
 def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
-    """A table in whose columns of texts, and only there, numbers represent these."""
+    """Return a table in which numbers represent the texts of columns of texts, and only there."""
     are_texts = [all(isinstance(row[n], str | None) for row in table.rows) for n in range(len(table.columns))]
     rows = [
         [texts.setdefault(value, len(texts)) if is_text and value is not None else _plain(value)
@@ -317,7 +317,7 @@ _NODE, _EDGE, _PAIR = (tuple(f.name for f in fields(kind)) for kind in (Node, Ed
 def _rows(
     records: Iterable[Node | Edge | PairRow], columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
 ) -> list[list[Any]]:
-    """A large model has ten thousand of each: what is the same for all of them is asked once."""
+    """Return records as rows. A large model has ten thousand of each: what is the same for all is asked once."""
     values_of = attrgetter(*columns)
     is_text = [name in of_texts for name in columns]
     return [
@@ -330,7 +330,7 @@ def _rows(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
+    """Return a value in JSON's types: records are objects; a number that is not finite is null; six digits suffice."""
     kind = type(value)
     if kind is int or kind is str or value is None:
         return value
@@ -346,7 +346,7 @@ def _plain(value: Any) -> Any:
 
 
 def _ranges() -> dict[str, dict[str, int]]:
-    """Of each format: bits, the exponents of its largest, its smallest normal and its smallest value."""
+    """Return of each format bits, and the exponents of its largest, its smallest normal and its smallest value."""
     return {
         name: {
             "bits": f.bits, "largest": f.max_exponent, "normal": f.min_exponent,

@@ -26,9 +26,9 @@ _DOCUMENTS: dict[str, Callable[[Any], Document]] = {
 }  # fmt: skip
 
 
-def document_of(found: Result) -> Document:
-    """What a result says: its verdict, figures, tables and graphs, and what to do."""
-    for kind in type(found).__mro__:
+def document_of(result: Result) -> Document:
+    """Return the document of a result: its verdict, figures, tables and graphs, and what to do."""
+    for kind in type(result).__mro__:
         if kind.__name__ in _DOCUMENTS:
-            return _DOCUMENTS[kind.__name__](found)
-    raise TypeError(f"{type(found).__name__} has no document")
+            return _DOCUMENTS[kind.__name__](result)
+    raise TypeError(f"{type(result).__name__} has no document")

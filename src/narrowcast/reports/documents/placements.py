@@ -17,7 +17,7 @@ Placed = Sequence[tuple[CompiledGraph, Placement]]
 
 
 def placed_graphs(graphs: Sequence[CompiledGraph]) -> Placed:
-    """The graphs of which formats were chosen by cost."""
+    """Return the graphs whose formats were chosen by cost."""
     return [(graph, graph.placement) for graph in graphs if graph.placement is not None]
 
 
@@ -26,25 +26,25 @@ def _calls(placed: Placed) -> list[PlacedCall]:
 
 
 def verdict(placed: Placed) -> str:
-    """`Goal fast: 50 of 53 calls run higher than the policy asks; predicted 2.7 s, against ...`; empty without one."""
+    """Return the verdict, `Goal fast: 50 of 53 calls run higher than the policy asks; ...`; empty for no placement."""
     if not placed:
         return ""
     calls = _calls(placed)
     raised = sum(call.chosen != call.formats[0] for call in calls)
-    said = f"Goal {placed[0][0].goal}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
+    text = f"Goal {placed[0][0].goal}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
     chosen, policy = (in_unit(cost, placed[0][1].unit) for cost in _costs(placed))
     time = _measured(placed)
     timed = "not timed" if time is None else f"measured {in_time(time)}"
-    return f"{said}; predicted {chosen}, against {policy} as the policy says; {timed}"
+    return f"{text}; predicted {chosen}, against {policy} as the policy says; {timed}"
 
 
 def _costs(placed: Placed) -> tuple[float, float]:
-    """Of the placement and of the policy's own, over all graphs, casts included."""
+    """Return the costs of the placement and of the policy's own, over all graphs, casts included."""
     return sum(float(p.cost) for _, p in placed), sum(float(p.policy_cost) for _, p in placed)
 
 
 def figures(placed: Placed) -> list[Figure]:
-    """The predicted costs; and what was measured of the candidates that are kept."""
+    """Return the predicted costs, and the measured times of the candidates that are kept."""
     if not placed:
         return []
     (chosen, policy), unit, time = _costs(placed), placed[0][1].unit, _measured(placed)
@@ -54,13 +54,13 @@ def figures(placed: Placed) -> list[Figure]:
 
 
 def _measured(placed: Placed) -> float | None:
-    """The time of the candidates that are kept, of all graphs; None if one was not timed."""
+    """Return the time of the candidates that are kept, of all graphs; None if one was not timed."""
     kept = [c.measured_ns for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
     return sum(kept) if len(kept) == len(placed) else None
 
 
 def bars(placed: Placed) -> list[Bar]:
-    """The time of the calls that could choose, by the format that the policy gives them; casts left out."""
+    """Return the time of the calls that could choose, by the format that the policy asks for; casts left out."""
     if not placed or placed[0][1].unit != "ns":
         return []
     sums: dict[str, float] = {}
@@ -71,7 +71,7 @@ def bars(placed: Placed) -> list[Bar]:
 
 
 def notes(placed: Placed) -> list[str]:
-    """Of each graph what is proved of its choice, what it is predicted to hold at most, and where that is wrong."""
+    """Return for each graph what is proved of its choice, what it may hold at most, and where that is wrong."""
     return [note for graph, placement in placed for note in _notes(graph, placement)]
 
 
@@ -80,14 +80,14 @@ def _notes(graph: CompiledGraph, placement: Placement) -> list[str]:
     earlier = ", chosen earlier" if graph.from_disk else ""
     kept = f"{graph.chosen} is kept{earlier}: {_proof(graph, placement)}"
     took = f"choosing took {graph.candidates_seconds:.1f} s"
-    found = [f"Graph {graph.number}, goal {graph.goal}: {kept}; {took}", *_held(graph)]
+    notes = [f"Graph {graph.number}, goal {graph.goal}: {kept}; {took}", *_held(graph)]
     returned, written_bytes = graph.returned
     if returned and placement.raised == len(placement.calls):
         high = "Every call runs high; results keep the formats that the policy gives them"
-        found.append(f"{high}: {returned} casts of results, {in_bytes(written_bytes)} written")
+        notes.append(f"{high}: {returned} casts of results, {in_bytes(written_bytes)} written")
     if timed is not None and timed.measured_ns and not 0.5 < timed.predicted_ns / timed.measured_ns < 2:
-        found.append("The cost model is wrong here by more than half")
-    return found
+        notes.append("The cost model is wrong here by more than half")
+    return notes
 
 
 def _proof(graph: CompiledGraph, placement: Placement) -> str:
@@ -103,7 +103,7 @@ def _proof(graph: CompiledGraph, placement: Placement) -> str:
 
 
 def _held(graph: CompiledGraph) -> list[str]:
-    """What the chosen candidate is predicted to hold at most, of what, and where; where memory is what counts."""
+    """Return what the chosen candidate is predicted to hold at most, of what, and where, if memory is what counts."""
     peaks = {c.name: c.peak for c in graph.candidates if c.peak is not None}
     peak = peaks.get(graph.chosen)
     if peak is None:
@@ -120,7 +120,7 @@ def _held(graph: CompiledGraph) -> list[str]:
 
 
 def tables(placed: Placed) -> list[Table]:
-    """Each call that could choose, the costliest first, and each way that was considered."""
+    """Return each call that could choose, the costliest first, and each way that was considered."""
     ordered = sorted(_calls(placed), key=lambda call: (-max(call.costs), call.step))
     calls = [
         [c.site.module_path, c.op, c.formats[0].name, c.chosen.name, "x".join(map(str, c.shape or ())),
@@ -137,16 +137,16 @@ def tables(placed: Placed) -> list[Table]:
         for graph, _ in placed
         for c in graph.candidates
     ]  # fmt: skip
-    said = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
-    said += "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
+    ways_columns = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
+    ways_columns += "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
     return [
         *table("placement", "Calls that could choose, the costliest first", columns, calls),
-        *table("candidates", "Candidates: each way that was considered", said, ways),
+        *table("candidates", "Candidates: each way that was considered", ways_columns, ways),
     ]
 
 
 def add_costs(nodes: Sequence[Node], placement: Placement) -> None:
-    """What each placed call costs in the format that was chosen."""
+    """Add to nodes what each placed call costs in the format that was chosen."""
     costs: dict[tuple[str, str, int], list[float]] = {}
     for call in placement.calls:
         cost = dict(zip(call.formats, call.costs, strict=True)).get(call.chosen)

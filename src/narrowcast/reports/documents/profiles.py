@@ -42,16 +42,16 @@ above.
 """
 
 
-def profile_document(found: Profile) -> Document:
-    """The page of a profile."""
-    device = found.device
-    groups = _groups(found.samples)
+def profile_document(profile: Profile) -> Document:
+    """Return the page of a profile."""
+    device = profile.device
+    groups = _groups(profile.samples)
     ratios = _ratios(groups)
     page = Document("profile", device.name, _verdict(ratios))
     name, units = f"{device.name} ({device.type})", ", ".join(device.units) or "unknown"
     page.facts = facts_of(device=name, units=units, threads=device.threads, torch=device.torch)
-    page.figures = _figures(found, ratios)
-    page.todos = _todos(found)
+    page.figures = _figures(profile, ratios)
+    page.todos = _todos(profile)
     crossings: list[list[Any]] = []
     for (family, backward), calls in groups.items():
         series, crossed = _plot(family, backward, calls)
@@ -59,7 +59,7 @@ def profile_document(found: Profile) -> Document:
         crossings += [
             [family, _direction(backward), low, size, _unit(family), *others] for low, size, *others in crossed
         ]
-    abilities = [[one.op, one.format, one.direction, one.state, one.error] for one in found.abilities.values()]
+    abilities = [[one.op, one.format, one.direction, one.state, one.error] for one in profile.abilities.values()]
     page.tables = [
         *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
                "calls:number, median:number, least:number, most:number", ratios),
@@ -81,10 +81,10 @@ _MULTIPLY = (GEMM, ONE_ROW, CONV, ATTENTION)
 
 
 def _groups(samples: Mapping[str, Sample]) -> Groups:
-    """Calls by family and direction, families in their order; of copies the formats that they are between. Products
-    that read more bytes than they multiply (a matrix and a vector) are as slow as memory is: a family of their own.
+    """Return calls by family and direction, families in their order; of copies the formats that they are between.
+    Matrix-vector products, which read more bytes than they multiply, are as slow as memory is: a family of their own.
     """
-    found: dict[tuple[str, bool], dict[str, dict[str, Sample]]] = {}
+    calls: dict[tuple[str, bool], dict[str, dict[str, Sample]]] = {}
     for text, sample in sorted(samples.items()):  # in whatever order they were measured
         family, name = sample.family, sample.format
         plain = without_format(text, name)
@@ -93,16 +93,16 @@ def _groups(samples: Mapping[str, Sample]) -> Groups:
         if family == COPY:
             src = text.partition("(")[2].partition("[")[0]
             name, plain = f"{src} to {name}", plain.replace(f"{src}[", "[")
-        found.setdefault((family, sample.backward), {}).setdefault(plain, {})[name] = sample
-    known = sorted((key for key in found if key[0] in _ORDER), key=lambda key: (_ORDER.index(key[0]), key[1]))
+        calls.setdefault((family, sample.backward), {}).setdefault(plain, {})[name] = sample
+    known = sorted((key for key in calls if key[0] in _ORDER), key=lambda key: (_ORDER.index(key[0]), key[1]))
     return {
-        key: [MeasuredCall(text, _size(key[0], next(iter(each.values()))), each) for text, each in found[key].items()]
+        key: [MeasuredCall(text, _size(key[0], next(iter(each.values()))), each) for text, each in calls[key].items()]
         for key in known
     }
 
 
 def _size(family: str, sample: Sample) -> float:
-    """What a time is drawn over: two operations are one multiplication."""
+    """Return the size that a time is drawn over: two operations are one multiplication."""
     return sample.flops / 2 if family in _MULTIPLY else float(sample.elements)
 
 
@@ -115,14 +115,14 @@ def _direction(backward: bool) -> str:
 
 
 def _ratios(groups: Groups) -> list[list[Any]]:
-    """A row for each family, direction and low format: how its times are to those of fp32."""
+    """Return a row for each family, direction and low format: the ratio of its times to those of fp32."""
     rows = []
     for (family, backward), calls in groups.items():
         for low in dict.fromkeys(name for call in calls for name in call.samples):
-            found = [c.samples[low].ns / c.samples[HIGH].ns for c in calls if {low, HIGH} <= set(c.samples)]
-            if low != HIGH and found:
-                median = statistics.median(found)
-                rows.append([family, _direction(backward), low, len(found), median, min(found), max(found)])
+            ratios = [c.samples[low].ns / c.samples[HIGH].ns for c in calls if {low, HIGH} <= set(c.samples)]
+            if low != HIGH and ratios:
+                median = statistics.median(ratios)
+                rows.append([family, _direction(backward), low, len(ratios), median, min(ratios), max(ratios)])
     return rows
 
 
@@ -132,25 +132,25 @@ def _verdict(ratios: list[list[Any]]) -> str:
         forward = [(row[0], row[4]) for row in ratios if row[2] == low and row[1] == "forward"]
         faster = [family for family, ratio in forward if ratio < 1 / (1 + LEAST_DIFFERENCE)]
         slower = [family for family, ratio in forward if ratio > 1 + LEAST_DIFFERENCE]
-        words = [f"{said} in {', '.join(found)}" for said, found in (("faster", faster), ("slower", slower)) if found]
+        words = [f"{word} in {', '.join(them)}" for word, them in (("faster", faster), ("slower", slower)) if them]
         if forward:
             parts.append(f"{low} is {' and '.join(words) if words else 'as fast everywhere'}")
     return f"Against fp32, {'; '.join(parts)}" if parts else "No call was measured in two formats"
 
 
 def _figures(profile: Profile, ratios: list[list[Any]]) -> list[Figure]:
-    found = [Figure("samples", len(profile.samples), "calls in one format and direction")]
+    figures = [Figure("samples", len(profile.samples), "calls in one format and direction")]
     for family, direction, low, calls, median, *_ in ratios:
         if family == GEMM and direction == "forward":
             tone = "good" if median < 1 else "bad"
-            found.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
+            figures.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
     for row in profile.emulated():
-        found.append(Figure(f"{row.format} {row.family}", "emulated", f"{row.ratio:.1f} x fp32's time", "bad"))
+        figures.append(Figure(f"{row.format} {row.family}", "emulated", f"{row.ratio:.1f} x fp32's time", "bad"))
     raises = sum(one.state == RAISES for one in profile.abilities.values())
     if profile.abilities:
         tone = "bad" if raises else "good"
-        found.append(Figure("refused", raises, f"of {len(profile.abilities)} asked: op, format, direction", tone))
-    return found
+        figures.append(Figure("refused", raises, f"of {len(profile.abilities)} asked: op, format, direction", tone))
+    return figures
 
 
 def _todos(profile: Profile) -> list[Todo]:
@@ -163,7 +163,7 @@ def _todos(profile: Profile) -> list[Todo]:
 
 
 def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[Series], list[Crossing]]:
-    """Time over size, a line for each format; and where lines cross."""
+    """Return time over size, a line for each format; and where lines cross."""
     common = Counter(frozenset(call.samples) for call in calls).most_common()
     formats = max(common, key=lambda each: (len(each[0]) > 1, each[1], len(each[0])))[0]
     order = [name for name in dict.fromkeys(n for c in calls for n in c.samples) if name in formats]
@@ -192,7 +192,7 @@ def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[
 def _crossings(
     low: str, xs: list[float], times: Mapping[str, list[float]], unsure: Mapping[str, list[float]]
 ) -> Iterable[Crossing]:
-    """Between sizes at which one format, and then the other, is faster by more than the samples are spread."""
+    """Yield crossings between sizes at which one format, then the other, is faster by more than the samples' spread."""
     gaps = [math.log(a / b) for a, b in zip(times[low], times[HIGH], strict=True)]
     least = [math.log1p(max(LEAST_DIFFERENCE, a + b)) for a, b in zip(unsure[low], unsure[HIGH], strict=True)]
     sure = [k for k, (gap, bound) in enumerate(zip(gaps, least, strict=True)) if abs(gap) > bound]

@@ -14,93 +14,93 @@ from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 
-def repair_document(found: Repair) -> Document:
-    """The page of what `nc.repair` found."""
-    page = Document("repair", found.subject, repair_verdict(found), "good" if found.is_clean else "bad")
-    device, region = found.environment.get("device", found.device_type), f"{found.device_type} in {found.low}"
-    page.facts = facts_of(model=found.subject, device=device, policy=found.base, region=region, asked=found.asked)
-    page.figures = _figures(found)
-    page.bars = _bars(found)
-    rules = [_rule(row.rule) for row in found.rules]
-    page.todos = [*_use(found), *(_todo(row, rule) for row, rule in zip(found.rules, rules, strict=True))][:4]
-    page.notes = list(found.notes)
-    others = [[rule, "was tried, and is not needed"] for rule in found.dropped]
-    others += [[rule, "may not be needed: the limit of runs was reached"] for rule in found.untried]
-    page.tables = [*_rule_table(found.rules, rules), *_step_table(found.steps)]
+def repair_document(result: Repair) -> Document:
+    """Return the page of the result of `nc.repair`."""
+    page = Document("repair", result.subject, repair_verdict(result), "good" if result.is_clean else "bad")
+    device, region = result.environment.get("device", result.device_type), f"{result.device_type} in {result.low}"
+    page.facts = facts_of(model=result.subject, device=device, policy=result.base, region=region, asked=result.asked)
+    page.figures = _figures(result)
+    page.bars = _bars(result)
+    rules = [_rule(row.rule) for row in result.rules]
+    page.todos = [*_use(result), *(_todo(row, rule) for row, rule in zip(result.rules, rules, strict=True))][:4]
+    page.notes = list(result.notes)
+    others = [[rule, "was tried, and is not needed"] for rule in result.dropped]
+    others += [[rule, "may not be needed: the limit of runs was reached"] for rule in result.untried]
+    page.tables = [*_rule_table(result.rules, rules), *_step_table(result.steps)]
     page.tables += table("other rules", "Other rules", "rule, outcome", others)
-    page.series = _series(found)
+    page.series = _series(result)
     return page
 
 
-def repair_verdict(found: Repair) -> str:
-    """The verdict, a colon, and what was wrong, with how many rules, and what is now."""
-    before, after = found.before, found.after
-    if found.verdict == CLEAN:
-        said = f"{after.found}{_measured(found, after)}"
-    elif found.verdict == BEYOND:
-        said = before.found
+def repair_verdict(result: Repair) -> str:
+    """Return the verdict, a colon, and what was wrong, with how many rules, and what is now."""
+    before, after = result.before, result.after
+    if result.verdict == CLEAN:
+        text = f"{after.found}{_measured(result, after)}"
+    elif result.verdict == BEYOND:
+        text = before.found
     else:
-        end = "clean" if found.verdict == REPAIRED else after.found
-        rules = counted(len(found.rules), "rule") if found.rules else "no rule"
-        said = f"{before.found}{_measured(found, before)}; with {rules} {end}{_measured(found, after)}"
-    return f"{found.verdict.capitalize()}: {said}"
+        end = "clean" if result.verdict == REPAIRED else after.found
+        rules = counted(len(result.rules), "rule") if result.rules else "no rule"
+        text = f"{before.found}{_measured(result, before)}; with {rules} {end}{_measured(result, after)}"
+    return f"{result.verdict.capitalize()}: {text}"
 
 
-def _measured(found: Repair, step: RepairStep) -> str:
-    said = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
+def _measured(result: Repair, step: RepairStep) -> str:
+    texts = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
     for name, value in list(step.metric.items())[:2]:
-        reference = f", fp32 {found.reference[name]:.6g}" if name in found.reference else ""
-        said.append(f"{name} {value:.6g}{reference}")
-    return f" ({'; '.join(said)})" if said else ""
+        reference = f", fp32 {result.reference[name]:.6g}" if name in result.reference else ""
+        texts.append(f"{name} {value:.6g}{reference}")
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
-def _figures(found: Repair) -> list[Figure]:
-    before, after = found.before, found.after
-    figures = [Figure("runs", found.runs, "of the model, its metric included")]
-    figures += [Figure("rules", len(found.rules), f"tried, and not needed: {len(found.dropped)}")]
+def _figures(result: Repair) -> list[Figure]:
+    before, after = result.before, result.after
+    figures = [Figure("runs", result.runs, "of the model, its metric included")]
+    figures += [Figure("rules", len(result.rules), f"tried, and not needed: {len(result.dropped)}")]
     if number(after.error) is not None:
         figures.append(Figure("output error", after.error, f"before: {number_text(before.error)}", unit="relative"))
     for name, value in after.metric.items():
-        known = [("fp32", found.reference.get(name)), ("before", before.metric.get(name))]
-        detail = ", ".join(f"{said} {figure:.6g}" for said, figure in known if figure is not None)
+        known = [("fp32", result.reference.get(name)), ("before", before.metric.get(name))]
+        detail = ", ".join(f"{label} {figure:.6g}" for label, figure in known if figure is not None)
         figures.append(Figure(name, value, detail))
-    cost = sum(row.cost_ns for row in found.rules)
-    if found.rules and math.isfinite(cost):
+    cost = sum(row.cost_ns for row in result.rules)
+    if result.rules and math.isfinite(cost):
         detail = "by the profile of the device, casts left out"
         figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
-    was, now = found.products_before, found.products_after
+    was, now = result.products_before, result.products_after
     if now.all:
         detail = f"of {now.all} matrix multiplications; before"
         detail += f": {was.low}" if was.all == now.all else " it did not finish"
-        figures.append(Figure(f"still in {found.low}", now.low, detail))
+        figures.append(Figure(f"still in {result.low}", now.low, detail))
     return figures
 
 
-def _bars(found: Repair) -> list[Bar]:
-    """Products by format, before and after; before only where the model ran to its end."""
-    before, after = found.products_before, found.products_after
+def _bars(result: Repair) -> list[Bar]:
+    """Return matrix multiplications by format, before and after; before only where the model ran to its end."""
+    before, after = result.products_before, result.products_after
     bars = []
     for when, counts in (("before", before), ("with the rules", after)):
         if counts.all and counts.all == after.all:
-            parts = ((found.low, float(counts.low)), ("fp32", float(counts.all - counts.low)))
+            parts = ((result.low, float(counts.low)), ("fp32", float(counts.all - counts.low)))
             title = f"Matrix multiplications by format, {when}"
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
     return bars
 
 
 def _rule(rule: Rule) -> dict[str, str]:
-    said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
+    keys = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
             "reason": rule.reason}  # fmt: skip
-    return {key: value for key, value in said.items() if value or (key == "module" and value is not None)}
+    return {key: value for key, value in keys.items() if value or (key == "module" and value is not None)}
 
 
-def _use(found: Repair) -> list[Todo]:
-    if found.verdict == BEYOND:
+def _use(result: Repair) -> list[Todo]:
+    if result.verdict == BEYOND:
         return [Todo("Run it in fp32 under nc.watch()", "no rule fixes that; the watch shows the calls")]
-    if found.verdict == OUT_OF_IDEAS:
+    if result.verdict == OUT_OF_IDEAS:
         return [Todo("See the notes and each run", "no rule about an op or a module fixes what is left")]
     how = 'nc.autocast(..., policy=result.policy); result.policy.save("fixed.toml") keeps it'
-    return [Todo("Use the policy", how)] if found.verdict == REPAIRED else []
+    return [Todo("Use the policy", how)] if result.verdict == REPAIRED else []
 
 
 def _todo(row: RepairRule, shown: Mapping[str, str]) -> Todo:
@@ -140,17 +140,17 @@ def _low(step: RepairStep) -> tuple[int | None, int | None]:
     return (step.products.low, step.products.all) if step.products.all else (None, None)
 
 
-def _series(found: Repair) -> list[Series]:
-    """The error and the share of products in the low format over the runs, as far as they are known."""
-    xs = [float(n) for n in range(1, len(found.steps) + 1)]
-    errors = [number(step.error) for step in found.steps]
-    shares = [100 * low / whole if low is not None and whole else None for low, whole in map(_low, found.steps)]
+def _series(result: Repair) -> list[Series]:
+    """Return the error and the share of multiplications in the low format over the runs, as far as they are known."""
+    xs = [float(n) for n in range(1, len(result.steps) + 1)]
+    errors = [number(step.error) for step in result.steps]
+    shares = [100 * low / whole if low is not None and whole else None for low, whole in map(_low, result.steps)]
     series = []
     if sum(error is not None for error in errors) > 1:
         lines: list[tuple[str, list[float | None]]] = [("output error", [error or None for error in errors])]
         series.append(Series("Error by run", "run", "relative error", xs, lines, "whole", "relative", log=True))
     if sum(share is not None for share in shares) > 1:
-        title, low = "Share in low formats, by run", [(f"matrix multiplications in {found.low}", shares)]
+        title, low = "Share in low formats, by run", [(f"matrix multiplications in {result.low}", shares)]
         note = "Runs in fp32, and runs that raised before their end, have none or fewer."
         series.append(Series(title, "run", "of matrix multiplications", xs, low, "whole", "percent", note=note))
     return series

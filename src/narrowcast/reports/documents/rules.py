@@ -21,12 +21,12 @@ _NOT_ASKED = ("module.call.", "aten._to_copy.")
 
 
 def alike_module(path: str) -> str:
-    """The path without the numbers of layers: modules that differ by these share a line."""
+    """Return the path without the numbers of layers: modules that differ by these share a line."""
     return _NUMBER.sub("*", path)
 
 
 def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
-    """The rule that gives an op in a module another action; none for what no policy is asked about."""
+    """Return the rule that gives an op in a module another action; none for what no policy is asked about."""
     if not action or op.count(".") < 2 or op.startswith(_NOT_ASKED):
         return {}
     rule = {"op": op, "module": glob.escape(path), "action": action, "reason": reason}
@@ -34,50 +34,50 @@ def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
 
 
 def is_low(formats: str) -> bool:
-    """Whether one of these formats (`bf16,fp32`) is lower than fp32."""
+    """Return whether one of these formats (`bf16,fp32`) is lower than fp32."""
     return any(name in FORMATS and FORMATS[name].bits < 32 for name in formats.split(","))
 
 
 def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
-    """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
+    """Return the rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
     action = "full" if is_low(computes) and call.direction != BACKWARD else ""
     return call_rule(call.op, call.module_path, action, reason)
 
 
 def keeping(op: str, path: str) -> str:
-    """What the rule that keeps a call in fp32 does, in words."""
+    """Return what the rule that keeps a call in fp32 does, in words."""
     return f"Keep {op} in {path or 'the root'} in fp32"
 
 
 def high_rule(node: Node) -> Shown:
-    """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
+    """Return the rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
     return rule_of_call(CallId(node.path, node.op, direction=node.direction), node.computes)
 
 
 def changing_action(computes: str, direction: str) -> str:
-    """What has a call compute in another format than it does: high where it is low, and the other way round."""
+    """Return the action that has a call compute in another format: high where it is low, and the other way round."""
     if direction != "forward":
         return ""
     return "full" if is_low(computes) else "lower" if computes == "fp32" else ""
 
 
 def cast_changes(src: str, dst: str) -> str:
-    """The action that does without a cast: full where it lowers, follow where it widens."""
+    """Return the action that does without a cast: full where it lowers, follow where it widens."""
     lowers = src in FORMATS and dst in FORMATS and FORMATS[dst].bits < FORMATS[src].bits
     return "full" if lowers else "follow"
 
 
 def agreeing(rules: Iterable[Shown]) -> list[Shown]:
-    """The rules without those that contradict one before them: about the same calls, `full` is first."""
+    """Return the rules without those that contradict one before them: about the same calls, `full` is first."""
     rules = list(rules)
-    found: dict[tuple[str, str], str] = {}
+    actions: dict[tuple[str, str], str] = {}
     for rule in sorted(filter(None, rules), key=lambda rule: rule["action"] != "full"):
-        found.setdefault(_about(rule), rule["action"])
-    return [rule if rule and found[_about(rule)] == rule["action"] else {} for rule in rules]
+        actions.setdefault(_about(rule), rule["action"])
+    return [rule if rule and actions[_about(rule)] == rule["action"] else {} for rule in rules]
 
 
 def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[str, str]]:
-    """Ops and globs on modules, `encoder.layer.*.attention`, that represent these rules and no other call.
+    """Return ops and globs on modules, `encoder.layer.*.attention`, that represent these rules and no other call.
 
     Each is for rules of one op whose modules differ by the number of their layers. Of an op that has rules of several
     actions there are none: which of two globs decides where both hold is a matter of their order.
@@ -100,12 +100,12 @@ def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[
 
 
 def rule_text(rule: Mapping[str, str]) -> str:
-    """The rule as a policy file has it."""
+    """Return the rule in the form of a policy file."""
     return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
 
 
 def rule_in_line(rule: Mapping[str, str]) -> str:
-    """The same on one line: `[[rule]] with op = "aten.mm.default", action = "full"`."""
+    """Return the rule on one line: `[[rule]] with op = "aten.mm.default", action = "full"`."""
     first, *lines = rule_text(rule).split("\n")
     return f"{first} with {', '.join(lines)}"
 
@@ -115,12 +115,12 @@ def _about(rule: Shown) -> tuple[str, str]:
 
 
 def _is_inside(path: str, pattern: str) -> bool:
-    """Whether a glob names the module, or one around it."""
+    """Return whether a glob names the module, or one around it."""
     return fnmatchcase(path, pattern) or (bool(path) and _is_inside(path.rpartition(".")[0], pattern))
 
 
 def _quoted(value: str) -> str:
-    """A basic string of TOML."""
+    """Return a basic string of TOML."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
     return f'"{plain}"'

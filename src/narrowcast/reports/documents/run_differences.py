@@ -17,30 +17,30 @@ from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
-"""How many differences of the environments are told on the first screen; the table has all."""
+"""How many differences of the environments are on the first screen; the table has all."""
 LETTERS = 40
 ALONE = 3
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
-def run_differences_document(found: RunDifferences) -> Document:
-    """The page of what `nc.diff` found. With both runs, if they are there; a saved one has none."""
-    sides = SideGraph(found, "a"), SideGraph(found, "b")
-    rows = [_pair_row(row, sides) for row in found.rows]
-    _mark(found.rows, rows, sides)
-    _mark_alone(found.unaligned, sides)
-    tone = "bad" if found.verdict == VALUES_DIFFER else "" if found.verdict == NOT_COMPARED else "good"
-    title, verdict = f"{found.a} against {found.b}", run_differences_verdict(found)
+def run_differences_document(result: RunDifferences) -> Document:
+    """Return the page of the result of `nc.diff`. With both runs, if they are there; a saved one has none."""
+    sides = SideGraph(result, "a"), SideGraph(result, "b")
+    rows = [_pair_row(row, sides) for row in result.rows]
+    _mark(result.rows, rows, sides)
+    _mark_alone(result.unaligned, sides)
+    tone = "bad" if result.verdict == VALUES_DIFFER else "" if result.verdict == NOT_COMPARED else "good"
+    title, verdict = f"{result.a} against {result.b}", run_differences_verdict(result)
     page = Document("comparison of runs", title, verdict, tone, graph=sides[0].graph)
     kept = [row for row in rows if row.a or row.b]
-    page.pair = Pair((found.a, found.b), sides[1].graph, kept, str(found.by_hand))
-    page.facts = _facts(found)
-    page.figures = _figures(found)
-    page.bars = _bars(found)
-    page.todos = _todos(found)
-    page.tables = _tables(found)
+    page.pair = Pair((result.a, result.b), sides[1].graph, kept, str(result.by_hand))
+    page.facts = _facts(result)
+    page.figures = _figures(result)
+    page.bars = _bars(result)
+    page.todos = _todos(result)
+    page.tables = _tables(result)
     page.series = _series(rows)
-    page.notes = list(found.notes)
+    page.notes = list(result.notes)
     return page
 
 
@@ -60,27 +60,27 @@ def _given(row: RunRow) -> str:
     return "; ".join(f"{name} {a} / {b}" for name, a, b in row.given)
 
 
-def _mark(found: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGraph, SideGraph]) -> None:
-    for row, pair in zip(found, rows, strict=True):
+def _mark(run_rows: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGraph, SideGraph]) -> None:
+    for row, pair in zip(run_rows, rows, strict=True):
         if row.verdict == DIFFERS:
-            said = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
+            text = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
             for numbers, side in ((pair.a, sides[0]), (pair.b, sides[1])):
                 for n in numbers:
-                    side.graph.nodes[n].finding = said + number_text(row.band)
+                    side.graph.nodes[n].finding = text + number_text(row.band)
 
 
-def _mark_alone(found: Iterable[Unaligned], sides: tuple[SideGraph, SideGraph]) -> None:
-    """So is a call without a partner that does."""
-    for one in found:
+def _mark_alone(unaligned: Iterable[Unaligned], sides: tuple[SideGraph, SideGraph]) -> None:
+    """Mark calls without a partner that make a difference."""
+    for one in unaligned:
         side = sides["ab".index(one.run)]
-        said = f"only this run makes it: its effect differs by {number_text(one.apart)} apart"
+        text = f"only this run makes it: its effect differs by {number_text(one.apart)} apart"
         for n in side.numbers([one.id]) if one.apart else ():
-            side.graph.nodes[n].finding = said
+            side.graph.nodes[n].finding = text
 
 
-def _facts(found: RunDifferences) -> list[tuple[str, str]]:
-    facts = [("a", found.a), ("b", found.b)]
-    differ = found.environment
+def _facts(result: RunDifferences) -> list[tuple[str, str]]:
+    facts = [("a", result.a), ("b", result.b)]
+    differ = result.environment
     facts += [(name, f"{_short(a)} / {_short(b)}") for name, a, b in differ[:ENVIRONMENT]]
     if len(differ) > ENVIRONMENT:
         facts.append(("environment", f"{len(differ) - ENVIRONMENT} differences more, in the tables"))
@@ -88,86 +88,87 @@ def _facts(found: RunDifferences) -> list[tuple[str, str]]:
 
 
 def _short(text: str) -> str:
-    """A digest by its first digits; the table has all of them."""
+    """Return a digest by its first digits; the table has all of them."""
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
 
 
-def _figures(found: RunDifferences) -> list[Figure]:
-    made = len(found.producers) + len(found.alone)
-    inherit = sum(row.verdict == INHERITED for row in found.rows)
-    known = [d for d in map(_difference, found.rows) if d is not None]
-    alone = [sum(one.run == run for one in found.unaligned) for run in "ab"]
+def _figures(result: RunDifferences) -> list[Figure]:
+    producers = len(result.producers) + len(result.alone)
+    inherit = sum(row.verdict == INHERITED for row in result.rows)
+    known = [d for d in map(_difference, result.rows) if d is not None]
+    alone = [sum(one.run == run for one in result.unaligned) for run in "ab"]
     figures = [
-        Figure("pairs of calls", len(found.rows), f"{found.compared} compared"),
-        Figure("make a difference", made, f"{inherit} inherit one", "bad" if made else "good"),
-        Figure("in other formats", len(found.formats), "pairs"),
+        Figure("pairs of calls", len(result.rows), f"{result.compared} compared"),
+        Figure("make a difference", producers, f"{inherit} inherit one", "bad" if producers else "good"),
+        Figure("in other formats", len(result.formats), "pairs"),
         Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
     if known:
         figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
-    if found.gradients:
-        far = [g for g in found.gradients if g.is_beyond or number(g.difference) is None]
-        worst = max(found.gradients, key=lambda row: or_infinity(row.difference))
+    if result.gradients:
+        far = [g for g in result.gradients if g.is_beyond or number(g.difference) is None]
+        worst = max(result.gradients, key=lambda row: or_infinity(row.difference))
         largest = f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
-        said = f"{len(far)} beyond round-off; largest difference: {largest}"
-        figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
-    tokens = found.tokens
+        detail = f"{len(far)} beyond round-off; largest difference: {largest}"
+        figures.append(Figure("gradients", len(result.gradients), detail, "bad" if far else "good"))
+    tokens = result.tokens
     if tokens and tokens.count:
-        said = f"rms, in nats, of {counted(tokens.count, 'token')}; p99 {number_text(tokens.p99)}, largest "
-        said += f"{number_text(tokens.largest)} at {tokens.at}, mean {tokens.mean:+.1e}"
-        said += f"; they differ from token {tokens.first_other} on" if tokens.first_other >= 0 else ""
-        figures.append(Figure("log-probabilities", tokens.rms, said, unit="relative"))
+        detail = f"rms, in nats, of {counted(tokens.count, 'token')}; p99 {number_text(tokens.p99)}, largest "
+        detail += f"{number_text(tokens.largest)} at {tokens.at}, mean {tokens.mean:+.1e}"
+        detail += f"; they differ from token {tokens.first_other} on" if tokens.first_other >= 0 else ""
+        figures.append(Figure("log-probabilities", tokens.rms, detail, unit="relative"))
     elif tokens:
         figures.append(Figure("log-probabilities", "not compared", "no token is the same"))
     return figures
 
 
-def _bars(found: RunDifferences) -> list[Bar]:
-    """Calls by format in either run, then what changed from one to the other, and what came of it."""
-    bars = [Bar(f"Calls by format, {run}", "calls", tuple(Counter(_formats(found, run)).most_common())) for run in "ab"]
-    changes = Counter(f"{row.format_a} → {row.format_b}" for row in found.formats)
-    verdicts = Counter(row.verdict for row in found.rows)
+def _bars(result: RunDifferences) -> list[Bar]:
+    """Return calls by format in either run, then what changed from one to the other, and its effect."""
+    formats = ((run, Counter(_formats(result, run)).most_common()) for run in "ab")
+    bars = [Bar(f"Calls by format, {run}", "calls", tuple(counts)) for run, counts in formats]
+    changes = Counter(f"{row.format_a} → {row.format_b}" for row in result.formats)
+    verdicts = Counter(row.verdict for row in result.rows)
     bars.append(Bar("What changed: pairs in other formats, a → b", "pairs", tuple(changes.most_common())))
     ordered = sorted(verdicts.items(), key=lambda part: VERDICTS.index(part[0]))
     bars.append(Bar("Pairs by verdict", "pairs", tuple(ordered)))
     return [bar for bar in bars if bar.parts]
 
 
-def _formats(found: RunDifferences, run: str) -> Iterable[str]:
-    for row in found.rows:
+def _formats(result: RunDifferences, run: str) -> Iterable[str]:
+    for row in result.rows:
         calls, format = (row.a, row.format_a) if run == "a" else (row.b, row.format_b)
         yield from [format] * len(calls)
-    yield from (one.format for one in found.unaligned if one.run == run)
+    yield from (one.format for one in result.unaligned if one.run == run)
 
 
-def _todos(found: RunDifferences) -> list[Todo]:
-    """Where to look, and what to change: at calls of one run alone, at the first call in another value, and at the
-    first in another format; else at what is left that differs.
+def _todos(result: RunDifferences) -> list[Todo]:
+    """Return advice on where to look, and what to change: at calls of one run alone, at the first call in another
+    value, and at the first in another format; else at what is left that differs.
     """
-    value, format, todos = found.first_value, found.first_format, []
-    if found.alone:
-        calls = "; ".join(f"{one.id} of {one.run}, {number_text(one.apart)} apart" for one in found.alone[:ALONE])
-        more = len(found.alone) - ALONE
-        said = f"{calls}; and {more} more" if more > 0 else calls
-        todos.append(Todo("Inspect what only one program calls, between calls that agree", said))
+    value, format, todos = result.first_value, result.first_format, []
+    if result.alone:
+        calls = "; ".join(f"{one.id} of {one.run}, {number_text(one.apart)} apart" for one in result.alone[:ALONE])
+        more = len(result.alone) - ALONE
+        reason = f"{calls}; and {more} more" if more > 0 else calls
+        todos.append(Todo("Inspect what only one program calls, between calls that agree", reason))
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         todos.append(Todo(what, why, path=value.a[0].module_path))
-        if found.alone and found.alone[0].id.direction == BACKWARD != value.a[0].direction:
+        if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
             todos.reverse()  # the forward comes first
-    if not todos and found.tokens is not None and found.tokens.is_beyond:
+    if not todos and result.tokens is not None and result.tokens.is_beyond:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
-    elif not todos and any(row.is_beyond for row in found.gradients):
+    elif not todos and any(row.is_beyond for row in result.gradients):
         todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:
-        said = f"it computes in {format.format_a} in a, in {format.format_b} in b"
+        reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
-        todos.append(Todo(what, said, path=format.a[0].module_path))
-    if not todos and len(found.unaligned) > len(found.rows):
+        todos.append(Todo(what, reason, path=format.a[0].module_path))
+    if not todos and len(result.unaligned) > len(result.rows):
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
     return todos
 
@@ -176,7 +177,7 @@ def _names(calls: Iterable[CallId]) -> str:
     return " + ".join(map(str, calls))
 
 
-def _tables(found: RunDifferences) -> list[Table]:
+def _tables(result: RunDifferences) -> list[Table]:
     columns = "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
     columns += "round-off bound:error, inputs differ by:error, measured by, paired by, given, why, "
     columns += "line of a:line, line of b:line"
@@ -188,24 +189,24 @@ def _tables(found: RunDifferences) -> list[Table]:
             number(row.inputs), row.measured_by, row.aligned_by, _given(row), row.why, row.place_a, row.place_b,
         ]  # fmt: skip
 
-    marked = (row for row in found.rows if row.verdict == DIFFERS or row.differs_in_format)
+    marked = (row for row in result.rows if row.verdict == DIFFERS or row.differs_in_format)
     return [
         *table("differences", "Pairs that make a difference, or compute in other formats", columns, map(cells, marked)),
-        *table("pairs", "Every pair of calls, in the order of a", columns, map(cells, found.rows)),
-        *_alone(found, "a", "call"),
-        *_alone(found, "b", "call_b"),
-        *table("environment", "What differs between the environments", "name, in a, in b", found.environment),
+        *table("pairs", "Every pair of calls, in the order of a", columns, map(cells, result.rows)),
+        *_alone(result, "a", "call"),
+        *_alone(result, "b", "call_b"),
+        *table("environment", "What differs between the environments", "name, in a, in b", result.environment),
         *table("gradients", "Gradients of parameters", "parameter of a, parameter of b, difference:error, "
                "round-off bound:error, measured by",
                [[" + ".join(g.a), " + ".join(g.b), number(g.difference), number(g.band), g.measured_by]
-                for g in found.gradients]),
+                for g in result.gradients]),
     ]  # fmt: skip
 
 
-def _alone(found: RunDifferences, run: str, kind: str) -> list[Table]:
+def _alone(result: RunDifferences, run: str, kind: str) -> list[Table]:
     rows = [
         [str(one.id), one.after, one.why, number(one.apart or None), one.place]
-        for one in found.unaligned
+        for one in result.unaligned
         if one.run == run
     ]
     columns = f"call:{kind}, after:{kind}, why, what comes of it differs by:error, line:line"
@@ -226,14 +227,14 @@ def _series(rows: list[PairRow]) -> list[Series]:
                    log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip
 
 
-def run_differences_verdict(found: RunDifferences) -> str:
-    """The verdict in a sentence."""
-    inherited = sum(row.verdict == INHERITED for row in found.rows)
-    said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
-    made = len(found.producers) + len(found.alone)
-    if made:
-        said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
+def run_differences_verdict(result: RunDifferences) -> str:
+    """Return the verdict in a sentence."""
+    inherited = sum(row.verdict == INHERITED for row in result.rows)
+    texts = [f"{len(result.formats)} in other formats" if result.formats else "all in the same formats"]
+    producers = len(result.producers) + len(result.alone)
+    if producers:
+        texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} inherit one")
     else:
-        largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
-        said.append(f"no call beyond round-off, largest {number_text(largest)}")
-    return f"{found.verdict.capitalize()}: {'; '.join(said)}"
+        largest = max((r.difference for r in result.rows if not math.isnan(r.difference)), default=0.0)
+        texts.append(f"no call beyond round-off, largest {number_text(largest)}")
+    return f"{result.verdict.capitalize()}: {'; '.join(texts)}"

@@ -24,7 +24,7 @@ FLOW = (
 
 
 def flow_of(run: Run) -> RunFlow:
-    """The flow of a run."""
+    """Return the flow of a run."""
     flow = RunFlow(run.tensors)
     for call in run.calls:
         flow.add(call)
@@ -43,35 +43,35 @@ class RunFlow:
         self._like: dict[tuple[Any, ...], int] = {}
 
     def graph(self) -> Graph:
-        """The nodes and edges so far."""
+        """Return the nodes and edges so far."""
         return Graph(self.nodes, self.edges, flow=True, note=FLOW)
 
     def add(self, call: CallRecord) -> None:
-        """The next call in order."""
+        """Add the next call in order."""
         if call.is_cast:
             self._pass_on(call)
             return
-        gave = [(name, n) for name, n in call.outputs if self.tensors[n].fits()]
+        outputs = [(name, n) for name, n in call.outputs if self.tensors[n].fits()]
         read = [(name, n) for name, n in call.inputs if self.tensors[n].fits()]
-        if not gave and not read:
+        if not outputs and not read:
             return
         number_of = len(self.nodes)
         for argument, n in read:
             self._edge(argument, n, number_of, call.computes)
-        self.nodes.append(self._node(call, [self.tensors[n] for _, n in read], gave))
-        for name, n in gave:
+        self.nodes.append(self._node(call, [self.tensors[n] for _, n in read], outputs))
+        for name, n in outputs:
             self._made[n] = number_of
             self._like[_figures(self.tensors[n])] = number_of
             self.results.append((number_of, name, self.tensors[n]))
 
     def _pass_on(self, call: CallRecord) -> None:
-        """What a cast gives was made by whatever made what it reads."""
-        made = next((self._maker(n) for _, n in call.inputs), OUTSIDE)
-        if made != OUTSIDE:
-            self._made.update((n, made) for _, n in call.outputs)
+        """Note that a cast's output was made by the maker of its input."""
+        maker = next((self._maker(n) for _, n in call.inputs), OUTSIDE)
+        if maker != OUTSIDE:
+            self._made.update((n, maker) for _, n in call.outputs)
 
     def _maker(self, tensor: int) -> int:
-        """The call that made a tensor, or the one in whose memory it lies; or else one that gave what looks alike."""
+        """Return the call that made a tensor, or the one in whose memory it lies; or else one with a like output."""
         at = tensor
         while at not in self._made and 0 <= self.tensors[at].lies_in < at:
             at = self.tensors[at].lies_in
@@ -88,15 +88,15 @@ class RunFlow:
         kind = "activation" if start != OUTSIDE else "weight" if named_weight else "input"
         self.edges.append(Edge(start, end, argument, src, dst, moved, kind, "copied" if src != dst else ""))
 
-    def _node(self, call: CallRecord, read: list[TensorFacts], gave: list[tuple[str, int]]) -> Node:
-        results = [(name, self.tensors[n]) for name, n in gave]
+    def _node(self, call: CallRecord, read: list[TensorFacts], outputs: list[tuple[str, int]]) -> Node:
+        results = [(name, self.tensors[n]) for name, n in outputs]
         gives = ",".join(dict.fromkeys(facts.format for _, facts in results))
         node = node_of(call.id, call.computes, call.file, call.line)
         node.came, node.result, node.rule, node.reason = call.came, gives, call.rule, call.reason
         moved = (*read, *(facts for _, facts in results))
         node.bytes = sum(facts.elements * FORMATS[facts.format].bits // 8 for facts in moved)
-        shapes, made = ([self.tensors[n].shape for _, n in named] for named in (call.inputs, call.outputs))
-        node.multiplications = multiplications(call.id.op, shapes, made, ("transposed", "True") in call.given)
+        shapes, out_shapes = ([self.tensors[n].shape for _, n in named] for named in (call.inputs, call.outputs))
+        node.multiplications = multiplications(call.id.op, shapes, out_shapes, ("transposed", "True") in call.given)
         node.facts = tuple((name, tensor_words(facts)) for name, facts in results)
         bad = [name for name, facts in results if not facts.is_finite]
         if bad:
@@ -107,17 +107,17 @@ class RunFlow:
 
 
 def _figures(tensor: TensorFacts) -> tuple[Any, ...]:
-    """What a view has in common with its tensor; a constant one has nothing to be known by."""
+    """Return what a view has in common with its tensor; a constant one has nothing to be known by."""
     low, high = tensor.low, tensor.high
     return ("constant", id(tensor)) if low == high else (tensor.format, tensor.elements, low, high)
 
 
 def tensor_words(tensor: TensorFacts) -> str:
-    """`bf16 [2, 8] from -3.1 to 4.2, rms 0.9`."""
+    """Return a tensor in words: `bf16 [2, 8] from -3.1 to 4.2, rms 0.9`."""
     low, high, rms = number(tensor.low), number(tensor.high), number(tensor.rms)
     known = low is not None and high is not None and rms is not None
-    said = f" from {low:.3g} to {high:.3g}, rms {rms:.3g}" if known else ""
-    return f"{tensor.format} {list(tensor.shape)}{said}"
+    values = f" from {low:.3g} to {high:.3g}, rms {rms:.3g}" if known else ""
+    return f"{tensor.format} {list(tensor.shape)}{values}"
 
 
 _Key = tuple[str, str, str, str]
@@ -130,18 +130,18 @@ LISTED = (
 class SideGraph:
     """What is drawn of one run, and which calls its boxes are. side: `a` or `b`."""
 
-    def __init__(self, found: RunDifferences, side: str) -> None:
-        runs = found.compared_runs
-        self.graph = merged_turns(flow_of(runs["ab".index(side)]).graph()) if runs else _listed(found, side)
+    def __init__(self, result: RunDifferences, side: str) -> None:
+        runs = result.compared_runs
+        self.graph = merged_turns(flow_of(runs["ab".index(side)]).graph()) if runs else _listed(result, side)
         self._at = {_key(node): n for n, node in enumerate(self.graph.nodes)}
 
     def numbers(self, calls: Iterable[CallId]) -> tuple[int, ...]:
-        """The boxes of these calls; a call without a floating tensor has none."""
+        """Return the boxes of these calls; a call without a floating tensor has none."""
         return tuple(self._at[key] for key in map(key_of, calls) if key in self._at)
 
 
 def key_of(call: CallId) -> _Key:
-    """The call whatever the turn of its module."""
+    """Return the key of a call, without the module call index."""
     return call.module_path, call.op, f"#{call.number}", call.direction
 
 
@@ -150,7 +150,7 @@ def _key(node: Node) -> _Key:
 
 
 def merged_turns(graph: Graph) -> Graph:
-    """The same graph with the turns of a call as one node, and edges that are alike as one."""
+    """Return the same graph with a call in all calls of its module as one node, and like edges as one."""
     first: dict[_Key, int] = {}
     nodes: list[Node] = []
     at: list[int] = []
@@ -176,16 +176,16 @@ def merged_turns(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes, edges=list(edges.values()))
 
 
-def _listed(found: RunDifferences, side: str) -> Graph:
-    """The calls that a comparison names: those with a partner in their order, each of the others after the call that
-    it came after.
+def _listed(result: RunDifferences, side: str) -> Graph:
+    """Return the calls that a comparison names: those with a partner in their order, each of the others after the call
+    that it follows in its run.
     """
     after: dict[str, list[Unaligned]] = {}
-    for one in found.unaligned:
+    for one in result.unaligned:
         if one.run == side:
             after.setdefault(one.after, []).append(one)
     nodes = [_alone(one) for one in after.pop("", [])]
-    for row in found.rows:
+    for row in result.rows:
         calls, at, computes = (row.a, row.place_a, row.format_a) if side == "a" else (row.b, row.place_b, row.format_b)
         for call in calls:
             nodes.append(node_at(call, at, computes))

@@ -16,7 +16,7 @@ CASTS = "Each cast, from input and compute dtypes"
 
 
 def run_document(run: Run) -> Document:
-    """The page of a captured run."""
+    """Return the page of a captured run."""
     flow = flow_of(run)
     nodes = flow.nodes
     bad = [n for n in nodes if n.finding]
@@ -56,15 +56,15 @@ def run_document(run: Run) -> Document:
 
 
 def run_verdict(run: Run) -> tuple[str, str]:
-    """In a sentence, and its tone."""
+    """Return the verdict in a sentence, and its tone."""
     bad = run.not_finite()
     if not bad:
         return "Every value is finite", "good"
-    made, calls = run.first_not_finite(), counted(len(bad), "call")
-    if made is not None:
-        at = place(made.file, made.line)
-        said = f"{calls} returned NaN or infinity; the first from finite inputs: {made.id}{at and f' ({at})'}"
-        return said, "bad"
+    first, calls = run.first_not_finite(), counted(len(bad), "call")
+    if first is not None:
+        at = place(first.file, first.line)
+        text = f"{calls} returned NaN or infinity; the first from finite inputs: {first.id}{at and f' ({at})'}"
+        return text, "bad"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
     return f"Every value is finite, but infinities that were given or filled in, as masks are, in {calls}", "good"

@@ -25,33 +25,33 @@ def table(
     name: str, title: str, columns: str, rows: Iterable[Sequence[Any]], rules: Iterable[Shown] = (),
     nodes: Sequence[Node] = (), first: Iterable[int] = (),
 ) -> list[Table]:  # fmt: skip
-    """A table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if rules are about some.
-    first: numbers of the rows to be looked at first.
+    """Return a table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if there are rules.
+    first: numbers of the rows to be shown first.
     """
-    found = [list(row) for row in rows]
-    if not found:
+    cells = [list(row) for row in rows]
+    if not cells:
         return []
-    made = tuple(Column(*column.strip().split(":")) for column in columns.split(","))
+    parsed = tuple(Column(*column.strip().split(":")) for column in columns.split(","))
     kept = agreeing(rules)
     shown = kept if any(kept) else []
-    return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes), list(first))]
+    return [Table(name, title, parsed, cells, list(shown), shared_modules(shown, nodes), list(first))]
 
 
 def _why(action: str, reason: str) -> str:
-    """What decided a call, in words; of a call without one the reason alone."""
+    """Return what decided a call, in words; of a call without one the reason alone."""
     return f"{'no rule' if action == 'unlisted' else action}: {reason}" if action else reason
 
 
 def op_table(nodes: Iterable[Node]) -> list[Table]:
-    """Every op with its formats and why, most bytes first."""
+    """Return every op with its formats and why, most bytes first."""
     groups: dict[tuple[str, ...], list[Node]] = {}
     for node in nodes:
         key = (node.op, node.direction, node.came, node.computes, node.result, node.action, node.reason)
         groups.setdefault(key, []).append(node)
     rows: list[list[Any]] = [
-        [op, direction, sum(n.times for n in alike), came, computes, result, sum(n.bytes or 0 for n in alike),
+        [op, direction, sum(n.times for n in alike), inputs, computes, result, sum(n.bytes or 0 for n in alike),
          len({n.path for n in alike}), _why(action, reason)]
-        for (op, direction, came, computes, result, action, reason), alike in groups.items()
+        for (op, direction, inputs, computes, result, action, reason), alike in groups.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: -row[6])
     columns = (
@@ -63,7 +63,7 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
 
 
 def module_table(nodes: Iterable[Node]) -> list[Table]:
-    """Every module with its own calls, formats, bytes and largest error, in order."""
+    """Return every module with its own calls, formats, bytes and largest error, in order."""
     groups: dict[str, list[Node]] = {}
     for node in nodes:
         groups.setdefault(node.path, []).append(node)
@@ -72,8 +72,8 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
         formats = ",".join(dict.fromkeys(f for n in inside for f in n.computes.split(",") if f))
         own = max((n.own for n in inside if n.own is not None), default=None)
         total = next((n.total for n in reversed(inside) if n.total is not None), None)
-        found = sum(bool(n.finding) for n in inside)
-        rows.append([path, sum(n.times for n in inside), formats, sum(n.bytes or 0 for n in inside), own, total, found])
+        moved, findings = sum(n.bytes or 0 for n in inside), sum(bool(n.finding) for n in inside)
+        rows.append([path, sum(n.times for n in inside), formats, moved, own, total, findings])
     columns = (
         "module:module, calls:number, computes:format, bytes:bytes, own error:error, total error:error, findings:number"
     )
@@ -81,7 +81,7 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
 
 
 def cast_table(ledger: Ledger, nodes: Sequence[Node]) -> list[Table]:
-    """Casts; alike ones of one place together."""
+    """Return the casts; alike ones of one place together."""
     groups: dict[tuple[Any, ...], Tally] = {}
     for cast, times in ledger.kinds():
         is_again = cast.repeated and cast.how == "copied" and cast not in ledger.counted
@@ -102,7 +102,7 @@ def cast_table(ledger: Ledger, nodes: Sequence[Node]) -> list[Table]:
 
 
 def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) -> list[Table]:
-    """The casts on these edges: a value came in one format and was read in another."""
+    """Return the casts on these edges: the format of a value and the one it is read in differ."""
     casts = [(e, graph.nodes[e.end]) for e in edges if e.src != e.dst]
     rows = [[n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)] for e, n in casts]
     columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
@@ -110,7 +110,7 @@ def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) 
 
 
 def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[RuleRow] = ()) -> list[Table]:
-    """Rules and what they matched; a policy's own rules that matched nothing, too."""
+    """Return rules and what they matched; a policy's own rules that matched nothing, too."""
     rows: list[list[Any]] = [
         [r.rule, r.origin, r.calls, len(r.modules), ", ".join(r.modules[:4]), r.reason] for r in own
     ]
@@ -125,23 +125,23 @@ def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[RuleRo
 
 
 def refusal_table(refusals: Iterable[Refusal]) -> list[Table]:
-    """Calls that were not run."""
+    """Return the calls that were not run."""
     rows = [[r.module_path, r.op, r.reason, r.policy, place(r.file, r.line)] for r in refusals]
     return table("refusals", "Refused calls", "module:module, op:op, reason, policy, line:line", rows)
 
 
 def advice_table(advice: Mapping[Advice, int]) -> list[Table]:
-    """What is legal, and probably a mistake."""
+    """Return what is legal, and probably a mistake."""
     rows = [[a.kind, a.what, a.todo, times, a.module_path, place(a.file, a.line)] for a, times in advice.items()]
     return table("advice", "Advice", "kind, what, what to do, times:number, module:module, line:line", rows)
 
 
 def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
-    """The calls that somebody should look at, each with the rule that fixes it. rules: one for each node."""
+    """Return the calls that deserve a look, each with the rule that fixes it. rules: one for each node."""
     ruled = zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True)
-    found = [(n, rule) for n, rule in ruled if n.finding]
+    shown = [(n, rule) for n, rule in ruled if n.finding]
     rows = [
-        [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n, _ in found
+        [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n, _ in shown
     ]
     columns = "module:module, op:op, call, direction, computes:format, verdict, finding, line:line"
-    return table("findings", "Findings", columns, rows, [rule for _, rule in found], nodes)
+    return table("findings", "Findings", columns, rows, [rule for _, rule in shown], nodes)

@@ -10,15 +10,15 @@ from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 
 LATEST = 5
-"""How many of the steps that were skipped are told first, the last ones."""
+"""How many of the steps that were skipped are shown first, the last ones."""
 
 
-def training_document(found: TrainingCheck) -> Document:
-    """The page of a check of a training loop; it has no graph."""
-    findings, calls = found.findings, found.calls
+def training_document(result: TrainingCheck) -> Document:
+    """Return the page of a check of a training loop; it has no graph."""
+    findings, calls = result.findings, result.calls
     number = len(findings)
-    page = Document("training-check", "A training loop", training_verdict(found), "good" if found else "bad")
-    page.facts = [("steps", str(found.steps))]
+    page = Document("training-check", "A training loop", training_verdict(result), "good" if result else "bad")
+    page.facts = [("steps", str(result.steps))]
     page.figures = [
         Figure("findings", number, "", "bad" if number else "good"),
         Figure("calls in a region", calls.get("inside", 0), "of the forward"),
@@ -28,27 +28,28 @@ def training_document(found: TrainingCheck) -> Document:
         Todo(row.todo, f"{row.kind}, {place(row.file, row.line)}: {row.what}", {}, row.module_path)
         for row in findings[:3]
     ]
-    page.notes = list(found.notes)
-    page.tables = advice_table({row: found.times.get(row, 1) for row in findings})
+    page.notes = list(result.notes)
+    page.tables = advice_table({row: result.times.get(row, 1) for row in findings})
     return page
 
 
-def training_verdict(found: TrainingCheck) -> str:
-    """In a sentence. What costs time alone is not wrong."""
-    slow = sum(finding.kind in COST_TIME for finding in found.findings)
-    number = len(found.findings) - slow
+def training_verdict(result: TrainingCheck) -> str:
+    """Return the verdict in a sentence. What costs time alone is not wrong."""
+    slow = sum(finding.kind in COST_TIME for finding in result.findings)
+    number = len(result.findings) - slow
     if number:
         return f"{counted(number, 'thing')} wrong with the precision of this loop"
     costs = f", and {counted(slow, 'thing')} {'cost' if slow > 1 else 'costs'} time" if slow else ""
     return f"Nothing is wrong with the precision of this loop{costs}"
 
 
-def scaler_document(found: History) -> Document:
-    """The page of `scaler.history`; it has no graph."""
-    rows, skipped = found.rows, found.skipped
-    verdict = f"{skipped} of {found.steps} steps were skipped" if skipped else f"None of {found.steps} steps skipped"
+def scaler_document(history: History) -> Document:
+    """Return the page of `scaler.history`; it has no graph."""
+    rows, skipped = history.rows, history.skipped
+    steps = history.steps
+    verdict = f"{skipped} of {steps} steps were skipped" if skipped else f"None of {steps} steps skipped"
     page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
-    page.facts = [("steps", str(found.steps))]
+    page.facts = [("steps", str(history.steps))]
     last = rows[-1].scale if rows else 0.0
     page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]
     for loss in dict.fromkeys(row.loss for row in rows):

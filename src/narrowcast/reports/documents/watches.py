@@ -15,9 +15,9 @@ from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.verdicts import TREND
 
 
-def watch_document(found: Watching) -> Document:
-    """The page of what a watch found."""
-    nodes, findings = [], sorted(found.findings, key=lambda finding: finding.made_by == TREND)
+def watch_document(result: Watching) -> Document:
+    """Return the page of the result of a watch."""
+    nodes, findings = [], sorted(result.findings, key=lambda finding: finding.made_by == TREND)
     for finding in findings:
         node = node_of(finding.id, finding.formats, finding.file, finding.line)
         node.verdict = finding.made_by
@@ -25,58 +25,58 @@ def watch_document(found: Watching) -> Document:
         seen = {**dict(finding.inputs), **dict(finding.outputs)}
         node.facts = tuple((name, f"{facts.format} {facts.low:.4g}..{facts.high:.4g}") for name, facts in seen.items())
         nodes.append(node)
-    made = [n for n in nodes if n.verdict != TREND]
-    page = Document("watch", "A watched run", *watch_verdict(found), graph=Graph(nodes, [], note=ORDER))
-    page.facts = [("inspected", f"{found.calls} calls"), ("steps", str(found.steps))]
+    bad = [n for n in nodes if n.verdict != TREND]
+    page = Document("watch", "A watched run", *watch_verdict(result), graph=Graph(nodes, [], note=ORDER))
+    page.facts = [("inspected", f"{result.calls} calls"), ("steps", str(result.steps))]
     page.figures = [
-        Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
-        Figure("passed on", found.spread, "later calls"),
-        Figure("intentional", sum(found.meant.values()), "infinities, as a mask has them"),
+        Figure("findings", len(bad), f"{len(nodes) - len(bad)} trends", "bad" if bad else "good"),
+        Figure("passed on", result.spread, "later calls"),
+        Figure("intentional", sum(result.meant.values()), "infinities, as a mask has them"),
     ]
-    page.notes = list(found.notes)
+    page.notes = list(result.notes)
     page.todos = [
         Todo(what, finding.sentence if what != finding.sentence else "", _format_rule(finding), finding.id.module_path)
         for finding, what in zip(findings, map(_advice, findings), strict=True)
     ][:3]
-    meant = [[times, why] for why, times in found.meant.items()]
+    intentional = [[times, why] for why, times in result.meant.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_format_rule, findings))
-    page.tables += table("intentional", "Intentional infinities", "times:number, why", meant)
-    page.series = _history(found.history)
+    page.tables += table("intentional", "Intentional infinities", "times:number, why", intentional)
+    page.series = _history(result.history)
     return page
 
 
 def _with_values(node: Node) -> Node:
-    values = ", ".join(f"{name} {said}" for name, said in node.facts)
+    values = ", ".join(f"{name} {text}" for name, text in node.facts)
     return replace(node, finding=f"{node.finding} ({values})") if values else node
 
 
-def watch_verdict(found: Watching) -> tuple[str, str]:
-    """In a sentence, and its tone."""
-    made = sum(finding.made_by != TREND for finding in found.findings)
-    if made:
-        passed = f"; {counted(found.spread, 'later call')} passed it on" if found.spread else ""
-        again = f", {counted(found.repeated, 'time')} more" if found.repeated else ""
-        return f"{counted(made, 'call')} made a NaN or an infinity{again}{passed}", "bad"
-    if found.not_inspected:
-        return f"No NaN or infinity was seen, but {found.not_inspected} times looking failed: see the notes", ""
-    if found.findings:
+def watch_verdict(result: Watching) -> tuple[str, str]:
+    """Return the verdict in a sentence, and its tone."""
+    makers = sum(finding.made_by != TREND for finding in result.findings)
+    if makers:
+        passed = f"; {counted(result.spread, 'later call')} passed it on" if result.spread else ""
+        again = f", {counted(result.repeated, 'time')} more" if result.repeated else ""
+        return f"{counted(makers, 'call')} made a NaN or an infinity{again}{passed}", "bad"
+    if result.not_inspected:
+        return f"No NaN or infinity was seen, but {result.not_inspected} times looking failed: see the notes", ""
+    if result.findings:
         return "No NaN or infinity was made, but see the trends", ""
     return "No NaN or infinity was made", "good"
 
 
 def _format_rule(row: Finding) -> Shown:
-    """The rule that keeps what a format or a cast ruins in fp32."""
+    """Return the rule that keeps what a format or a cast ruins in fp32."""
     return rule_of_call(row.forward or row.id, row.formats if row.made_by in (CAST, FORMAT) else "")
 
 
 def _advice(row: Finding) -> str:
-    """What to do: in the words of the finding, unless these are the rule that stands below."""
+    """Return what to do: in the words of the finding, unless these are the rule below."""
     rule = _format_rule(row)
     return keeping(rule["op"], rule.get("module", "")) if rule else row.advice or row.sentence
 
 
 def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:
-    """Figures over training steps: each number that the looks at gradients kept."""
+    """Return figures over training steps: each number that inspections of gradients kept."""
     names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
     if len(history) < 2 or not names:
         return []

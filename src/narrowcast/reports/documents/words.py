@@ -11,19 +11,19 @@ from narrowcast.reports.results.lines import number_text
 
 
 def number(value: Any) -> float | None:
-    """A number of a saved result; NaN and infinities, which came as text, are None."""
+    """Return a number of a saved result; NaN and infinities, which are texts there, are None."""
     if value is None or isinstance(value, str):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def place(file: str, line: Any) -> str:
-    """`file:line`, or nothing."""
+    """Return `file:line`, or nothing."""
     return f"{file}:{line}" if file else ""
 
 
 def in_time(ns: float) -> str:
-    """`1.2 ms`, `35 us`, `3 s`."""
+    """Return a time with its unit: `1.2 ms`, `35 us`, `3 s`."""
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
         if ns >= size:
             return f"{ns / size:.3g} {unit}"
@@ -31,7 +31,7 @@ def in_time(ns: float) -> str:
 
 
 def in_count(count: float) -> str:
-    """`950`, `16.8 M`, `1.2 G`."""
+    """Return a count with its unit: `950`, `16.8 M`, `1.2 G`."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -39,13 +39,13 @@ def in_count(count: float) -> str:
 
 
 def in_unit(amount: float | str, unit: str) -> str:
-    """A figure's amount in words; what is not finite, or is a word already, as it came."""
+    """Return a figure's amount in words; what is not finite, or is a word already, unchanged."""
     if isinstance(amount, str):
         return amount
     if isinstance(amount, int) and unit == "":
         return str(amount)
-    said = _UNITS.get(unit)
-    return f"{amount:.6g}" if said is None or not math.isfinite(amount) else said(amount)
+    to_text = _UNITS.get(unit)
+    return f"{amount:.6g}" if to_text is None or not math.isfinite(amount) else to_text(amount)
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
@@ -55,5 +55,5 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 
 def without_format(text: str, format: str) -> str:
-    """The text of a sample in a profile, as it is in every format that it computes in."""
+    """Return the text of a sample in a profile, as it is in every format that it computes in."""
     return text.replace(f"{format}[", "[").replace(f"-> {format}", "").strip()

@@ -23,14 +23,14 @@ _WORDS = {"multiplications": "MACs"}
 
 
 def whole_text(page: Document, width: int) -> str:
-    """The overview, and each table. A rule to copy is never broken into lines."""
+    """Return the overview, and each table. A rule to copy is never broken into lines."""
     overview = [line for part in overview_parts(page, width, every=True) for line in part.lines]
     return "\n".join([*overview, *(line for one in page.tables for line in _table(one, width))])
 
 
 def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every: bool = False) -> list[Part]:
-    """What was looked at, verdict and notes, figures, what is worth doing (with `every` all of it, and each with its
-    rule); `rows`, what is most expensive, stand before that.
+    """Return facts, verdict and notes, figures, and recommendations (with `every` all of them, and each with its rule);
+    `rows`, what is most expensive, stand before these.
     """
     head = "; ".join(f"{name}: {value}" for name, value in page.facts)
     first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
@@ -53,9 +53,9 @@ def _figures(page: Document, width: int) -> list[str]:
     column = max((len(value) for _, value, _ in figures), default=0)
     names_column = max(map(len, (*names, *(name for name, _, _ in figures))), default=0)
     names_column = max(names_column, _NAME - 1)
-    said = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
-    said += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
-    return [line for text in said for line in wrapped(text, " " * _NAME, width)]
+    texts = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
+    texts += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
+    return [line for text in texts for line in wrapped(text, " " * _NAME, width)]
 
 
 def _shares(bar: Bar) -> str:
@@ -72,12 +72,12 @@ def _amount(unit: str, amount: float) -> str:
 
 
 def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]:
-    """What to do, and why; the first ones have their rules, to copy."""
+    """Return what to do, and why; the first ones have their rules, to copy."""
     parts = []
     for number, todo in enumerate(todos, 1):
         why = f": {todo.why}" if todo.why else ""
-        said = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
-        lines = ["", *said] if number == 1 else said
+        words = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
+        lines = ["", *words] if number == 1 else words
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
         rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
         least = len(rule) if number == 1 else 0
@@ -86,7 +86,7 @@ def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]
 
 
 def cell(value: Any, kind: str) -> str:
-    """What a cell says; nothing where it is not known."""
+    """Return the text of a cell; nothing where it is not known."""
     if value is None or value is False or value == "":
         return "(root)" if kind == "module" and value == "" else ""
     if value is True:
@@ -103,33 +103,33 @@ _SAID: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _table(found: Table, width: int) -> list[str]:
-    """Its title and its rows, one on a line if there is room, for which one column of words may be wrapped; else, and
-    where calls have names of their own, each on several. A column that says the same of all rows is said once, above.
+def _table(table: Table, width: int) -> list[str]:
+    """Return its title and its rows, one on a line if there is room, for which one column of words may be wrapped;
+    else, and where calls have names of their own, each on several. A column with equal values is one line above.
     """
     cells = [
-        [cell(value, column.kind) for value, column in zip(row, found.columns, strict=True)]
-        for row in alike_rows(found)
+        [cell(value, column.kind) for value, column in zip(row, table.columns, strict=True)]
+        for row in alike_rows(table)
     ]
     columns = list(zip(*cells, strict=True))
-    is_long = any(column.kind in ("call", "call_b") for column in found.columns)
+    is_long = any(column.kind in ("call", "call_b") for column in table.columns)
     differ = [n for n, column in enumerate(columns) if len(set(column)) > 1 or (len(cells) == 1 and column[0])]
     alike = [
-        f"{found.columns[n].name} {column[0]}" for n, column in enumerate(columns) if n not in differ and column[0]
+        f"{table.columns[n].name} {column[0]}" for n, column in enumerate(columns) if n not in differ and column[0]
     ]
     shown = list(range(len(columns))) if is_long or not differ else differ
-    said = wrapped(f"all: {', '.join(alike)}", width=width) if alike and shown == differ else []
-    widths = [max(map(len, (found.columns[n].name, *columns[n]))) for n in shown]
+    common = wrapped(f"all: {', '.join(alike)}", width=width) if alike and shown == differ else []
+    widths = [max(map(len, (table.columns[n].name, *columns[n]))) for n in shown]
     over = sum(widths) + 2 * len(shown) - 1 - width
-    longest = max(range(len(shown)), key=lambda n: widths[n] * (found.columns[shown[n]].kind == "text"), default=0)
-    if over > 0 and found.columns[shown[longest]].kind == "text" and widths[longest] - over >= LEAST:
+    longest = max(range(len(shown)), key=lambda n: widths[n] * (table.columns[shown[n]].kind == "text"), default=0)
+    if over > 0 and table.columns[shown[longest]].kind == "text" and widths[longest] - over >= LEAST:
         widths[longest], over = widths[longest] - over, 0
-    rows = _cards(found, cells, shown, width) if is_long or over > 0 else _lines(found, cells, shown, widths)
-    return ["", found.title, *said, *rows]
+    rows = _cards(table, cells, shown, width) if is_long or over > 0 else _lines(table, cells, shown, widths)
+    return ["", table.title, *common, *rows]
 
 
-def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
-    columns = [found.columns[n] for n in shown]
+def _lines(table: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
+    columns = [table.columns[n] for n in shown]
 
     def line(texts: Sequence[str]) -> str:
         pairs = zip(texts, columns, widths, strict=True)
@@ -142,11 +142,11 @@ def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: S
     return lines
 
 
-def _cards(found: Table, cells: list[list[str]], shown: Sequence[int], width: int) -> list[str]:
-    """Each row on several lines: first which call it is about."""
+def _cards(table: Table, cells: list[list[str]], shown: Sequence[int], width: int) -> list[str]:
+    """Return each row on several lines: first which call it is about."""
     lines = []
     for row in cells:
-        known = [(found.columns[n], row[n]) for n in shown if row[n]]
+        known = [(table.columns[n], row[n]) for n in shown if row[n]]
         calls = [f"  {column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
         place = " ".join(text for column, text in known if _is_place(column))
         others = [f"{c.name} {text}" for c, text in known if c.kind not in ("call", "call_b") and not _is_place(c)]
@@ -159,21 +159,21 @@ def _is_place(column: Column) -> bool:
     return column.kind in ("module", "op") or (column.name == "call" and column.kind == "text")
 
 
-def alike_rows(found: Table) -> list[list[Any]]:
-    """The rows; those of modules that differ by the number of their layer alone, and that say the same, as one, if what
-    they count can be added.
+def alike_rows(table: Table) -> list[list[Any]]:
+    """Return the rows; those of modules that differ by the number of their layer alone, and are alike otherwise, as
+    one, if what they count can be added.
     """
-    if found.columns[0].kind != "module" or any(column.kind in ("error", "share") for column in found.columns):
-        return found.rows
-    counts = [n for n, column in enumerate(found.columns) if column.kind not in TEXTS]
+    if table.columns[0].kind != "module" or any(column.kind in ("error", "share") for column in table.columns):
+        return table.rows
+    counts = [n for n, column in enumerate(table.columns) if column.kind not in TEXTS]
     groups: dict[tuple[Any, ...], list[list[Any]]] = {}
-    for row in found.rows:
+    for row in table.rows:
         words = tuple(alike_module(str(value)) if not n else value for n, value in enumerate(row) if n not in counts)
         groups.setdefault(words, []).append(row)
     rows = []
     for (pattern, *_), alike in groups.items():
-        made = list(alike[0]) if len(alike) == 1 else [pattern, *alike[0][1:]]
+        joined = list(alike[0]) if len(alike) == 1 else [pattern, *alike[0][1:]]
         for n in counts:
-            made[n] = sum(row[n] or 0 for row in alike)
-        rows.append(made)
+            joined[n] = sum(row[n] or 0 for row in alike)
+        rows.append(joined)
     return sorted(rows, key=lambda row: -sum(row[n] for n in counts)) if counts else rows

@@ -15,7 +15,7 @@ BUILT = Path(__file__).parent / "built"
 
 
 def page_html(page: Document) -> str:
-    """The whole file. What comes from the user is JSON in a block that browsers do not run, and text from there on."""
+    """Return the whole file. What comes from the user is JSON in a block that browsers do not run, then text."""
     script, style = built("page.js"), built("page.css")
     allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
     rules = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
@@ -46,10 +46,10 @@ def page_html(page: Document) -> str:
 
 @cache
 def built(name: str) -> str:
-    """A file that `make page` built."""
+    """Return a file that `make page` built."""
     return (BUILT / name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
-    """The source expression that allows this text alone."""
+    """Return the source expression that allows this text alone."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

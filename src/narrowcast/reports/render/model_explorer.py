@@ -23,7 +23,7 @@ _GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#d62728"
 
 
 def model_explorer_files(explanation: Explanation) -> dict[str, str]:
-    """JSON texts by name: `formats`, and where they are known `errors` (own, relative) and `costs` (microseconds).
+    """Return JSON texts by name: `formats`, and where known `errors` (local, relative) and `costs` (microseconds).
 
     RunError for what is no exported program, or was placed by a goal: names of its nodes are not known.
     """
@@ -49,7 +49,7 @@ def _file(results: Mapping[str, Mapping[str, Any]], gradient: list[dict[str, Any
 
 
 def _formats(graph: CompiledGraph) -> dict[str, dict[str, Any]]:
-    """In which formats a node computes; of a cast, from which to which. What has no floating tensor is left out."""
+    """Return the formats that nodes compute in; of a cast, from which to which. Nodes without floats are left out."""
     results: dict[str, dict[str, Any]] = {}
     if graph.after is None:
         return results
@@ -66,7 +66,7 @@ def _formats(graph: CompiledGraph) -> dict[str, dict[str, Any]]:
 
 
 def _errors(explanation: Explanation, graph: CompiledGraph) -> dict[str, float]:
-    """The own error of each node that is a call which was compared with fp32."""
+    """Return the local error of each node that is a call which was compared with fp32."""
     if explanation.comparison is None or graph.after is None:
         return {}
     known = {row.id: row.own for row in explanation.comparison.differences.rows}

@@ -15,7 +15,7 @@ FIRST = ("casts", "errors", "findings", "headroom", "differences", "pairs", "ops
 
 
 def notebook_html(page: Document) -> str:
-    """Verdict, figures, shares by format, what is worth doing, and one table."""
+    """Return verdict, figures, shares by format, recommendations, and one table."""
     figures = "".join(
         f"<td><b>{escape(f.value)}</b><br><small>{escape(f.name)}: {escape(f.detail)}</small></td>"
         for f in page.figures[:6]

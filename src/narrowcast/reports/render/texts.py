@@ -16,14 +16,14 @@ LISTED = 25
 FIGURES = 3
 
 
-def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
-    """At most this many lines and columns; or, with every, all of it. width: None for 80 columns, of tables 120."""
-    page = document_of(found)
+def text_of(result: Result, every: bool, width: int | None, lines: int) -> str:
+    """Return at most this many lines and columns; or, with every, all. width: None for 80 columns, of tables 120."""
+    page = document_of(result)
     return whole_text(page, width or PIPED) if every else screen_text(page, width or COLUMNS, lines)
 
 
 def screen_text(page: Document, width: int, room: int) -> str:
-    """What was looked at, the verdict, figures, the first rows of the table that says most, and what to do."""
+    """Return facts, the verdict, figures, the first rows of the most telling table, and what to do."""
     named = {table.name: table for table in reversed(page.tables)}
     names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
     shown = next((named[name] for name in names if name in named), None)
@@ -49,17 +49,17 @@ FIRST = (
 """Tables of which the first that a document has says most."""
 
 
-def rows_part(found: Table, width: int) -> Part:
-    """The first rows of a table: the call, formats, figures, its line, and below why."""
-    first = [found.rows[n] for n in found.first] or alike_rows(found)
-    lines = [line for row in first[:LISTED] for line in _row(found, row, width)]
-    return Part(["", found.title, *lines], 3, 2, least=4)
+def rows_part(table: Table, width: int) -> Part:
+    """Return the first rows of a table: the call, formats, figures, its line, and below why."""
+    first = [table.rows[n] for n in table.first] or alike_rows(table)
+    lines = [line for row in first[:LISTED] for line in _row(table, row, width)]
+    return Part(["", table.title, *lines], 3, 2, least=4)
 
 
-def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
-    """On one line, if there is room; else the calls on the first ones, and below what is said of them."""
-    said = [(column, cell(value, column.kind)) for column, value in zip(found.columns, row, strict=True)]
-    known = [(column, text) for column, text in said if text]
+def _row(table: Table, row: Sequence[Any], width: int) -> list[str]:
+    """Return a row on one line, if there is room; else the calls on the first ones, and their figures below."""
+    cells = [(column, cell(value, column.kind)) for column, value in zip(table.columns, row, strict=True)]
+    known = [(column, text) for column, text in cells if text]
     calls = [f"{column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
     names = [text for column, text in known if column.kind in ("module", "op") or column.name in _NAMES]
     formats = [text for column, text in known if column.kind == "format"]

@@ -33,13 +33,13 @@ format to which, nanoseconds. A call that is a conversion itself computes in the
 
 
 def trace_text(name: str, calls: Sequence[Timed]) -> str:
-    """The trace as JSON text. name: of what ran, the outermost slice."""
+    """Return the trace as JSON text. name: of what ran, the outermost slice."""
     track = _Track(name)
     for call in calls:
         track.add(*call)
     track.close(0)
     how = sorted({time.partition(" ")[0] for _, _, time, _ in calls})
-    said = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls are side by side, without gaps"}
+    other_data = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls are side by side, without gaps"}
     named = {"ph": "M", "pid": 1, "tid": 1}
     head = [
         {**named, "name": "process_name", "args": {"name": f"narrowcast: {name}"}},
@@ -49,11 +49,11 @@ def trace_text(name: str, calls: Sequence[Timed]) -> str:
     events = [
         {"ph": "X", "ts": ts / 1000, "dur": ns / 1000, "pid": 1, "tid": 1, **event} for ts, ns, _, event in slices
     ]
-    return json.dumps({"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": said})
+    return json.dumps({"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": other_data})
 
 
 def run_trace(run: Run) -> str:
-    """The text of `Run.to_trace`."""
+    """Return the text of `Run.to_trace`."""
     if not run.elapsed_ns:
         advice = "Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE."
         raise RunError(f"a trace of a run of {len(run.calls)} calls", "they were not timed", advice=advice)
@@ -68,15 +68,17 @@ def run_trace(run: Run) -> str:
     return trace_text("a captured run", rows)
 
 
-def explanation_trace(found: Explanation) -> str:
-    """The text of `Explanation.to_trace`."""
-    if found.timed is not None:
-        return run_trace(found.timed)
-    rows = [call for graph in found.graphs for call in _timed_calls(graph)]
+def explanation_trace(result: Explanation) -> str:
+    """Return the text of `Explanation.to_trace`."""
+    if result.timed is not None:
+        return run_trace(result.timed)
+    rows = [call for graph in result.graphs for call in _timed_calls(graph)]
     if not rows:
         advice = "Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE."
-        raise RunError(f"a trace of {found.subject}", "no times were asked for, or nothing was captured", advice=advice)
-    return trace_text(found.subject, rows)
+        raise RunError(
+            f"a trace of {result.subject}", "no times were asked for, or nothing was captured", advice=advice
+        )
+    return trace_text(result.subject, rows)
 
 
 def _timed_calls(graph: CompiledGraph) -> list[Timed]:
@@ -88,10 +90,10 @@ def _timed_calls(graph: CompiledGraph) -> list[Timed]:
         operands = [graph.after.values[operand.value] for operand in step.operands]
         known = graph.before.steps.get(number, step) if graph.before is not None else step
         values = graph.before.values if graph.before is not None else graph.after.values
-        came = floating_formats([values[o.value] for o in known.operands if o.value in values])
+        inputs = floating_formats([values[o.value] for o in known.operands if o.value in values])
         id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
-        gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
-        call = CallRecord(id, at.file, at.line, came, gave, is_cast=step.is_cast)
+        computes, at = floating_formats([step.value] if step.is_cast else operands), step.site
+        call = CallRecord(id, at.file, at.line, inputs, computes, is_cast=step.is_cast)
         rows.append((call, round(ns), f"predicted ({source})", ()))
     return rows
 
@@ -108,7 +110,7 @@ class _Track:
         self.open: list[tuple[str, tuple[str, int, str], int]] = [(name, ("", 1, FORWARD), 0)]
 
     def add(self, call: CallRecord, elapsed_ns: int, time: str, casts: Sequence[tuple[str, str, int]]) -> None:
-        """The modules that end and begin before it, the casts of its arguments, the call."""
+        """Add the modules that end and begin before it, the casts of its arguments, the call."""
         self._enter(call.id)
         place = f"{call.file}:{call.line}" if call.file else ""
         args = {

@@ -34,12 +34,12 @@ BROKEN = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def to_data(record: Any) -> Any:
-    """The record as JSON has it: NaN, infinities, identities, policies and mappings as text."""
+    """Return the record in JSON's types: NaN, infinities, identities, policies and mappings as text."""
     return _converter().unstructure(record)
 
 
 def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
-    """The record of that kind. One of BROKEN for data that are none.
+    """Return the record of that kind. Raise one of BROKEN for data that are none.
 
     is_whole: nothing may lack, not even what has a default.
     """
@@ -54,36 +54,36 @@ def of_data(kind: type[T], data: Any, is_whole: bool = False) -> T:
 
 @functools.cache
 def _converter() -> Converter:
-    made = Converter(detailed_validation=False)
-    made.register_unstructure_hook_factory(
-        is_dataclass, lambda kind: make_dict_unstructure_fn(kind, made, **_names(kind))
+    new = Converter(detailed_validation=False)
+    new.register_unstructure_hook_factory(
+        is_dataclass, lambda kind: make_dict_unstructure_fn(kind, new, **_names(kind))
     )
-    made.register_structure_hook_factory(
-        is_dataclass, lambda kind: make_dict_structure_fn(kind, made, _cattrs_detailed_validation=False, **_names(kind))
+    new.register_structure_hook_factory(
+        is_dataclass, lambda kind: make_dict_structure_fn(kind, new, _cattrs_detailed_validation=False, **_names(kind))
     )
-    made.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else str(number))
-    _register(made, CallId, str, CallId.parse)
-    _register(made, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
-    _register(made, Policy, Policy.to_toml, Policy.parse)
-    _register(made, RunMapping, str, RunMapping.parse)
-    _register(made, Histogram, lambda found: [found.first, *found.counts], _histogram)
-    _register(made, GraphFlow, GraphFlow.data, GraphFlow.of_data)
-    _register(made, PlacedCall, _placed_row, _placed_call)
-    _register(made, RepairRule, _repair_row, _repair_rule)
-    _register(made, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
-    _register(made, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
+    new.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else str(number))
+    _register(new, CallId, str, CallId.parse)
+    _register(new, CallId | None, lambda call: str(call or ""), lambda text: CallId.parse(text) if text else None)
+    _register(new, Policy, Policy.to_toml, Policy.parse)
+    _register(new, RunMapping, str, RunMapping.parse)
+    _register(new, Histogram, lambda histogram: [histogram.first, *histogram.counts], _histogram)
+    _register(new, GraphFlow, GraphFlow.data, GraphFlow.of_data)
+    _register(new, PlacedCall, _placed_row, _placed_call)
+    _register(new, RepairRule, _repair_row, _repair_rule)
+    _register(new, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
+    _register(new, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
     for kind in (dict[Cast, Tally], dict[CallKind, Tally], dict[Advice, int]):
-        _register(made, kind, _counts_rows, functools.partial(_counts, get_args(kind)))
-    return made
+        _register(new, kind, _counts_rows, functools.partial(_counts, get_args(kind)))
+    return new
 
 
-def _register(made: Converter, kind: Any, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-    made.register_unstructure_hook_func(lambda known: known == kind, write)
-    made.register_structure_hook_func(lambda known: known == kind, lambda data, _: read(data))
+def _register(converter: Converter, kind: Any, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
+    converter.register_unstructure_hook_func(lambda known: known == kind, write)
+    converter.register_structure_hook_func(lambda known: known == kind, lambda data, _: read(data))
 
 
 def _names(kind: Any) -> dict[str, Any]:
-    """What is written of the fields of a class: not those that are live, some under another name."""
+    """Return how the fields of a class are written: not those that are live, some under another name."""
     return {
         field.name: override(omit=not field.compare, rename=field.metadata.get("name"))
         for field in fields(kind)
@@ -104,7 +104,7 @@ _Named = tuple[tuple[str, TensorFacts], ...]
 
 
 def _facts_row(facts: TensorFacts) -> Row:
-    """Without the histograms, which only a run has."""
+    """Return the facts without the histograms, which only a run has."""
     return {key: value for key, value in to_data(facts).items() if key not in ("exponents", "below")}
 
 
@@ -113,7 +113,7 @@ def _facts_by_name(rows: Row) -> _Named:
 
 
 def _counts_rows(counts: Mapping[Any, Tally | int]) -> list[Row]:
-    """Each record with how often there was one. There may be 100,000: nothing in them needs a hook."""
+    """Return each record with its count. There may be 100,000: nothing in them needs a hook."""
     return [{**_plain(record), **(_plain(n) if isinstance(n, Tally) else {"times": n})} for record, n in counts.items()]
 
 
@@ -150,9 +150,9 @@ def _placed_call(row: Row) -> PlacedCall:
 _OF_RULES = ("op", "module", "argument", "call", "reason", "source")
 
 
-def _repair_row(found: RepairRule) -> Row:
-    said = {name: getattr(found.rule, name) for name in _OF_RULES} | {"action": str(found.rule.action)}
-    return said | {name: to_data(getattr(found, name)) for name in ("cause", "share", "calls", "cost_ns", "needed")}
+def _repair_row(row: RepairRule) -> Row:
+    cells = {name: getattr(row.rule, name) for name in _OF_RULES} | {"action": str(row.rule.action)}
+    return cells | {name: to_data(getattr(row, name)) for name in ("cause", "share", "calls", "cost_ns", "needed")}
 
 
 def _repair_rule(row: Row) -> RepairRule:

@@ -48,7 +48,7 @@ class NotFinite:
 
 
 def site_text(module_path: str, file: str, line: int) -> str:
-    """` in encoder, model.py:12`, as far as it is known."""
+    """Return a place, ` in encoder, model.py:12`, as far as it is known."""
     return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
 
 
@@ -56,16 +56,17 @@ def site_text(module_path: str, file: str, line: int) -> str:
 class CallError:
     """The error of one call, from samples of its results.
 
-    computes, reference: the formats it reads under the policy and in the reference. own: relative error (L2) of the
-    call alone in its low formats, on the reference's inputs. inherited: of the same call in low formats, on the inputs
-    that it really had, against that. total: of what it really gave, against the reference. kernel: of what it gave
-    against the same op in fp64 on the same inputs, those that it really had; bound: the largest of these errors, of any
-    element, over what its formats and the length of its sums allow; 0 where nothing bounds it. band: how far the call
-    was off where everything before it moved by one unit in the last place. sqnr_db: of the total. largest_ulps,
-    mean_ulps: of kernel errors, in units in the last place of the result's format; bias_ulps: the mean of roundings
-    against rounding to nearest, towards +infinity or away from zero, where that is no accident. overflow, underflow,
-    saturated: shares of elements that became infinite, zero, or the largest value. alone: relative error of the model's
-    output when only this call's op in its module is low; NaN where it was not tried. why: of the verdict.
+    computes, reference: the formats it reads under the policy and in the reference. own: local relative error (L2) of
+    the call alone in its low formats, on the reference's inputs. inherited: the propagated error, of the same call in
+    low formats, on the inputs that it really had, against that. total: of its real output, against the reference.
+    kernel: of its output against the same op in fp64 on the same inputs, those that it really had; bound: the largest
+    of these errors, of any element, over what its formats and the length of its sums allow; 0 where nothing bounds it.
+    band: how far the call was off where everything before it moved by one unit in the last place. sqnr_db: of the
+    total. largest_ulps, mean_ulps: of kernel errors, in units in the last place of the result's format; bias_ulps: the
+    mean of roundings against rounding to nearest, towards +infinity or away from zero, where that is no accident.
+    overflow, underflow, saturated: shares of elements that became infinite, zero, or the largest value. alone: relative
+    error of the model's output when only this call's op in its module is low; NaN where it was not tried. why: of the
+    verdict.
     """
 
     id: CallId
@@ -99,7 +100,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class ModuleError:
-    """The errors of a module's calls: the largest own error, and the total of its last call."""
+    """The errors of a module's calls: the largest local error, and the total of its last call."""
 
     module_path: str
     calls: int
@@ -127,7 +128,7 @@ class GradientError:
 
     @property
     def is_round_off_alone(self) -> bool:
-        """Whether it is as good as zero: what is there is the round-off of the terms of a sum that cancel, as in the
+        """Whether it is zero up to round-off: what is there is that of the terms of a sum that cancel, as in the
         bias before a batch norm. Of such a gradient neither error nor direction says anything.
         """
         return self.share < 2.0**-10 and self.band >= 0.5
@@ -170,42 +171,42 @@ class Differences(Result):
 
     @property
     def worst(self) -> list[CallError]:
-        """The calls most to blame, worst first: faults, then those that alone move the output most, then own error."""
+        """The calls most to blame, worst first: faults, then what alone moves the output most, then local error."""
         order = {NOT_FINITE: 0, FAULT: 1, KERNEL: 1}
-        found = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
+        blamed = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
 
         def key(row: CallError) -> tuple[float, ...]:
             alone = -1.0 if math.isnan(row.alone) else row.alone
             return order.get(row.verdict, 2), -alone, -(row.own if math.isfinite(row.own) else 0.0)
 
-        return sorted(found, key=key)
+        return sorted(blamed, key=key)
 
     @property
     def faults(self) -> list[CallError]:
-        """The calls to be told of: kernels beyond their bounds, what makes a NaN or an infinity, other arguments."""
+        """The calls to report: kernels beyond their bounds, what makes a NaN or an infinity, other arguments."""
         return [row for row in self.rows if row.verdict in AT_FAULT]
 
     @property
     def differing(self) -> list[CallError]:
-        """The calls that gave something else than the reference, but for nondeterminism."""
+        """The calls whose output differs from the reference's, but for nondeterminism."""
         return [row for row in self.rows if row.total and row.verdict != NONDETERMINISTIC]
 
     def modules(self) -> list[ModuleError]:
-        """By module, those with the largest own errors first."""
+        """Return errors by module, those with the largest local errors first."""
         grouped: dict[str, list[CallError]] = {}
         for row in self.rows:
             if row.id.direction != BACKWARD:
                 grouped.setdefault(row.id.module_path, []).append(row)
-        found = []
+        errors = []
         for path, rows in grouped.items():
             worst = max(rows, key=lambda row: row.own)
             faults = sum(row.verdict in AT_FAULT for row in rows)
-            found.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
-        return sorted(found, key=lambda module: -module.own)
+            errors.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
+        return sorted(errors, key=lambda module: -module.own)
 
     def __repr__(self) -> str:
         return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON, with the errors by module."""
+        """Return what is written as JSON, with the errors by module."""
         return {**Result.data(self), "modules": [codec().to_data(module) for module in self.modules()]}

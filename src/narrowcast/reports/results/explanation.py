@@ -154,11 +154,11 @@ class Comparison:
         return self.differences.reference_not_finite
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON: its differences beside it, their calls, and the worst of these again."""
+        """Return what is written as JSON: its differences beside it, their calls, and the worst of these again."""
         to_data = codec().to_data
         own = to_data(self)
-        found = own.pop("differences")
-        return {"calls": found.pop("rows"), "worst": to_data(self.worst), **found, **own}
+        inner = own.pop("differences")
+        return {"calls": inner.pop("rows"), "worst": to_data(self.worst), **inner, **own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +194,27 @@ class Explanation(Result):
     gradients: bool = True
 
     def graph_rows(self) -> list[GraphRow]:
-        """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
+        """Return one line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
         return [graph.row for graph in self.graphs if graph.row is not None]
 
     def flows(self) -> list[GraphFlow]:
-        """What flows between the calls of each captured graph."""
+        """Return what flows between the calls of each captured graph."""
         return [graph.flow for graph in self.graphs]
 
     def op_rows(self) -> list[OpRow]:
-        """Every op with its formats and why, most bytes first."""
+        """Return every op with its formats and why, most bytes first."""
         rows: dict[tuple[str, ...], Tally] = {}
         for kind, tally in self.ledger.calls.items():
             key = (kind.op, kind.came, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
             rows.setdefault(key, Tally()).add(tally)
-        found = [
-            OpRow(op, row.calls, came, computes, result, action, reason, row.moved_bytes, direction)
-            for (op, came, computes, result, action, reason, direction), row in rows.items()
+        op_rows = [
+            OpRow(op, row.calls, inputs, computes, result, action, reason, row.moved_bytes, direction)
+            for (op, inputs, computes, result, action, reason, direction), row in rows.items()
         ]
-        return sorted(found, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
+        return sorted(op_rows, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
 
     def module_rows(self) -> list[ModuleRow]:
-        """Casts grouped by module, in the order in which modules first cast."""
+        """Return casts grouped by module, in the order in which modules first cast."""
         groups: dict[str, list[Cast]] = {}
         for cast in self.ledger.casts:
             groups.setdefault(cast.module_path, []).append(cast)
@@ -227,11 +227,11 @@ class Explanation(Result):
         return rows
 
     def largest_casts(self, count: int = 10) -> list[Cast]:
-        """The casts that move most bytes, largest first."""
+        """Return the casts that move most bytes, largest first."""
         return sorted(self.ledger.casts, key=lambda c: -c.moved_bytes)[:count]
 
     def repeats(self) -> list[RepeatRow]:
-        """Redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
+        """Return redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
         groups: dict[tuple[str, str, str, str, str, str], list[Cast]] = {}
         for cast in self.ledger.casts:
             if cast.repeated and cast.how == "copied":
@@ -241,14 +241,14 @@ class Explanation(Result):
         return sorted(rows, key=lambda row: -row.wasted_bytes)
 
     def to_trace(self) -> str:
-        """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
+        """Return a trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
 
         RunError without times: `explain(..., times=True)` has them.
         """
         return str(renderer("trace").explanation_trace(self))
 
     def to_model_explorer(self) -> dict[str, str]:
-        """Node data of an exported program for Model Explorer, JSON texts by name: `formats`, `errors`, `costs`.
+        """Return node data of an exported program for Model Explorer, JSON texts by name: `formats`, `errors`, `costs`.
 
         Errors are there with `run=True`, costs with `times=True`. RunError for other front ends, and with a goal.
         """
@@ -262,7 +262,7 @@ class Explanation(Result):
         return EXPLAINED if self.comparison is None else self.comparison.differences.verdict
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON: all that its text and its page say."""
+        """Return what is written as JSON: all that its text and its page have."""
         to_data = codec().to_data
         data: dict[str, Any] = {"schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}}
         data |= {"ops": to_data(self.op_rows()), "modules": to_data(self.module_rows())}
@@ -274,7 +274,7 @@ class Explanation(Result):
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Explanation:
-        """The explanation that such data say; the programs of its graphs are not among them."""
+        """Return the explanation of such data; the programs of its graphs are not among them."""
         placed = {
             row["graph"]: {**row, "placement": row, "returned": row["returned_casts"]} for row in data["placements"]
         }
@@ -285,8 +285,8 @@ class Explanation(Result):
         if compared is not None:
             compared = {**compared, "differences": {**compared, "rows": compared["calls"]}}
         whole = {**data, "graphs": graphs, "comparison": compared, "ledger": {}}
-        made: Explanation = codec().of_data(cls, whole, is_whole=True)
-        return replace(made, ledger=Ledger.of_data(data["ledger"]))
+        explanation: Explanation = codec().of_data(cls, whole, is_whole=True)
+        return replace(explanation, ledger=Ledger.of_data(data["ledger"]))
 
 
 _ASKED = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
@@ -302,7 +302,7 @@ def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
 
 
 def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
-    """What each of a policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
+    """Return what each of a policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
     rows = []
     for rule in rules:
         modules = ledger.matches.get(rule.label, {})

@@ -13,8 +13,8 @@ from narrowcast.reports.results.run_records import TensorFacts, tensor_text
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
 CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
-"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
-came with an input or a weight; or nothing yet, but figures that grow towards it.
+"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; an
+input or a weight, which has it; or nothing yet, but figures that grow towards it.
 """
 
 
@@ -58,7 +58,7 @@ class Finding:
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
     def in_short(self) -> str:
-        """What was made, where and how, without the ranges of its tensors."""
+        """Return what was made, where and how, without the ranges of its tensors."""
         if self.made_by == TREND:
             return str(self)
         at = f"\n  {self.file}:{self.line}" if self.file else ""
@@ -67,12 +67,12 @@ class Finding:
 
 @dataclass(slots=True)
 class Watching(Result):
-    """What `nc.watch` found.
+    """The result of `nc.watch`.
 
-    findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
-    were looked at. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by step.
-    repeated: how often a call that is a finding made one again, in a later step or a recomputation. not_inspected: how
-    often looking failed, as notes say.
+    findings: in the order in which they were made. meant: how many infinities were intentional, by reason. calls: how
+    many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by
+    step. repeated: how often a call that is a finding made one again, in a later step or a recomputation.
+    not_inspected: how often inspecting failed, as notes say.
     """
 
     WHAT: ClassVar[str] = "what was watched"

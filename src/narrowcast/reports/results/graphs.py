@@ -38,7 +38,7 @@ class CompiledGraph:
     the written graph; the rest went into reading, passes and writing.
     names: of an exported program's nodes, by step of `after`. costs: if times were asked for, predicted nanoseconds of
     its calls and casts by step, and of what kind the prediction is: measured, interpolated or assumed.
-    row, flow, returned: of an explained graph, what is said of its programs, which no file has: its line, what flows
+    row, flow, returned: of an explained graph, what is known of its programs, which no file has: its line, what flows
     between its calls, and how many casts of results write how many bytes.
     """
 
@@ -127,8 +127,8 @@ class DecisionDifference:
 
 
 class FlowStep(NamedTuple):
-    """A call of a graph: formats that came, were read and were given. direction: forward, backward; dgrad and wgrad,
-    where a gradient of an input or of a weight is made. multiplications: None where they are not known.
+    """A call of a graph: formats of inputs, compute and outputs. direction: forward, backward; dgrad and wgrad, where a
+    gradient of an input or of a weight is made. multiplications: None where they are not known.
     """
 
     module_path: str
@@ -169,7 +169,7 @@ class GraphFlow:
     edges: list[FlowEdge] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """As rows under their columns."""
+        """Return rows under their columns."""
         return {
             "step_columns": FlowStep._fields, "steps": self.steps, "edge_columns": FlowEdge._fields,
             "edges": self.edges,
@@ -177,25 +177,25 @@ class GraphFlow:
 
     @staticmethod
     def of_data(data: Mapping[str, Any]) -> GraphFlow:
-        """The flow that such rows say."""
+        """Return the flow of such rows."""
         return GraphFlow([FlowStep(*row) for row in data["steps"]], [FlowEdge(*row) for row in data["edges"]])
 
 
 def floating_formats(values: Sequence[Value]) -> str:
-    """The floating formats among the values, in order, each once."""
+    """Return the floating formats among the values, in order, each once."""
     return ",".join(dict.fromkeys(v.type for v in values if v.format is not None))
 
 
 def parts_of(program: Program) -> dict[int, list[Value]]:
-    """What is taken out of the tuple that a step gives, by the step, in the order in which it is taken."""
-    found: dict[int, list[Value]] = {}
+    """Return what is taken out of the tuple that a step returns, by the step, in the order in which it is taken."""
+    parts: dict[int, list[Value]] = {}
     for step in program.steps.values():
         if step.op == "getitem":
-            found.setdefault(step.operands[0].value, []).append(step.value)
-    return found
+            parts.setdefault(step.operands[0].value, []).append(step.value)
+    return parts
 
 
-def step_multiplications(step: Step, read: Sequence[Value], made: Sequence[Value]) -> int | None:
-    """How many multiplications a step makes; None where sizes are symbolic. read, made: what it reads and gives."""
-    shapes, results = ([v.shape for v in values if v.shape is not None] for values in (read, made))
+def step_multiplications(step: Step, read: Sequence[Value], outputs: Sequence[Value]) -> int | None:
+    """Return how many multiplications a step makes; None where sizes are symbolic. read, outputs: of the step."""
+    shapes, results = ([v.shape for v in values if v.shape is not None] for values in (read, outputs))
     return multiplications(step.op, shapes, results, "transposed=True" in step.constants)

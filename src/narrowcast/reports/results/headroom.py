@@ -69,23 +69,21 @@ class Headroom(Result):
         return FITS[not self.unfit(fp16), not self.unfit(bf16)]
 
     def unfit(self, format: Format | str, scale: str = UNSCALED) -> list[TensorHeadroom]:
-        """The tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
+        """Return the tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
         name = _format(format).name
         if scale not in SCALES:
             advice = f"Give one of {', '.join(SCALES)}."
             raise RunError(f"headroom.unfit(scale={scale!r})", "no such scale", advice=advice)
-        found = [r for r in self.rows if r.format == name and r.scale == scale]
-        bad = [r for r in found if r.overflow > 0 or r.underflow > self.tolerance]
+        rows = [r for r in self.rows if r.format == name and r.scale == scale]
+        bad = [r for r in rows if r.overflow > 0 or r.underflow > self.tolerance]
         return sorted(bad, key=lambda row: -row.loss)
 
     def calls(self, format: Format | str, scale: str = UNSCALED) -> list[CallId]:
-        """The smallest set of calls that must not compute in the format: each reads or gives a tensor that does not
-        fit.
-        """
+        """Return the smallest set of calls that must not compute in the format: for each call a tensor does not fit."""
         return list(dict.fromkeys(row.id for row in self.unfit(format, scale)))
 
     def policy(self, format: Format | str, name: str = "") -> Policy:
-        """A policy in which these calls stay in fp32, each rule with its evidence. RunError for an 8-bit format."""
+        """Return a policy in which these calls stay in fp32, each rule with its evidence. Not for 8-bit formats."""
         low = _format(format)
         if low.bits < 16:
             advice = "List headroom.unfit(...) with a scale: 8-bit formats need one."
@@ -105,10 +103,10 @@ class Headroom(Result):
 
 
 def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tolerance: float) -> Headroom:
-    """What `Run.headroom` returns, of the calls and tensors of a run."""
+    """Return the headroom of the calls and tensors of a run, for `Run.headroom`."""
     if not 0 <= tolerance < 1:
         raise RunError(f"headroom(tolerance={tolerance})", "it is a share", advice="Give a number from 0 to below 1.")
-    found = Headroom(tolerance=tolerance)
+    headroom = Headroom(tolerance=tolerance)
     known: dict[int, list[tuple[str, str, float, float, float, float]]] = {}
     sampled = 0
     for call in calls:
@@ -121,19 +119,19 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             sampled += facts.looked_at < facts.elements
             if number not in known:
                 known[number] = [_figures(facts, format, scale) for format in FORMATS for scale in SCALES]
-            found.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
-            found.places[call.id] = f"{call.file}:{call.line}"
-    if not found.rows:
+            headroom.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
+            headroom.places[call.id] = f"{call.file}:{call.line}"
+    if not headroom.rows:
         advice = "Capture the model without a low format: nc.capture(model, inputs)."
         raise RunError("run.headroom()", f"none of its {len(calls)} calls has an fp32 tensor", advice=advice)
     if sampled:
-        found.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
-    return found
+        headroom.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
+    return headroom
 
 
 def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
-    """Whether no format is to hold a tensor: what is about to be overwritten; masks with the lowest number of the wide
-    format, which is made of the dtype at hand; and what is in fp32 though the call computes in a low format: a
+    """Return whether no format is to hold a tensor: what is about to be overwritten; masks with the lowest number of
+    the wide format, which is made of the dtype at hand; and what is in fp32 though the call computes in a low format: a
     normalization keeps what it is scaled by, its statistics, and what it returns besides its result.
     """
     if argument == "out" or (argument == "self" and _fills(call.id.op)) or facts.holds_a_mask:
@@ -149,7 +147,7 @@ def _fills(op: str) -> bool:
 
 
 def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, float, float, float, float]:
-    """Format, scale, overflow, underflow, subnormal, headroom."""
+    """Return format, scale, overflow, underflow, subnormal, headroom."""
     largest = facts.largest
     headroom = math.log2(format.max / largest) if largest else math.inf
     smallest = format.min_exponent - format.mantissa_bits
@@ -170,13 +168,13 @@ def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, 
 
 
 def _lost(exponents: Histogram, smallest: int, smallest_normal: int) -> tuple[float, float]:
-    """Shares that become zero (below half of the smallest value), and that keep fewer digits."""
+    """Return the shares that become zero (below half of the smallest value), and that keep fewer digits."""
     under = exponents.share(lambda e: e < smallest - 1)
     return under, exponents.share(lambda e: smallest - 1 <= e < smallest_normal)
 
 
 def evidence(row: TensorHeadroom) -> str:
-    """What the format would lose of the tensor."""
+    """Return what the format would lose of the tensor."""
     if row.overflow:
         return f"{row.overflow:.2g} of {row.argument} overflow {row.format}, by {-row.headroom_bits:.1f} bits"
     return f"{row.underflow:.2g} of {row.argument} underflow in {row.format}"

@@ -39,9 +39,8 @@ class Ledger(Result):
     """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
 
     casts: the first LISTED ones. counted: those after them, alike ones together, each without its sizes. advice: how
-    often each piece of it came up. matches: for each rule that decided something, by its text, the modules in which it
-    did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format has no fast
-    units here.
+    often each piece was given. matches: for each rule that decided something, by its text, the modules in which it did,
+    and how many calls. notes: about the run as a whole, such as that the low format has no fast units here.
     """
 
     WHAT: ClassVar[str] = "a ledger"
@@ -67,7 +66,7 @@ class Ledger(Result):
         self.counted.setdefault(replace(cast, elements=0, moved_bytes=0), Tally()).add(times)
 
     def kinds(self) -> Iterator[tuple[Cast, Tally]]:
-        """All casts, those that are counted with how many there were."""
+        """Yield all casts, those that are counted with how many there were."""
         yield from ((cast, Tally(1, cast.moved_bytes)) for cast in self.casts)
         yield from self.counted.items()
 
@@ -94,7 +93,7 @@ class Ledger(Result):
         self.calls.setdefault(kind, Tally()).add(Tally(1, moved_bytes, numbers, multiplications))
 
     def totals(self) -> Totals:
-        """Counts and bytes over all casts, refusals and calls."""
+        """Return counts and bytes over all casts, refusals and calls."""
         sums = Counter({"casts": self.cast_count, "refusals": len(self.refusals)})
         for cast, tally in self.kinds():
             sums[cast.how] += tally.calls
@@ -107,18 +106,18 @@ class Ledger(Result):
         return Totals(**{field.name: sums[field.name] for field in fields(Totals)})
 
     def op_formats(self) -> dict[str, dict[str, int]]:
-        """For each op, how many calls computed in which formats: `{"aten.linear.default": {"bf16": 37}}`."""
+        """Return for each op how many calls computed in which formats: `{"aten.linear.default": {"bf16": 37}}`."""
         table: dict[str, Counter[str]] = {}
         for kind, tally in self.calls.items():
             table.setdefault(kind.op, Counter())[kind.computes or "-"] += tally.calls
         return {op: dict(formats) for op, formats in table.items()}
 
     def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
-        """The listed casts for which `keep` holds."""
+        """Return the listed casts for which `keep` holds."""
         return [c for c in self.casts if keep(c)]
 
     def merge(self, *others: Ledger) -> Ledger:
-        """A ledger with the records of this one and then of the others."""
+        """Return a ledger with the records of this one and then of the others."""
         merged = Ledger()
         for ledger in (self, *others):
             for cast in ledger.casts:
@@ -139,7 +138,7 @@ class Ledger(Result):
         return merged
 
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:
-        """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
+        """Return what changes from this ledger to `other`: groups of casts with other numbers. Lines may have moved."""
         before, after = _groups(self.kinds()), _groups(other.kinds())
         return tuple(CastChange(*k, before[k], after[k]) for k in before | after if before[k] != after[k])
 
@@ -149,7 +148,7 @@ class Ledger(Result):
         return REFUSED if self.refusals else RECORDED
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON, with the sums."""
+        """Return what is written as JSON, with the sums."""
         totals = self.totals()
         return {**Result.data(self), "totals": {**asdict(totals), "share_of_casts": totals.share_of_casts}}
 
@@ -163,7 +162,7 @@ _Alike = tuple[str, str, str, str, str, str]
 
 
 def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[_Alike]:
-    found = Counter[_Alike]()
+    counts = Counter[_Alike]()
     for c, tally in casts:
-        found[c.op, c.argument, c.module_path, c.src, c.dst, c.direction] += tally.calls
-    return found
+        counts[c.op, c.argument, c.module_path, c.src, c.dst, c.direction] += tally.calls
+    return counts

@@ -48,7 +48,7 @@ class RunMapping:
 
     @staticmethod
     def parse(text: str, file: str = "<string>") -> RunMapping:
-        """The mapping of that text. RunError with file and line for what is none."""
+        """Return the mapping of that text. Raise RunError with file and line for what is none."""
         entries, comments = [], []
         for number, line in enumerate(text.splitlines(), 1):
             content = line.strip()
@@ -60,7 +60,7 @@ class RunMapping:
 
     @staticmethod
     def load(path: str | Path) -> RunMapping:
-        """The mapping in a file. RunError for one that is not there or is no text."""
+        """Return the mapping in a file. Raise RunError for one that is not there or is no text."""
         try:
             return RunMapping.parse(Path(path).read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -81,38 +81,38 @@ class RunMapping:
             raise RunError(f"writing a mapping to {path}", found, where, advice) from error
 
     def modules(self, a: Collection[str], b: Collection[str]) -> list[MappingLine]:
-        """The entries about modules, `*` filled in. a, b: the paths that there are. RunError for one that is not."""
+        """Return the entries about modules, `*` filled in. a, b: the paths that exist. RunError for any other."""
         of_modules = (entry for entry in self.entries if not entry.is_of_calls)
         return [line for entry in of_modules for line in self._filled_in(entry, a, b)]
 
     def calls(self) -> list[tuple[tuple[CallId, ...], tuple[CallId, ...], int]]:
-        """The entries about calls: their identities, and the line."""
-        found = []
+        """Return the entries about calls: their identities, and the line."""
+        entries = []
         for entry in self.entries:
             if entry.is_of_calls:
                 a, b = (tuple(CallId.parse(name) for name in side) for side in (entry.a, entry.b))
-                found.append((a, b, entry.line))
-        return found
+                entries.append((a, b, entry.line))
+        return entries
 
     def refused(self, line: int, found: str, advice: str) -> RunError:
-        """The error about one of its lines."""
+        """Return the error about one of its lines."""
         return RunError("a mapping of runs", found, (Origin(self.file, line),), advice)
 
     def _filled_in(self, entry: MappingLine, a: Collection[str], b: Collection[str]) -> Iterator[MappingLine]:
         stars: set[tuple[str, ...]] = set()
         for names, there in ((entry.a, a), (entry.b, b)):
-            stars |= {found for name in names for path in there if (found := _stars(name, path)) is not None}
+            stars |= {matched for name in names for path in there if (matched := _stars(name, path)) is not None}
         missing = ""
         filled = 0
         for parts in sorted(stars, key=lambda parts: [(len(part), part) for part in parts]):
             of_a, of_b = (tuple(_with_stars(name, parts) for name in side) for side in (entry.a, entry.b))
-            made = MappingLine(of_a, of_b, entry.line)
-            lacks = [f"run a has no calls in {n or ROOT}" for n in made.a if n not in a]
-            lacks += [f"run b has no calls in {n or ROOT}" for n in made.b if n not in b]
+            line = MappingLine(of_a, of_b, entry.line)
+            lacks = [f"run a has no calls in {n or ROOT}" for n in line.a if n not in a]
+            lacks += [f"run b has no calls in {n or ROOT}" for n in line.b if n not in b]
             missing = missing or "".join(lacks[:1])
             if not lacks:
                 filled += 1
-                yield made
+                yield line
         if not filled:
             raise self.refused(entry.line, missing or f"neither run has calls in {entry}", _ADVICE)
 
@@ -152,9 +152,9 @@ def _side_text(names: Iterable[str]) -> str:
 
 
 def _stars(pattern: str, path: str) -> tuple[str, ...] | None:
-    """What the * of a pattern represent in a path; None if the path is another."""
-    found = re.fullmatch("([^.]+)".join(map(re.escape, _SECTIONS.split(pattern))), path)
-    return found.groups() if found else None
+    """Return what the * of a pattern represent in a path; None if the path is another."""
+    match = re.fullmatch("([^.]+)".join(map(re.escape, _SECTIONS.split(pattern))), path)
+    return match.groups() if match else None
 
 
 def _with_stars(pattern: str, stars: tuple[str, ...]) -> str:
@@ -163,7 +163,7 @@ def _with_stars(pattern: str, stars: tuple[str, ...]) -> str:
 
 
 def generalised(entries: Iterable[MappingLine]) -> Iterator[MappingLine]:
-    """The same entries, those that differ in equal numbers only as one with *. What stands alone stays as it is."""
+    """Yield the same entries, those that differ in equal numbers only as one with *. Single ones are unchanged."""
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[MappingLine]] = {}
     for entry in entries:
         pattern = MappingLine(tuple(_NUMBER.sub("*", n) for n in entry.a), tuple(_NUMBER.sub("*", n) for n in entry.b))

@@ -97,7 +97,7 @@ class Profile(Result):
         return MEASURED
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
+        """Return what is written as JSON."""
         return {
             "schema": self.SCHEMA,
             "device": asdict(self.device),
@@ -107,8 +107,8 @@ class Profile(Result):
         }
 
     def low_over_high(self, format: Format) -> dict[str, float]:
-        """A low format's time over fp32's, by family: the median over products and convolutions that were measured in
-        both and take fp32 a millisecond or more.
+        """Return a low format's time over fp32's, by family: the median over matrix multiplications and convolutions
+        that were measured in both and take fp32 a millisecond or more.
         """
         ratios: dict[str, list[float]] = {}
         for text, sample in self.samples.items():
@@ -116,25 +116,25 @@ class Profile(Result):
                 low = self.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
                 if low is not None:
                     ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
-        return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
+        return {family: sorted(of_family)[len(of_family) // 2] for family, of_family in ratios.items()}
 
     def emulated(self) -> list[Emulated]:
-        """What the device only emulates."""
+        """Return what the device only emulates."""
         ratios = [(low.name, *row) for low in (bf16, fp16) for row in self.low_over_high(low).items()]
         return [Emulated(family, low, ratio) for low, family, ratio in ratios if ratio > EMULATED_RATIO]
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Profile:
-        """The profile that such data say. KeyError, TypeError, ValueError or AttributeError for others."""
+        """Return the profile of such data. KeyError, TypeError, ValueError or AttributeError for others."""
         device = dict(data["device"])
         device["units"] = tuple(device["units"])
         samples = {str(key): _sample(value) for key, value in data["samples"].items()}
-        abilities = [Ability(**found) for found in data.get("abilities", ())]
+        abilities = [Ability(**row) for row in data.get("abilities", ())]
         return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Profile:
-        """The profile in a text. ProfileError if it is none."""
+        """Return the profile in a text. Raise ProfileError if it is none."""
         try:
             data = json.loads(text)
             if not isinstance(data, dict):
@@ -149,7 +149,7 @@ class Profile(Result):
 
     @staticmethod
     def read(path: Path) -> Profile:
-        """The profile in a file. ProfileError if there is none, or if it cannot be read."""
+        """Return the profile in a file. Raise ProfileError if there is none, or if it cannot be read."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -195,20 +195,20 @@ class Profile(Result):
 
 
 def load_profile(device: Device) -> Profile:
-    """The saved profile of a device; an empty one if there is none. A file that cannot be read is set aside."""
+    """Return the saved profile of a device; an empty one if there is none. A file that cannot be read is set aside."""
     path = profile_path(device)
     if not is_there(path):
         return Profile(device, path=path)
     try:
-        found = Profile.read(path)
+        profile = Profile.read(path)
     except ProfileError as error:
         warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts again", stacklevel=3)
         return Profile(device, path=path)
-    return found if found.device == device else Profile(device, path=path)
+    return profile if profile.device == device else Profile(device, path=path)
 
 
 def profile_path(device: Device) -> Path:
-    """The file of a device's profile."""
+    """Return the file of a device's profile."""
     return cache_folder() / "profiles" / f"{device.fingerprint}.json"
 
 

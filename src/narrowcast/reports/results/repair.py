@@ -59,11 +59,11 @@ class RepairStep:
 
 @dataclass(slots=True)
 class Repair(Result):
-    """What `nc.repair` found. `policy` is the repaired one, or what came of it.
+    """The result of `nc.repair`. `policy` is the repaired one, as far as that went.
 
     asked: what had to hold, for a reader. before, after: the first run, and the last that counts. reference: the metric
     in fp32. runs: how often the model ran, its metric included. untried: rules that were not tried without, since the
-    model may run only so often. dropped: rules that were found, and turned out not to be needed.
+    limit of runs was reached. dropped: rules that were found, and turned out not to be needed.
     """
 
     WHAT: ClassVar[str] = "a repair"
@@ -99,5 +99,5 @@ class Repair(Result):
 
 
 def share_text(share: float) -> str:
-    """`62%`; `<1%` of what is there, and less."""
+    """Return a share as text: `62%`; `<1%` if it is less."""
     return f"{share:.0%}" if share >= 0.005 or not share else "<1%"

@@ -16,20 +16,20 @@ from narrowcast.output.screen import LINES
 
 
 def renderer(name: str) -> Any:
-    """A module of `reports.render`, which stands above the results that it shows. Loaded by its name, when something is
-    shown: most programs show nothing.
+    """Return a module of `reports.render`, which is above the results that it shows. Loaded by its name, when a result
+    is shown: most programs show nothing.
     """
     return importlib.import_module(f"narrowcast.reports.render.{name}")
 
 
 def codec() -> Any:
-    """The module that writes results and reads them, which knows all their classes. Loaded when one is saved."""
+    """Return the module that writes results and reads them, which knows all their classes. Loaded when one is saved."""
     return importlib.import_module("narrowcast.reports.results.codec")
 
 
-def _document(found: Result) -> Any:
-    """What it says, made by a module above the results, too."""
-    return importlib.import_module("narrowcast.reports.documents.of_results").document_of(found)
+def _document(result: Result) -> Any:
+    """Return the document of a result, made by a module above the results, too."""
+    return importlib.import_module("narrowcast.reports.documents.of_results").document_of(result)
 
 
 class Result(ABC):
@@ -54,16 +54,16 @@ class Result(ABC):
         return list(_document(self).todos)
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON: the schema, and its fields; parts of it may be its own: copy before you change."""
+        """Return what is written as JSON: the schema, and its fields; it may share parts: copy before you change."""
         return {"schema": self.SCHEMA, **codec().to_data(self)}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Self:
-        """The result that such data say. One of `codec.BROKEN` for others."""
+        """Return the result of such data. Raise one of `codec.BROKEN` for others."""
         return cast("Self", codec().of_data(cls, data, is_whole=True))
 
     def to_html(self) -> str:
-        """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        """Return one HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
         with collector_paused():
             return str(renderer("html").page_html(_document(self)))
 
@@ -72,14 +72,14 @@ class Result(ABC):
             return str(renderer("notebook").notebook_html(_document(self)))
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
-        """The first screen, at most this many lines and columns (80); or, with every, all that was found."""
+        """Return the first screen, at most this many lines and columns (80); or, with every, all that was found."""
         return str(renderer("texts").text_of(self, every, width, lines))
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_json(self, indent: int | None = None) -> str:
-        """JSON text under a schema of its own (docs/reference/run.md)."""
+        """Return JSON text under a schema of its own (docs/reference/run.md)."""
         return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> Path:

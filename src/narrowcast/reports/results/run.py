@@ -47,7 +47,7 @@ class Run(Result):
     returned: list[int] = field(default_factory=list)
 
     def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
-        """Add tokens and the log-probability that the model gave each: a generation loop tells of one after the other.
+        """Add tokens and the log-probability of each: a generation loop adds one after the other.
 
         Both: numbers, sequences of any depth, or tensors and arrays (what has `tolist`), of equal size. RunError else.
         """
@@ -60,7 +60,7 @@ class Run(Result):
         self.log_probabilities += values
 
     def call(self, identity: CallId | str) -> CallRecord:
-        """The call of that identity. RunError if there is none."""
+        """Return the call of that identity. Raise RunError if there is none."""
         wanted = CallId.parse(identity) if isinstance(identity, str) else identity
         for call in self.calls:
             if call.id == wanted:
@@ -69,12 +69,12 @@ class Run(Result):
         raise RunError(f"call {wanted}", found, advice="List run.calls.")
 
     def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
-        """The tensors of a call by name: `run.facts(call.inputs)`."""
+        """Return the tensors of a call by name: `run.facts(call.inputs)`."""
         return {name: self.tensors[number] for name, number in named}
 
     def headroom(self, tolerance: float = 0.01) -> Headroom:
-        """For each tensor that a call read or gave, and for fp16, bf16, e4m3 and e5m2: the shares that overflow or
-        underflow without a scale, with one per tensor, with one per row.
+        """Return for each tensor that a call read or returned, and for fp16, bf16, e4m3 and e5m2, the shares that
+        overflow or underflow without a scale, with one per tensor, with one per row.
 
         Of a run in fp32, best with statistics="whole": sampled ones may miss rare small values; the range, and so
         overflow, is exact. tolerance: the share of a tensor that may underflow. Nothing runs again. Raises RunError for
@@ -83,11 +83,11 @@ class Run(Result):
         return headroom_of(self.calls, self.tensors, tolerance)
 
     def not_finite(self) -> list[CallRecord]:
-        """The calls that gave a NaN or an infinity, in order."""
+        """Return the calls whose output has a NaN or an infinity, in order."""
         return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
 
     def first_not_finite(self) -> CallRecord | None:
-        """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
+        """Return the first call that made NaN, or an infinity out of finite inputs that was not a fill value."""
         for call in self.not_finite():
             inputs, outputs = ([self.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
             has_nan = any(t.nan for t in outputs)
@@ -110,7 +110,7 @@ class Run(Result):
         return f"<Run: {len(self.calls)} calls, {len(self.not_finite())} of them not finite; print shows it>"
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON, numbers with all their digits."""
+        """Return what is written as JSON, numbers with all their digits."""
         data: dict[str, Any] = {
             "schema": self.SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
             "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
@@ -119,13 +119,13 @@ class Run(Result):
         return data | timed | ({"returned": self.returned} if self.returned else {})
 
     def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
+        """Return JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
         data = self.data() | {"log_probabilities": [short(value) for value in self.log_probabilities]}
         data["tensors"] = [[short(value) for value in row] for row in data["tensors"]]
         return json.dumps(data, separators=None if indent else (",", ":"), indent=indent)
 
     def to_trace(self) -> str:
-        """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
+        """Return a trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
 
         RunError for a run whose calls were not timed: `nc.capture(..., times=True)` does.
         """
@@ -133,24 +133,24 @@ class Run(Result):
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Run:
-        """The run that such data say. One of `codec.BROKEN`, or RunError, for others."""
+        """Return the run of such data. Raise one of `codec.BROKEN`, or RunError, for others."""
         of_data = codec().of_data
         tensors = [of_data(TensorFacts, dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
         calls = [of_data(CallRecord, dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
         for tensor in tensors:
             sketch_rows(tensor.sketch, tensor.shape)
         own = {"elapsed_ns": [], "cast_elapsed_ns": [], "returned": [], **data, "calls": [], "tensors": []}
-        made: Run = of_data(cls, own, is_whole=True)
+        run: Run = of_data(cls, own, is_whole=True)
         named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
-        named += [*made.returned, *(number for row in made.parameters.values() for number in row.values())]
+        named += [*run.returned, *(number for row in run.parameters.values() for number in row.values())]
         if named and not 0 <= min(named) <= max(named) < len(tensors):
             raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
-        if len(made.tokens) != len(made.log_probabilities):
-            raise ValueError(f"{len(made.tokens)} tokens with {len(made.log_probabilities)} log-probabilities")
-        if made.elapsed_ns and len(made.elapsed_ns) != len(calls):
-            raise ValueError(f"{len(made.elapsed_ns)} times of {len(calls)} calls")
-        made.calls, made.tensors = calls, tensors
-        return made
+        if len(run.tokens) != len(run.log_probabilities):
+            raise ValueError(f"{len(run.tokens)} tokens with {len(run.log_probabilities)} log-probabilities")
+        if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
+            raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
+        run.calls, run.tensors = calls, tensors
+        return run
 
     def save(self, path: str | Path) -> Path:
         """Write it into a file, compressed, replacing it at once; the ending `.json.gz` is added where it lacks."""

@@ -193,5 +193,5 @@ class RunDifferences(Result):
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON, the verdict with it."""
+        """Return what is written as JSON, the verdict with it."""
         return {**Result.data(self), "verdict": self.verdict}

@@ -1,4 +1,4 @@
-"""Calls and tensors of a run: their records, the rows that files have of them, and how they are said."""
+"""Calls and tensors of a run: their records, the rows that files have of them, and their texts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Histogram:
         return sum(self.counts)
 
     def share(self, holds: Callable[[int], bool]) -> float:
-        """The share of the counted values whose exponent passes the test; 0 of none."""
-        found = sum(n for e, n in enumerate(self.counts, self.first) if holds(e))
-        return found / self.total if self.counts else 0.0
+        """Return the share of the counted values whose exponent passes the test; 0 of none."""
+        count = sum(n for e, n in enumerate(self.counts, self.first) if holds(e))
+        return count / self.total if self.counts else 0.0
 
     @property
     def last(self) -> int:
@@ -48,7 +48,7 @@ class TensorFacts:
 
     format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
-    elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
+    elements. exponents: of the inspected elements; below: of each element's exponent under its row's largest, from 0.
     looked_at: how many elements all but the range and the non-finite shares represent; less than `elements` where a
     sample was taken. checksum, file: on request. sketch: of some rows (sketch.py). lies_in: the tensor of the table
     that was entered before in whose memory it lies (a view, a slice, one written to since), or whose copy it is; -1:
@@ -102,7 +102,7 @@ class TensorFacts:
         return is_lowest or (len(beyond) == 1 and self.exponents.last >= math.log2(MASK_NUMBER) and is_beside)
 
     def fits(self) -> Format | None:
-        """Its format, if it is a floating one."""
+        """Return its format, if it is a floating one."""
         return FORMATS.get(self.format)
 
 
@@ -110,9 +110,9 @@ class TensorFacts:
 class CallRecord:
     """One call of a run. inputs, outputs: names and numbers of tensors in the run's table.
 
-    came, computes: the formats as they came and as the op read them. rule, reason: what decided, empty where nothing
-    did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward call, the
-    forward call it belongs to.
+    came, computes: the input formats, and those that the op computes in. rule, reason: what decided, empty where
+    nothing did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward
+    call, the forward call it belongs to.
     """
 
     id: CallId
@@ -135,24 +135,24 @@ _ID, _FORWARD = (CALL_COLUMNS.index(name) for name in ("id", "forward"))
 
 
 def short(value: Any) -> Any:
-    """Nine digits say of a statistic what can be said; NaN and infinities are no JSON."""
+    """Round a statistic to nine digits, which is all that is known; NaN and infinities are no JSON."""
     if isinstance(value, float):
         return float(f"{value:.9g}") if value == value and abs(value) != float("inf") else str(value)
     return value
 
 
 def rows_of(tensors: Iterable[TensorFacts], calls: Iterable[CallRecord]) -> dict[str, Any]:
-    """Both as rows under their columns; asdict copies, and takes twenty times as long."""
+    """Return both as rows under their columns; asdict copies, and takes twenty times as long."""
     of_tensors = [[[v.first, *v.counts] if type(v) is Histogram else v for v in _tensor_values(t)] for t in tensors]
     of_calls = [list(_call_values(call)) for call in calls]
     for row in of_calls:
         row[_ID], row[_FORWARD] = str(row[_ID]), str(row[_FORWARD] or "")
-    found = {"tensor_columns": list(TENSOR_COLUMNS), "tensors": of_tensors}
-    return {**found, "call_columns": list(CALL_COLUMNS), "calls": of_calls}
+    rows = {"tensor_columns": list(TENSOR_COLUMNS), "tensors": of_tensors}
+    return {**rows, "call_columns": list(CALL_COLUMNS), "calls": of_calls}
 
 
 def tensor_text(tensor: TensorFacts) -> str:
-    """`fp16 [2, 8] -3.1..4.2 rms 0.9, 3 % infinite`."""
+    """Return a tensor as text: `fp16 [2, 8] -3.1..4.2 rms 0.9, 3 % infinite`."""
     parts = [f"{tensor.format} {list(tensor.shape)} {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"]
     for name in ("nan", "infinite", "subnormal", "saturated"):
         share = getattr(tensor, name)

@@ -34,7 +34,7 @@ KINDS: dict[str, type[Result]] = {
 
 
 def load(path: str | Path, kind: type[R] = Result) -> R:  # type: ignore[assignment]
-    """The result that `save`, or a command, wrote into a file.
+    """Return the result that `save`, or a command, wrote into a file.
 
     kind: what it has to be: `nc.load("run.json.gz", nc.Run)`. RunError for a file that is missing, cut off, of another
     kind, or of another version.
@@ -44,14 +44,14 @@ def load(path: str | Path, kind: type[R] = Result) -> R:  # type: ignore[assignm
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise _unreadable(str(path), f"{type(error).__name__}: {error}") from None
-    found = parse(text, str(path))
-    if not isinstance(found, kind):
-        raise _unreadable(str(path), f"it holds {found.WHAT}", f"Give a file that holds {kind.WHAT}.")
-    return found
+    result = parse(text, str(path))
+    if not isinstance(result, kind):
+        raise _unreadable(str(path), f"it holds {result.WHAT}", f"Give a file that holds {kind.WHAT}.")
+    return result
 
 
 def parse(text: str, file: str = "<string>") -> Result:
-    """The result in JSON text. RunError for other text, or another version of the schema."""
+    """Return the result in JSON text. Raise RunError for other text, or another version of the schema."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

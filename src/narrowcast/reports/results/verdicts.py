@@ -8,12 +8,12 @@ EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON, UNKNOW
 )  # fmt: skip
 """Of a comparison, and of its calls: no difference; within what one unit in the last place of its formats explains;
 outputs beyond that, or a call with other arguments than another model's; a kernel beyond what bounds its error; differs
-between two runs of the reference itself; NaN or infinity, made where the reference has none; the same that came with a
-call's inputs; random, so that it cannot be run alone; nothing bounds the error, and no band explains it; the reference
-computes in the same low formats, or no value of two runs could be compared.
+between two runs of the reference itself; NaN or infinity, made where the reference has none; the same, passed on from a
+call's inputs; random, so that it cannot be run alone; nothing bounds the error, and no rounding explains it; the
+reference computes in the same low formats, or no value of two runs could be compared.
 """
 ALIKE, FORMATS_DIFFER, VALUES_DIFFER = "alike", "formats differ", "values differ"
-"""Of two runs, besides `ROUND_OFF` and `NOT_COMPARED`: equal wherever it was looked; other formats, and values within
+"""Of two runs, besides `ROUND_OFF` and `NOT_COMPARED`: equal wherever compared; other formats, and values within
 what these explain; values beyond it.
 """
 RAISES, EXPLAINED, RECORDED, REFUSED = "raises", "explained", "recorded", "refusals"
@@ -40,14 +40,14 @@ VERDICTS = frozenset((
 ))  # fmt: skip
 """All that a result may say of itself as a whole."""
 AT_FAULT = (NOT_FINITE, FAULT, KERNEL)
-"""Verdicts of which a program is told; the worst first."""
+"""Verdicts that are reported to a program; the worst first."""
 
 
 def verdict_of(is_beyond: bool, is_not_finite: bool, has_kernel: bool, differs: bool) -> str:
-    """The verdict about a comparison: of three facts the worst gives the word, and without any whether it differs.
+    """Return the verdict about a comparison: of three facts the worst decides, and without any whether it differs.
 
-    is_beyond: outputs or gradients are beyond their band. is_not_finite: something that ran is not, where the reference
-    is. has_kernel: a kernel is beyond its bound, be outputs within their band or not.
+    is_beyond: outputs or gradients are beyond round-off. is_not_finite: something that ran is not, where the reference
+    is. has_kernel: a kernel is beyond its bound, even if outputs are not.
     """
     facts = zip(AT_FAULT, (is_not_finite, is_beyond, has_kernel), strict=True)
     return next((word for word, holds in facts if holds), ROUND_OFF if differs else EXACT)

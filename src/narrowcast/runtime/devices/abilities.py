@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 def fitted(policy: Policy, device_type: str) -> Policy:
-    """The policy resolved for a device type; and for what the device lacks, if the policy says what then to do."""
+    """Return the policy resolved for a device type; fitted to what the device lacks as well, if it asks for that."""
     resolved = policy.resolve(device_type)
     if resolved.unsupported != FULL or resolved.lacks is not None:
         return resolved
@@ -55,10 +55,10 @@ def fitted(policy: Policy, device_type: str) -> Policy:
 
 
 def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Policy, str]:
-    """The policy for a program that is to run elsewhere, and the name of where: `cpu (avx2), torch 2.13.0`.
+    """Return the policy for a program that is to run elsewhere, and the target's name: `cpu (avx2), torch 2.13.0`.
 
-    target: file of that device's profile (`narrowcast profile --output`); empty for this machine. ProfileError if it
-    cannot be read, or is of another device type.
+    target: file of that device's profile (`narrowcast profile --output`); empty for this machine. Raises ProfileError
+    if it cannot be read, or is of another device type.
     """
     if not target:
         here = device_now(device_type)
@@ -79,7 +79,7 @@ def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Poli
 
 
 def capabilities(device_type: str, backward: bool = False) -> Capabilities:
-    """What the device runs and refuses. Of one that is not here, what is known of its kind.
+    """Return what the device runs and refuses. Of one that is not here, what is known of its kind.
 
     backward: backwards are asked about, too, if the profile does not know of them; the first one takes a while.
     """
@@ -99,7 +99,7 @@ def _uses_onednn() -> bool:
 
 
 def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
-    """What the profile has, or what the device answers."""
+    """Return the abilities that the profile has, or else the device's answers."""
     label = device_label(device.type, device.units)
     profile = load_profile(device) if keeps else Profile(device)
     kept = [profile.abilities[key] for key in sorted(profile.abilities)]
@@ -116,7 +116,7 @@ def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
 
 
 def _on_a_thread_of_its_own(ask: Callable[[], T], otherwise: T) -> T:
-    """What it answers there, or `otherwise` if it raises: a device that cannot be asked is taken to run everything."""
+    """Return `ask()`, run on a thread, or `otherwise` if it raises: such a device is taken to run everything."""
     answers = [otherwise]
 
     def run() -> None:
@@ -134,7 +134,7 @@ def _ops(device_type: str) -> list[Any]:
 
 
 def _answers(device_type: str, backward: bool) -> Iterator[Ability]:
-    """Each op in each low format, forward, and with its backward where fp32 has one."""
+    """Yield abilities: each op in each low format, forward, and with its backward where fp32 has one."""
     for op in _ops(device_type):
         if _runs(op, fp32, device_type, False) is not None:
             continue  # not for this device at all
@@ -146,11 +146,11 @@ def _answers(device_type: str, backward: bool) -> Iterator[Ability]:
 
 
 def _runs(op: Any, format: Format, device_type: str, backward: bool) -> str | None:
-    """None if the op's smallest call runs in this format; else the first line of what it raises."""
+    """Return None if the op's smallest call runs in this format; else the first line of what it raises."""
 
     def make(*shape: int) -> torch.Tensor:
-        made = torch.full(shape, 0.125, dtype=DTYPES[format], device=device_type)
-        return made.requires_grad_(backward)
+        operand = torch.full(shape, 0.125, dtype=DTYPES[format], device=device_type)
+        return operand.requires_grad_(backward)
 
     try:
         args = SMALLEST[op](make)
@@ -172,24 +172,24 @@ def _runs(op: Any, format: Format, device_type: str, backward: bool) -> str | No
 
 
 def slow_families(device_type: str, format: Format) -> dict[str, float]:
-    """The families that this device only emulates in a format, with their time over fp32's: as its profile says, or as
-    is known of its kind, or else as a probe of a tenth of a second finds.
+    """Return the families that this device only emulates in a format, with the ratio of their time to that of fp32:
+    from its profile, or from what is known of its kind, or else from a probe of a tenth of a second.
     """
     device = device_now(device_type)
     key = (device, _uses_onednn(), format)
-    found = _slow.get(key)
-    if found is None:
+    families = _slow.get(key)
+    if families is None:
         shipped = shipped_capabilities(device_type, device.units)
         measured = load_profile(device).low_over_high(format) if is_here(device_type) else {}
         if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
             measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), measured)
         ratios = {**shipped.emulated(format), **measured}
-        found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
-    return found
+        families = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
+    return families
 
 
 def _probed(device_type: str, format: Format) -> dict[str, float]:
-    """A product that takes fp32 about a millisecond, once in each format; smaller ones first, as time allows."""
+    """Time a matrix multiplication of about a millisecond in each format; smaller ones first, as time allows."""
     start, ratio = time.perf_counter(), 1.0
     for size in (64, 128, 256, 512):
         times = {}
@@ -208,7 +208,7 @@ _WORDS = {GEMM: "matrix multiplications", CONV: "convolutions"}
 
 
 def slow_note(device_type: str, format: Format) -> str:
-    """A sentence on what a low format costs here, and what to do about it; empty where it is fast."""
+    """Return a sentence on what a low format costs here, and what to do about it; empty where it is fast."""
     slow = slow_families(device_type, format)
     if not slow:
         return ""
@@ -237,7 +237,7 @@ def _lstm(make: Make) -> tuple[Any, ...]:
 
 
 def _of(*shapes: tuple[int, ...]) -> Callable[[Make], tuple[Any, ...]]:
-    """A call with tensors of these shapes."""
+    """Return a function that makes the arguments of a call, tensors of these shapes."""
     return lambda make: tuple(make(*shape) for shape in shapes)
 
 

@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.state import is_profiled
 
 @cache
 def this_device(device_type: str, threads: int) -> Device:
-    """The device of this machine on which models run, with that many threads."""
+    """Return the device of this machine on which models run, with that many threads."""
     if device_type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
@@ -60,14 +60,14 @@ _TORCH_UNITS = {"AVX512": {"avx2", "avx512f"}, "AVX2": {"avx2"}, "SVE256": {"sve
 
 
 def device_now(device_type: str = "cpu") -> Device:
-    """`this_device` with the number of threads that torch uses now."""
+    """Return `this_device` with the number of threads that torch uses now."""
     return this_device(device_type, torch.get_num_threads())
 
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Random numbers drawn inside, torch's on the cpu and on the accelerator in use, numpy's and Python's, are not
-    missing afterwards.
+    """Restore random states at the end, torch's on the cpu and on the accelerator in use, numpy's and Python's, so that
+    numbers drawn inside are not missing afterwards.
     """
     device = accelerator_in_use()
     module: Any = None if device is None else torch.get_device_module(device)
@@ -85,15 +85,15 @@ def random_state_kept() -> Iterator[None]:
 
 
 def accelerator_in_use() -> torch.device | None:
-    """The accelerator of this process, with its current index; None where nothing has used it yet."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: True)():
+    """Return the accelerator of this process, with its current index; None where nothing has used it yet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
         return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def is_here(device_type: str) -> bool:
-    """Whether this machine has such a device."""
+    """Return whether this machine has such a device."""
     if device_type == "cpu" or not torch.accelerator.is_available():  # a build may know one that is not there
         return device_type == "cpu"
     accelerator = torch.accelerator.current_accelerator()
@@ -101,14 +101,14 @@ def is_here(device_type: str) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: then nothing may wait for the device."""
+    """Return whether a CUDA graph is being captured: then nothing may wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def own_saved_tensors() -> Any:
-    """While it is open, whatever saves tensors in ways of their own (a checkpoint around a call) does not see ours.
+    """Keep our saved tensors from whatever saves tensors in ways of its own, as a checkpoint around a call does.
 
-    Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
+    Where nothing does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
     """
     return saved_tensors_hooks(lambda t: t, lambda t: t) if has_saved_tensors_hooks() else nullcontext()
 
@@ -120,7 +120,7 @@ def synchronize() -> None:
 
 
 def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
-    """Nanoseconds of all runs together, from an idle device until it is idle again."""
+    """Return nanoseconds of all runs together, from an idle device until it is idle again."""
     synchronize()
     start = time.perf_counter_ns()
     for _ in range(repeats):
@@ -136,7 +136,7 @@ def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
 
 
 def held_at_most(run: Callable[[], object]) -> int | None:
-    """The most bytes that a run holds beyond what was there before it; None where somebody else profiles it."""
+    """Return the most bytes that a run holds beyond those before it; None where another profiler is on."""
     if accelerator_in_use() is not None:
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()

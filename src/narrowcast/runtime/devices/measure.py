@@ -71,23 +71,23 @@ def measure(
     seconds: float = 20.0,
     progress: Callable[[], object] = lambda: None,
 ) -> int:
-    """Measure what the profile does not have yet, and add it; the number of calls that were measured.
+    """Measure what the profile lacks, and add it; return the number of measured calls.
 
     calls: groups whose members are measured side by side, in turn. seconds: when they are over the rest is left to
     interpolation. A call that raises, or that needs too much memory, is left out.
     """
     start = time.perf_counter()
-    found = 0
+    count = 0
     for group in calls:
         missing = [m for m in group if _is_missing(profile, m.signature.text)]
         if missing and time.perf_counter() - start < seconds:
-            found += _measure_group(profile, missing)
+            count += _measure_group(profile, missing)
         progress()
-    return found
+    return count
 
 
 def _is_missing(profile: Profile, text: str) -> bool:
-    """Whether a call was not measured yet, or only while the machine was too busy: then once more per process."""
+    """Return whether a call was not measured yet, or only on a machine too busy: then once more per process."""
     sample = profile.samples.get(text)
     if sample is None:
         return True
@@ -126,7 +126,7 @@ def _measure_group(profile: Profile, group: Sequence[Measurable]) -> int:
 
 
 def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
-    """The median with quartiles; of the faster half, where rounds are far apart: what else runs only adds."""
+    """Return the median with quartiles; of the faster half, where rounds are far apart: other load only adds time."""
     ordered = sorted(times_ns)
     lower, upper = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
     if upper - lower > 2 * UNSURE * statistics.median(ordered):
@@ -139,7 +139,7 @@ def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
 
 
 def _alternate(sides: Sequence[Sequence[Call]]) -> list[list[float]]:
-    """Nanoseconds per call of each side, one figure per round; every round runs every side."""
+    """Return nanoseconds per call of each side, one figure per round; every round runs every side."""
     times: list[list[float]] = [[] for _ in sides]
     spent = [0.0] * len(sides)
     repeats = [1] * len(sides)
@@ -163,7 +163,7 @@ def _time(runs: Sequence[Call], repeats: int) -> float:
 
 
 def _prepare(call: Measurable) -> list[Call]:
-    """The call on tensors of its own; several where operands are streamed."""
+    """Return the call bound to tensors made for it; several where operands are streamed."""
     leaves, spec = tree_flatten((call.args, call.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, MeasuredOperand)]
     if sum(o.bytes for o in operands) > LARGEST_BYTES:
@@ -199,31 +199,31 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
 
     def both() -> object:
         with torch.enable_grad():
-            made = op(*args, **kwargs)
-        outs = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad][:1]
+            result = op(*args, **kwargs)
+        outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad][:1]
         return torch.autograd.grad(outs, wanted, [torch.ones_like(t) for t in outs], allow_unused=True)
 
     return both
 
 
 def make_tensor(operand: MeasuredOperand) -> torch.Tensor:
-    """A tensor like the operand, filled with small random numbers."""
+    """Return a tensor like the operand, filled with small random numbers."""
     dtype = _dtype(operand.type)
-    made = torch.empty_strided(operand.shape, operand.stride, dtype=dtype, device=operand.device)
+    tensor = torch.empty_strided(operand.shape, operand.stride, dtype=dtype, device=operand.device)
     if dtype.is_floating_point:
-        whole = torch.as_strided(made, (operand.bytes // dtype.itemsize,), (1,))
+        whole = torch.as_strided(tensor, (operand.bytes // dtype.itemsize,), (1,))
         whole.copy_(torch.rand(whole.shape, device=operand.device) * 0.1 + 0.05)
-        return made.requires_grad_(operand.gradient)
-    return made.zero_()
+        return tensor.requires_grad_(operand.gradient)
+    return tensor.zero_()
 
 
 def _dtype(type: str) -> torch.dtype:
     if type in BY_NAME:
         return DTYPES[BY_NAME[type]]
-    found = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32}
-    return found.get(type, torch.int64)
+    others = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32}
+    return others.get(type, torch.int64)
 
 
 def machine_load() -> float:
-    """Processes that want to run, averaged over a minute; 0 where nobody knows."""
+    """Return how many processes want to run, averaged over a minute; 0 where that is not known."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -53,7 +53,7 @@ class CostModel:
         self._counted = -1
 
     def estimate(self, signature: Signature) -> Estimate:
-        """The time of one call."""
+        """Return the time of one call."""
         sample = self.profile.samples.get(signature.text)
         if sample is not None:
             return Estimate(sample.ns, 1.0 + sample.spread, "measured")
@@ -71,10 +71,10 @@ class CostModel:
 
     def _group(self, family: str, format: str, backward: bool) -> _Group | None:
         if self._counted != len(self.profile.samples):
-            found: dict[tuple[str, str, bool], list[Sample]] = {}
+            samples_by_key: dict[tuple[str, str, bool], list[Sample]] = {}
             for s in list(self.profile.samples.values()):
-                found.setdefault((s.family, s.format, s.backward), []).append(s)
-            self._groups = {key: _Group(samples) for key, samples in found.items()}
+                samples_by_key.setdefault((s.family, s.format, s.backward), []).append(s)
+            self._groups = {key: _Group(samples) for key, samples in samples_by_key.items()}
             self._counted = len(self.profile.samples)
         return self._groups.get((family, format, backward))
 
@@ -108,7 +108,7 @@ class _Group:
 
 
 def _position(flops: float, moved: float) -> tuple[float, float]:
-    """Where a call lies: one unit is a factor of e in work, or in bytes."""
+    """Return the coordinates of a call: one unit is a factor of e in work, or in bytes."""
     return math.log(flops + 1), math.log(moved + 1)
 
 
@@ -139,12 +139,12 @@ class TimePrices:
     # -- calls
 
     def signature(self, step: Step, operands: Sequence[Value], format: Format) -> Signature:
-        """The signature under which a call is measured and looked up."""
+        """Return the signature under which a call is measured and looked up."""
         streamed = [n for n, o in enumerate(step.operands) if o.value in self.streamed]
         return signature_of(step, operands, format, streamed, self.sizes)
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """The call's own time; for a fused one what is left of it without its way through memory."""
+        """Return the call's own time; for a fused one what is left of it without its way through memory."""
         if not costs_time(step):
             return 0.0
         if not self.is_fused(step):
@@ -155,25 +155,25 @@ class TimePrices:
         return max(self.estimate(step, operands, alone).ns - self._overhead() - traffic, 0.0)
 
     def estimate(self, step: Step, operands: Sequence[Value], format: Format) -> Estimate:
-        """What the model says of the call by itself, its way through memory included."""
+        """Return the model's estimate of the call alone, its way through memory included."""
         key = (step.id, format.name)
         if key not in self.seen:
             self.seen[key] = self.model.estimate(self.signature(step, operands, format))
         return self.seen[key]
 
     def sure(self) -> float:
-        """The part of all estimated time that was measured."""
+        """Return the part of all estimated time that was measured."""
         whole = sum(e.ns for e in self.seen.values())
         return sum(e.ns for e in self.seen.values() if e.source == "measured") / whole if whole else 0.0
 
     def is_fused(self, step: Step) -> bool:
-        """Whether a compiler makes it part of a loop."""
+        """Return whether a compiler makes it part of a loop."""
         return self.fused and (step.is_cast or op_kind(step.op).is_fused or step.op == "getitem")
 
     # -- values
 
     def stores(self, reader: Step | None) -> bool:
-        """Library calls and the caller read from memory."""
+        """Return whether this reader reads from memory, as library calls and the caller do."""
         return reader is None or not self.is_fused(reader)
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
@@ -202,18 +202,18 @@ class TimePrices:
         return math.prod(known_shape(value.shape, self.sizes))
 
     def _copy_ns(self, moved_bytes: float) -> float:
-        """The way of this many bytes through memory, read and written together."""
+        """Return the time of moving this many bytes through memory, read and written together."""
         elements = max(int(moved_bytes / 8), 1)
-        found = self.model.estimate(cast_signature((elements,), fp32, fp32))
-        return max(found.ns - self._overhead(), 0.0)
+        copy = self.model.estimate(cast_signature((elements,), fp32, fp32))
+        return max(copy.ns - self._overhead(), 0.0)
 
     def _overhead(self) -> float:
-        """What calling anything costs."""
+        """Return the time of calling anything."""
         return self.model.estimate(cast_signature((16,), fp32, fp32)).ns
 
 
 def costs_time(step: Step) -> bool:
-    """Whether a step is a call that takes time by itself: no cast, no view, nothing of a region."""
+    """Return whether a step is a call that takes time by itself: no cast, no view, nothing of a region."""
     if step.is_cast or step.blocks or op_kind(step.op).family == VIEW:
         return False
     return "." in step.op and not step.op.startswith(("region.", "cast.", "prim."))

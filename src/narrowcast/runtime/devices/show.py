@@ -21,19 +21,19 @@ Row = tuple[str, dict[str, Sample]]
 
 
 def rows_of(profile: Profile) -> dict[str, list[Row]]:
-    """By family, one row per call: its text without formats, and its sample in each format."""
-    found: dict[tuple[str, str], dict[str, Sample]] = {}
+    """Return the calls by family: the text without formats, and the sample in each format."""
+    by_call: dict[tuple[str, str], dict[str, Sample]] = {}
     for text, sample in profile.samples.items():
-        found.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
+        by_call.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
     rows: dict[str, list[Row]] = {}
-    for (family, text), samples in found.items():
+    for (family, text), samples in by_call.items():
         rows.setdefault(family, []).append((text, samples))
     ordered = sorted(rows, key=lambda f: (FAMILIES.index(f) if f in FAMILIES else len(FAMILIES), f))
     return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
 
 
 def comparison_screen(a: Profile, b: Profile, width: int) -> str:
-    """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
+    """Return at most 25 lines of `width` columns: b over a by family and format. Errors as of `comparison_parts`."""
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         console.print(*comparison_parts(a, b), sep="\n")
@@ -42,9 +42,9 @@ def comparison_screen(a: Profile, b: Profile, width: int) -> str:
 
 
 def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
-    """Two profiles, on the calls that both have: by family and format, b over a.
+    """Return parts that compare two profiles on their common calls: by family and format, b over a.
 
-    ProfileError if they have no call in common.
+    Raises ProfileError if they have no call in common.
     """
     common = [key for key in a.samples if key in b.samples]
     if not common:
@@ -56,7 +56,7 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
     for key in common:
         sample = a.samples[key]
         groups.setdefault((sample.family, sample.format), []).append(b.samples[key].ns / sample.ns)
-    made = Table(
+    table = Table(
         title=f"time of B over A, {len(common)} calls in common",
         title_justify="left",
         title_style="bold",
@@ -65,20 +65,20 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
         padding=(0, 1, 0, 0),
     )
     for column in ("family", "format"):
-        made.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     for column in ("calls", "median", "least", "most"):
-        made.add_column(column, justify="right", no_wrap=True, overflow="fold")
-    for (family, name), found in sorted(groups.items()):
-        made.add_row(
-            family, name, str(len(found)), f"{statistics.median(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"
+        table.add_column(column, justify="right", no_wrap=True, overflow="fold")
+    for (family, name), times in sorted(groups.items()):
+        table.add_row(
+            family, name, str(len(times)), f"{statistics.median(times):.2f}", f"{min(times):.2f}", f"{max(times):.2f}"
         )
-    return [f"A  {escape(str(a.device))}\nB  {escape(str(b.device))}\n", made]
+    return [f"A  {escape(str(a.device))}\nB  {escape(str(b.device))}\n", table]
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
-    """Time against work, one panel per family, one line per format; the file's ending says what kind it is.
+    """Plot time against work, one panel per family, one line per format; the file's ending says what kind it is.
 
-    ProfileError if matplotlib is not installed, or there is nothing to plot.
+    Raises ProfileError if matplotlib is not installed, or there is nothing to plot.
     """
     try:
         from matplotlib.figure import Figure
@@ -100,8 +100,8 @@ def plot_profile(profile: Profile, path: Path) -> None:
         axes = figure.add_subplot(lines, columns, number + 1)
         for name, color in zip(_ORDER, ("#2f6f4f", "#c8781e", "#7a4fa0"), strict=True):
             for backward, marker in ((False, "o"), (True, "^")):
-                found = [s[name] for _, s in calls if name in s and s[name].backward == backward]
-                points = sorted((max(s.flops, 1.0), s.ns / 1e3) for s in found)
+                plotted = [s[name] for _, s in calls if name in s and s[name].backward == backward]
+                points = sorted((max(s.flops, 1.0), s.ns / 1e3) for s in plotted)
                 if points:
                     label = name + (", with backward" if backward else "")
                     axes.plot(*zip(*points, strict=True), marker, ms=4, color=color, alpha=0.75, label=label, ls="")

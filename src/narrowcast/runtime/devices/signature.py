@@ -67,9 +67,9 @@ class Signature:
 
     def _flops(self, largest: int) -> float:
         if self.family in (GEMM, CONV, ATTENTION):
-            found = multiplications(self.op, self.shapes, [self.result])
-            if found:
-                return 2.0 * found
+            count = multiplications(self.op, self.shapes, [self.result])
+            if count:
+                return 2.0 * count
         return float(largest)
 
 
@@ -80,7 +80,7 @@ def signature_of(
     weights: Sequence[int] = (),
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Signature:
-    """The signature of a step that runs in `format`.
+    """Return the signature of a step that runs in `format`.
 
     operands: as the policy has them; those in a low format are taken in `format`. weights: numbers of operands that
     are streamed. sizes: what symbolic sizes represent.
@@ -101,13 +101,13 @@ def signature_of(
 def cast_signature(
     shape: Sequence[int | str] | None, src: Format, dst: Format, sizes: Mapping[str, int] = MappingProxyType({})
 ) -> Signature:
-    """The signature of a cast, a copy if the formats are the same."""
+    """Return the signature of a cast, a copy if the formats are the same."""
     known = known_shape(shape, sizes)
     return Signature(CAST, (src.name,), (known,), known, dst)
 
 
 def known_shape(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> Shape:
-    """The shape with numbers for symbolic sizes; 64 for one that nobody knows."""
+    """Return the shape with numbers for symbolic sizes; 64 for an unknown one."""
     return tuple(size if isinstance(size, int) else sizes.get(size, 64) for size in shape or ())
 
 

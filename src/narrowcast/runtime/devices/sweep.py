@@ -39,7 +39,7 @@ _SIZES = [16, 4096, 65_536, 1_048_576, 8_388_608]
 
 
 def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Measurable]]:
-    """The calls, grouped so that the formats of one call are measured in turn; small ones first."""
+    """Return the calls, grouped so that the formats of one call are measured in turn; small ones first."""
     groups = [*_copies(device_type, formats)]
     for backward in (False, True):
         groups += [[make(f, backward) for f in formats] for make in _calls(device_type)]
@@ -47,7 +47,7 @@ def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Me
 
 
 def basics(device_type: str) -> list[list[Measurable]]:
-    """What a cost model cannot do without: copies and casts."""
+    """Return the calls that a cost model cannot do without: copies and casts."""
     return list(_copies(device_type, FORMATS[:2]))
 
 
@@ -65,7 +65,7 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
 
 
 def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str) -> Any:
-    """A function of format and direction that gives the call."""
+    """Return a function of format and direction that makes the call."""
     constants = ", ".join(map(str, more))
 
     def make(format: Format, backward: bool) -> Measurable:
@@ -80,7 +80,7 @@ def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape
 
 
 def _calls(device: str) -> Iterator[Any]:
-    """Of products, convolutions, attention, rows and elements."""
+    """Yield calls: matrix multiplications, convolutions, attention, rows and elements."""
     for m, k, n in _PRODUCTS:
         yield _call(aten.mm.default, ((m, k), (k, n)), (), (m, n), device)
     for image, weight, stride, groups in _CONVS:
@@ -109,7 +109,7 @@ _warned: set[Path] = set()
 
 
 def known_profile(device_type: str) -> Profile:
-    """The profile of this machine's device, with what a cost model needs at least; measured if it is not there."""
+    """Return the profile of this machine's device, with what a cost model needs at least; measured if it is missing."""
     device = device_now(device_type)
     with _lock:
         if device not in _profiles:
@@ -123,7 +123,7 @@ def known_profile(device_type: str) -> Profile:
 
 
 def foreign_profile(path: str, device_type: str, verify: bool) -> Profile:
-    """A profile to plan with. ProfileError if another device's is to be verified here."""
+    """Return a profile to plan with. Raise ProfileError if another device's is to be verified here."""
     profile = Profile.read(Path(path))
     here = device_now(device_type)
     if profile.device != here and verify:

@@ -48,8 +48,8 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
             "torch.no_grad(), or in a region with cache_enabled=False and with check_trace=False."
         )
         return
-    said = _what(first_line, device_type, low)
-    if said is None:
+    lack = _what(first_line, device_type, low)
+    if lack is None:
         if not repairs and _ONE_FORMAT.search(str(error)):
             error.add_note(
                 f"{_MARK}a call got tensors of several formats{_where(error)}. Autocasting makes them differ where it "
@@ -57,7 +57,7 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
                 '  policy="safe" gives such calls one format; nc.explain(model, *inputs) names the call, and tries it.'
             )
         return
-    lacks, rule = said
+    lacks, rule = lack
     error.add_note(
         f"{_MARK}{lacks}{_where(error)}.\n"
         f'  policy="safe" runs what the device lacks in fp32, with the results that were promised; so does a rule:\n'
@@ -75,12 +75,12 @@ def _where(error: BaseException) -> str:
 
 
 def _what(first_line: str, device_type: str, low: str) -> tuple[str, str] | None:
-    """What the device lacks, and the rule that avoids it; None if that is not what it says."""
-    found = capabilities(device_type)
-    raising = [a for a in found.abilities if a.state == RAISES and a.error and a.error == first_line]
+    """Return what the device lacks by this error, and the rule that avoids it; None for another error."""
+    known = capabilities(device_type)
+    raising = [a for a in known.abilities if a.state == RAISES and a.error and a.error == first_line]
     if raising:
         ability = next((a for a in raising if str(a.format) == low), raising[0])
-        lacks = f"{found.device} has no {ability.format} {short_name(ability.op)} ({ability.op})"
+        lacks = f"{known.device} has no {ability.format} {short_name(ability.op)} ({ability.op})"
         return lacks, f'nc.Rule("{ability.op}", "full")'
     missing = _NO_KERNEL.search(first_line)
     if missing is not None:

@@ -44,12 +44,12 @@ def _keep_marks() -> None:
 
 
 def find_marked(key: str) -> Any:
-    """The region that graphs name by that key."""
+    """Return the region that graphs name by that key."""
     return _in_graphs[key]
 
 
 def enter_marked(key: str) -> None:
-    """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
+    """Open the region from a graph. While Dynamo traces, it is closed at the latest when that ends."""
     find_marked(key).__enter__()
     _open.keys.append(key)
     depth = len(_open.keys)
@@ -57,14 +57,14 @@ def enter_marked(key: str) -> None:
 
 
 def exit_marked(key: str) -> None:
-    """In a graph: close the region."""
+    """Close the region from a graph."""
     _open.keys.remove(key)
     find_marked(key).__exit__(None, None, None)
 
 
 @contextmanager
 def closing_marked() -> Iterator[None]:
-    """Regions that a graph opens inside are closed when it raises before it has closed them itself."""
+    """Close regions that a graph opens inside, when it raises before it has closed them itself."""
     depth = len(_open.keys)
     try:
         yield
@@ -84,19 +84,19 @@ BOUNDARY = "narrowcast_boundary"
 
 
 def note_exported(key: str, depth: int) -> Any:
-    """A context in which torch.export notes, beside each node, that a region of ours is the innermost one."""
+    """Return a context in which torch.export notes, beside each node, that a region of ours is the innermost one."""
     return torch.fx.traceback.annotate({_NOTE: f"{depth} {key}"})
 
 
 @contextmanager
 def caches_as_in_eager_code() -> Iterator[None]:
-    """While torch.export traces, a region that says nothing of a weight cache has the one that it has in eager code.
+    """Give regions that leave the weight cache open the one of eager execution while torch.export traces.
 
     torch.export switches the cache off meanwhile, and such a region, torch's or ours, would be one without.
     """
     thread, depth, before = threading.get_ident(), autocast_nesting(), torch.is_autocast_cache_enabled()
 
-    def made(make: Callable[..., None]) -> Callable[..., None]:
+    def with_cache(make: Callable[..., None]) -> Callable[..., None]:
         def make_with_cache(
             region: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
         ) -> None:
@@ -106,12 +106,12 @@ def caches_as_in_eager_code() -> Iterator[None]:
 
         return make_with_cache
 
-    with held(torch.autocast, "exported regions keep their weight cache", __init__=made):
+    with held(torch.autocast, "exported regions keep their weight cache", __init__=with_cache):
         yield
 
 
 def exported_key(body: torch.fx.GraphModule) -> str | None:
-    """The key of the region of ours that torch.export made this body of; None if it was a region of torch's.
+    """Return the key of the region of ours that torch.export made this body of; None if it was a region of torch's.
 
     A region of torch's inside one of ours has our note, too, but one level deeper than the note says.
     """

@@ -64,7 +64,7 @@ Carried = tuple[tuple[str, torch.dtype], ...]
 
 
 def carried_by(digest: str, device_type: str) -> Carried:
-    """What a region on this device type writes for a policy of this digest: into absent ones, and not its own."""
+    """Return the state that a region on this device type writes for a policy digest, for the other device types."""
     accelerator = torch.accelerator.current_accelerator()
     taken = (device_type, accelerator.type if accelerator is not None else "")
     number, written = int(digest[:12], 16), []

@@ -49,23 +49,23 @@ class Pin:
 
 
 def pin_of(target: Any) -> Pin | None:
-    """The pin of a module, its own or its class's; of a class, its own or a base's."""
+    """Return the pin of a module, or else of its class; of a class, its own or a base's."""
     return getattr(target, ATTRIBUTE, None)
 
 
 def own_pin(target: Any) -> Pin | None:
-    """The pin that was set on this very module or class."""
-    found: Pin | None = vars(target).get(ATTRIBUTE)
-    return found
+    """Return the pin that was set on this very module or class."""
+    pin: Pin | None = vars(target).get(ATTRIBUTE)
+    return pin
 
 
 def is_module(target: Any) -> bool:
-    """Whether it is a module, or a class of them."""
+    """Return whether the target is a module, or a class of modules."""
     return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
 
 
 def name_of(target: Any) -> str:
-    """The name of what is pinned, for messages."""
+    """Return the name of what is pinned, for messages."""
     return getattr(target, "__qualname__", None) or type(target).__qualname__
 
 
@@ -108,12 +108,12 @@ def begin_watching(begin: Callable[[], None]) -> None:
 
 
 def watch_module_calls() -> None:
-    """From now on calls of modules ask for their pins, and for rules about them."""
+    """Let calls of modules ask for their pins, and for rules about them, from now on."""
     for begin in _begins:
         begin()
 
 
 def _compile_anew() -> None:
-    """Compiled code that calls modules is compiled again at its next call."""
+    """Compile code that calls modules again at its next call."""
     global class_pins
     class_pins = str(next(_changes))

@@ -28,7 +28,7 @@ from narrowcast.runtime.weights.cache import WeightCache
 
 
 def active_region(device_type: str) -> OpenRegion | None:
-    """Our region that rules this device type now; None where a native one does, or none.
+    """Return our region that rules this device type now; None where a native one does, or none.
 
     The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
     that no region of ours accounts for, and is left to torch unless our policy is to hold there; but where
@@ -46,7 +46,7 @@ def active_region(device_type: str) -> OpenRegion | None:
 
 
 def shadowed_region(device_type: str) -> OpenRegion | None:
-    """Our region on this device type that a `torch.autocast` block inside it keeps from ruling now."""
+    """Return our region on this device type that a `torch.autocast` block inside it keeps from ruling now."""
     region = stack.innermost
     while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
@@ -54,27 +54,27 @@ def shadowed_region(device_type: str) -> OpenRegion | None:
 
 
 def _around_native(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
-    """Our innermost region on this device type, seen from a block of torch's inside it; None if the block rules."""
+    """Return our innermost region on this device type around a block of torch's; None if the block rules."""
     while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
     return region.in_native(_native_facts(device_type)) if region is not None and region.prepared.holds_inside else None
 
 
 def _native_facts(device_type: str) -> Region:
-    """What torch says of this device type now."""
+    """Return the state that torch has of this device type now."""
     low, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
     return Region(device_type, FORMATS[low], enabled, torch.is_autocast_cache_enabled())
 
 
 def region_on(device_type: str) -> OpenRegion | None:
-    """The region that rules this device type, native or ours; None where autocast is off, or unknown to the device."""
+    """Return the region that rules this device type, native or ours; None where autocast is off, or unsupported."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return active_region(device_type) or native_region(device_type)
 
 
 def ruled_device_types() -> tuple[str, ...]:
-    """The device types for which autocast is really on: not those that carry the identity of a policy."""
+    """Return the device types for which autocast is really on: not those that carry the identity of a policy."""
     carrying: set[str] = set()
     region = stack.innermost
     while region is not None:
@@ -85,7 +85,7 @@ def ruled_device_types() -> tuple[str, ...]:
 
 
 def ruling_regions() -> dict[str, OpenRegion]:
-    """The regions that rule, native or ours, by device type."""
+    """Return the regions that rule, native or ours, by device type."""
     return {d: region for d in ruled_device_types() if (region := region_on(d)) is not None}
 
 
@@ -93,14 +93,14 @@ _NO_CASTS = WeightCache()  # of native regions: torch's own, and the casts besid
 
 
 def native_region(device_type: str) -> OpenRegion:
-    """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
+    """Return the native region that holds for this device type, as torch keeps it, in the form of one of ours."""
     prepared = _native_prepared(_native_facts(device_type))
     return OpenRegion(prepared, autocast_nesting(), None, None, None, kept=_NO_CASTS)
 
 
 @lru_cache(maxsize=64)
 def _native_prepared(facts: Region) -> Prepared:
-    """Shared, so that what was decided for native regions is remembered like the rest."""
+    """Return the shared form of a native region, so that what was decided for it is remembered like the rest."""
     return Prepared(facts, Policy.native(facts.device_type))
 
 
@@ -109,7 +109,7 @@ _told: WeakSet[object] = WeakSet()
 
 
 def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> None:
-    """RegionWarning, once for each region that was made, if its policy changes this op, and is hidden."""
+    """Warn, once for each region that was made, if its policy changes this op, and is hidden."""
     region = shadowed_region(device_type)
     if region is None or op not in region.prepared.changed or current_graph_task() != -1 or region.owner in _told:
         return
@@ -122,7 +122,7 @@ def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> Non
 
 
 def hidden_policy(device_type: str) -> str:
-    """The name of the policy that a region of torch's, just entered, keeps from ruling; empty if it keeps none."""
+    """Return the name of the policy that a region of torch's, just entered, keeps from ruling; empty if none."""
     hidden = shadowed_region(device_type)
     return hidden.prepared.policy.name if hidden is not None and hidden.prepared.differs else ""
 
@@ -166,7 +166,7 @@ def _with_region(original: Any) -> Any:
 
 
 def carried_region(device_type: str) -> OpenRegion | None:
-    """The region of the forward that is being recomputed on this stack, if it was ours and its state is in force.
+    """Return the region of the forward that this stack recomputes, if it was ours and its state is in force.
 
     Its weight cache is not taken along: the casts in it belong to a graph that may be gone.
     """

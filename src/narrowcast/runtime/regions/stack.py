@@ -57,7 +57,7 @@ class Prepared:
     sightings: Sightings | None = None
 
     def with_facts(self, facts: Region) -> Prepared:
-        """The same policy in a region with other facts."""
+        """Return the same policy in a region with other facts."""
         if self.graphs is not None:
             return replace(self, facts=facts, plans={}, boundaries={}, graphs=self.graphs.with_facts(facts))
         key = ("with facts", facts, self.changed, self.grade, self.cache_limit_bytes, self.trains)
@@ -118,15 +118,15 @@ class OpenRegion:
         return self.kept
 
     def in_native(self, facts: Region) -> OpenRegion:
-        """This region in a `torch.autocast` block inside it that has these facts, where its policy is to hold."""
+        """Return this region in a `torch.autocast` block inside it with these facts, where its policy is to hold."""
         if facts == self.prepared.facts:
             return self
         self.inside = {} if self.inside is None else self.inside
-        found = self.inside.get(facts)
-        if found is None:
+        inner = self.inside.get(facts)
+        if inner is None:
             kept = self.casts
-            found = self.inside[facts] = replace(self, prepared=self.prepared.with_facts(facts), kept=kept)
-        return found
+            inner = self.inside[facts] = replace(self, prepared=self.prepared.with_facts(facts), kept=kept)
+        return inner
 
 
 class _Stack(threading.local):
@@ -148,22 +148,22 @@ CHECKED = ("checked", "checksum")
 
 
 class RegionWatcher(Protocol):
-    """Told of every region, native or ours, that is entered and left on any thread."""
+    """A watcher that is notified of every region, native or ours, that is entered and left on any thread."""
 
     def entered(self, region: Any) -> None:
-        """A region is entered."""
+        """Note that a region is entered."""
 
     def left(self, region: Any, raised: bool) -> None:
-        """It is left; whether by an exception."""
+        """Note that the region is left; raised: by an exception."""
 
 
 region_watchers: list[RegionWatcher] = []
-"""Mostly empty: this is looked at each time that a region of ours is entered."""
+"""Mostly empty: this is read each time that a region of ours is entered."""
 
 
 @contextmanager
 def told_of_regions(watcher: RegionWatcher, why: str) -> Iterator[None]:
-    """Have a watcher told of every region, ours and torch's. why: what torch's class stands replaced for."""
+    """Notify a watcher of every region, ours and torch's. why: the reason for which torch's class is patched."""
 
     def enter(inner: Any, region: Any) -> Any:
         entered = inner(region)

@@ -36,13 +36,13 @@ class Outside(Around):
 
     @classmethod
     def now(cls) -> Outside:
-        """The modules around this call, and its site, read off the Python stack."""
+        """Return the modules around this call, and its site, read off the Python stack."""
         around = Around.now()
         return Outside(around.modules, around.site, begins_here(around.modules))
 
 
 def begins_here(called: tuple[Module, ...]) -> bool:
-    """Whether what Dynamo traces is the beginning of a module's call, or of what no module calls."""
+    """Return whether Dynamo traces the beginning of a module's call, or of code that no module calls."""
     code = dynamo_code()
     if code is None:
         return not called
@@ -55,8 +55,8 @@ NO_OUTSIDE = Outside()
 
 
 GraphCall = tuple[object, str]
-"""The call of a module that a node of a graph stands in: the run of the graph, and what Dynamo and torch.export tell
-calls of one module apart by (`...@1` is the second).
+"""The call of a module that a node of a graph stands in: the run of the graph, and the key by which Dynamo and
+torch.export keep calls of one module apart (`...@1` is the second).
 """
 
 
@@ -75,7 +75,7 @@ _now = _NodeNow()
 
 @contextmanager
 def at_site(site: Site, call: GraphCall | None = None, number: Callable[[str], int] | None = None) -> Iterator[None]:
-    """Calls inside are made at this place. number: which call of an op the next one is (0: nobody knows)."""
+    """Place calls inside at this site. number: which call of an op the next one is (0: unknown)."""
     before, _now.site, _now.call, _now.number = (_now.site, _now.call, _now.number), site, call, number
     try:
         yield
@@ -84,17 +84,17 @@ def at_site(site: Site, call: GraphCall | None = None, number: Callable[[str], i
 
 
 def number_in_graph(op: str) -> int | None:
-    """Which call of this op the next one is, in its module's call; None where no node of a graph is being run."""
+    """Return which call of this op the next one is, in its module's call; None where no graph's node is run."""
     return None if _now.site is None else 0 if _now.number is None else _now.number(op)
 
 
 def current_graph_call() -> GraphCall | None:
-    """The call of a module that the node stands in that a front end is running; None if it is not inside the graph."""
+    """Return the call of a module around the node that a front end is running; None if it is not inside the graph."""
     return _now.call
 
 
 def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
-    """The call of a module that a node stands in; None for what the graph's outermost module computes itself."""
+    """Return the call of a module around a node; None for what the graph's outermost module computes itself."""
     modules = meta.get(STACK) or {}
     if not modules:
         return None
@@ -103,23 +103,23 @@ def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
 
 
 def current_site() -> Site | None:
-    """The place of the node that a front end is running on this thread, if one is."""
+    """Return the place of the node that a front end is running on this thread, if one is."""
     return _now.site
 
 
 def traced_site() -> Site | None:
-    """The place of the call that Dynamo, AOTAutograd or one of our front ends is tracing; None if it is not known."""
+    """Return the place of the call that Dynamo, AOTAutograd or a front end of ours is tracing; None if unknown."""
     if _now.site is not None:
         return _now.site
     meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
     if STACK in meta or "stack_trace" in meta:
         return node_site(meta, Outside.now())
-    found = dynamo_frames()
-    return _site(*found, Outside.now()) if found is not None else None
+    frames = dynamo_frames()
+    return _site(*frames, Outside.now()) if frames is not None else None
 
 
 def node_site(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Site:
-    """The place of a node of a graph that is called `outside`."""
+    """Return the place of a node of a graph that is called `outside`."""
     return _site(meta.get(STACK) or {}, _frames(meta.get("stack_trace") or ""), outside)
 
 
@@ -144,16 +144,16 @@ _FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:,|[ \t]*$)', re.MULTILIN
 
 @lru_cache(maxsize=4096)
 def _frames(trace: str) -> tuple[tuple[str, int], ...]:
-    """Files and lines of a stack trace as text, outermost first."""
+    """Return files and lines of a stack trace as text, outermost first."""
     return tuple((file, int(line)) for file, line in _FRAME.findall(trace))
 
 
-def _class_name(found: Any) -> str:
-    return found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
+def _class_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, str]:
-    """The dotted path of the innermost module, and that of the outermost in the one whose method called it."""
+    """Return the dotted path of the innermost module, and that of the outermost in the one whose method called it."""
     outer = module_path(list(called)) if called else ""
     names = [outer] if outer else []
     parent: Module | None = called[0] if called else None
@@ -176,12 +176,12 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, 
 
 
 def _is_root(source: str) -> bool:
-    """Whether the text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`, ``."""
+    """Return whether a text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`."""
     return source == "" or (source[:2] in ("L[", "G[") and source.endswith(("]", f".{COMPILED}")))
 
 
 def _relative(before: str, source: str) -> str:
-    """`L['self'].a.b` inside `L['self'].a` is b; export writes a.b inside a."""
+    """Return a module's name inside another: b for `L['self'].a.b` inside `L['self'].a`; export writes a.b inside a."""
     if before and source.startswith(before):
         return source[len(before) :].strip(".")
     return source.partition("].")[2] if source[:2] in ("L[", "G[") else source
@@ -191,7 +191,7 @@ _known_members: dict[int, tuple[weakref.ref[Module], weakref.WeakValueDictionary
 
 
 def _members(module: Module) -> Mapping[str, Module]:
-    """The modules inside one, by their ids as Dynamo writes them. The last one asked about is remembered, weakly."""
+    """Return the modules inside one, by their ids as Dynamo writes them. The latest module is remembered, weakly."""
     known = _known_members.get(0)
     if known is None or known[0]() is not module:
         known = _known_members[0] = (
@@ -203,20 +203,20 @@ def _members(module: Module) -> Mapping[str, Module]:
 
 @lru_cache(maxsize=4096)
 def _function(file: str, line: int) -> str:
-    """The qualified name of the function around a line, `package.module.Class.method`."""
+    """Return the qualified name of the function around a line, `package.module.Class.method`."""
     qualname = next((name for start, end, name in _functions(file) if start <= line <= end), "<module>")
     return f"{_module_name(file)}.{qualname}"
 
 
 @lru_cache(maxsize=256)
 def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and qualified name of every function of a file, the innermost first."""
-    found: list[tuple[int, int, str]] = []
+    """Return first line, last line and qualified name of every function of a file, the innermost first."""
+    functions: list[tuple[int, int, str]] = []
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append((child.lineno, child.end_lineno or child.lineno, f"{prefix}{child.name}"))
+                functions.append((child.lineno, child.end_lineno or child.lineno, f"{prefix}{child.name}"))
                 visit(child, f"{prefix}{child.name}.<locals>.")
             elif isinstance(child, ast.ClassDef):
                 visit(child, f"{prefix}{child.name}.")
@@ -227,12 +227,12 @@ def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
         visit(ast.parse(Path(file).read_text(encoding="utf-8")), "")
     except (OSError, SyntaxError, ValueError):
         return ()
-    return tuple(sorted(found, key=lambda row: row[1] - row[0]))
+    return tuple(sorted(functions, key=lambda row: row[1] - row[0]))
 
 
 @lru_cache(maxsize=256)
 def _module_name(file: str) -> str:
-    """The name under which a file was imported."""
+    """Return the name under which a file was imported."""
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == file:
             return name
@@ -259,7 +259,7 @@ _library: list[torch.library.Library] = []
 
 @contextmanager
 def told_of_script_sites() -> Iterator[None]:
-    """Scripts that are called on this thread say where they are."""
+    """Have scripts that are called on this thread report where they are."""
     _register()
     _running.wanted += 1
     try:
@@ -269,18 +269,18 @@ def told_of_script_sites() -> Iterator[None]:
 
 
 def are_wanted() -> bool:
-    """Whether somebody wants to know."""
+    """Return whether a caller wants script sites."""
     return _running.wanted > 0
 
 
 def script_site() -> Site | None:
-    """The place of the call that a script makes now; None where none runs, or it does not say."""
+    """Return the place of the call that a script makes now; None where none runs, or it does not report one."""
     return _running.site
 
 
 @contextmanager
 def inside_script() -> Iterator[None]:
-    """A script runs that says where it is."""
+    """Restore the site at the end of a script that reports where it is."""
     before = _running.site
     try:
         yield
@@ -289,7 +289,7 @@ def inside_script() -> Iterator[None]:
 
 
 def number_of(site: Site) -> int:
-    """The number by which the op names a site."""
+    """Return the number by which the op names a site."""
     if site not in _numbers:
         _numbers[site] = len(_script_sites)
         _script_sites.append(site)

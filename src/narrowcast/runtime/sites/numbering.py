@@ -44,7 +44,7 @@ class Numbering:
     _unsure: list[str | None] = field(default_factory=list)
 
     def number(self, meta: Mapping[str, Any], op: str) -> int:
-        """The number of a node that calls this op, from 1; 0 where that is not known before it runs."""
+        """Return the number of a node that calls this op, from 1; 0 where that is not known before it runs."""
         called = _call_of(meta)
         key = (called, op)
         if called in self._unsure or (called is None and not self.begins):
@@ -56,7 +56,7 @@ class Numbering:
 
     @contextmanager
     def in_bodies(self, meta: Mapping[str, Any], name: str) -> Iterator[None]:
-        """The bodies of this node, a higher-order op, unless they run exactly once: what its module calls is lost."""
+        """Drop counts of the module around a node with bodies, a higher-order op, unless they run exactly once."""
         if name in _ONCE:
             yield
             return
@@ -69,7 +69,7 @@ class Numbering:
 
 
 def _call_of(meta: Mapping[str, Any]) -> str | None:
-    """Which call of a module a node stands in, of those that the graph makes from beginning to end; None for none."""
+    """Return the key of the call of a module around a node; None where the graph does not hold all of it."""
     return next(reversed(meta.get(STACK) or {}), None)
 
 
@@ -77,14 +77,14 @@ _traces: WeakKeyDictionary[Any, Numbering] = WeakKeyDictionary()  # by what Dyna
 
 
 def number_in_trace(op: str) -> int:
-    """The number of a call that Dynamo is tracing on this thread; 0 where that is not known, or it traces nothing."""
+    """Return the number of a call that Dynamo is tracing on this thread; 0 where that is unknown."""
     trace = dynamo_trace()
     if trace is None:
         return 0
-    found = _traces.get(trace)
-    if found is None:
-        found = _traces[trace] = Numbering(begins_here(tuple(called_modules())))
-    return found.number({STACK: trace.output.current_tx.nn_module_stack}, op)
+    numbering = _traces.get(trace)
+    if numbering is None:
+        numbering = _traces[trace] = Numbering(begins_here(tuple(called_modules())))
+    return numbering.number({STACK: trace.output.current_tx.nn_module_stack}, op)
 
 
 # -- in eager code -----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class PerRecomputation(Generic[T]):
         self._recomputation = (-1, 0)
 
     def found_in(self, frame: object) -> T:
-        """That of the recomputation in this frame, in the backward that runs."""
+        """Return the value of the recomputation in this frame, in the backward that runs."""
         key = (current_graph_task(), id(frame))
         if self._recomputation != key:
             self._recomputation, self._made = key, self._make()
@@ -127,12 +127,12 @@ class PerRecomputation(Generic[T]):
 
 
 def counted_here() -> PerRecomputation[Counts]:
-    """What the module's call has counted that calls a checkpoint, which goes on from there when it recomputes."""
+    """Return the counts of the module's call that calls a checkpoint, from which its recomputation goes on."""
     return PerRecomputation(dict(_now.counts or {}).copy)
 
 
 def is_wanted() -> bool:
-    """Whether somebody asks."""
+    """Return whether anything asks for numbers."""
     return bool(_wanted)
 
 
@@ -162,7 +162,7 @@ def _begin() -> None:
 
 
 def number_call(op: str) -> int:
-    """The number of a call of this op that is about to run, from 1; 0 where nobody asked, or knows."""
+    """Return the number of a call of this op that is about to run, from 1; 0 where it is not asked for, or unknown."""
     if not _wanted:
         return 0
     in_graph = number_in_graph(op)
@@ -181,7 +181,7 @@ def number_call(op: str) -> int:
 
 
 def _counts() -> Counts | None:
-    """Of the module's call that we are in; in what a checkpoint recomputes, of the one that called it."""
+    """Return the counts of the module's call that we are in; in a recomputation, of the checkpoint's caller."""
     task = current_graph_task()
     if task not in (-1, _now.task):
         frame = find_recomputation()
@@ -192,7 +192,7 @@ def _counts() -> Counts | None:
 
 
 def numbered_apart(call: Callable[..., Any], /, *args: Any) -> Any:
-    """`call(*args)`, a module's call: what it calls is counted from 1."""
+    """Return `call(*args)`, a module's call: what it calls is counted from 1."""
     before = _now.counts, _now.again, _now.task
     _now.counts, _now.again, _now.task = {}, "", current_graph_task()
     _now.modules += 1
@@ -208,7 +208,7 @@ never_begin_at(numbered_apart)
 
 @contextmanager
 def coming_round(op: str) -> Iterator[None]:
-    """A dispatch mode executes this op, with autocast on: if its kernel is asked once more, it is the same call."""
+    """Count one call while a dispatch mode executes this op with autocast on: its kernel may be asked once more."""
     before, _now.again = _now.again, op
     try:
         yield

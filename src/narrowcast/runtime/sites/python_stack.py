@@ -42,12 +42,12 @@ _TRAINERS = "transformers.trainer"
 
 _CALL = module_call_code()
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
-"""By parent and the id of a module inside it; an id that another has now is told by what its name leads to."""
+"""By parent and the id of a module inside it; an id that another has now is noticed by what its name leads to."""
 
 
 @cache
 def is_user_file(file: str) -> bool:
-    """Whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
+    """Return whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
     if file.startswith(("<", *_LIBRARIES[:2])):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
@@ -55,13 +55,13 @@ def is_user_file(file: str) -> bool:
 
 @cache
 def _may_call_modules(file: str) -> bool:
-    """Whether the methods in this file may be a user's module's: those of IPython and exec, too, which have no file."""
+    """Return whether the methods in this file may be a user's module's, those of IPython and exec included."""
     return is_user_file(file) or (file.startswith("<") and not file.startswith("<eval_with_key>"))
 
 
 @cache
 def _runs_commands(file: str) -> bool:
-    """Whether code in this file is our command line's: what called it is no part of the user's program."""
+    """Return whether code in this file is our command line's: what called it is no part of the user's program."""
     return file.startswith(_COMMANDS)
 
 
@@ -74,7 +74,7 @@ class Around:
 
     @classmethod
     def now(cls) -> Around:
-        """The modules around this call, and its site, read off the Python stack."""
+        """Return the modules around this call, and its site, read off the Python stack."""
         return Around(tuple(called_modules()), find_site())
 
 
@@ -82,40 +82,40 @@ NO_AROUND = Around()
 
 
 def _carried(frame: FrameType) -> Around | None:
-    """Where a checkpoint was called, if this frame recomputes it: what is below on the stack called the backward."""
+    """Return where a checkpoint was called, if this frame recomputes it: the stack below it called the backward."""
     if not is_recomputation(frame):
         return None
-    found: Around = getattr(carried_state(frame), "around", NO_AROUND)
-    return found
+    around: Around = getattr(carried_state(frame), "around", NO_AROUND)
+    return around
 
 
 def modules_on_stack() -> list[Module]:
-    """The modules that are being called on this thread's Python stack, innermost first, of graphs and wrappers, too.
+    """Return the modules being called on this thread's Python stack, innermost first, with graphs and wrappers.
 
     Where a checkpoint recomputes its forward, those of the forward.
     """
-    found: list[Module] = []
+    modules: list[Module] = []
     code = module_call_code()
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is code:
-            found.append(frame.f_locals["self"])
+            modules.append(frame.f_locals["self"])
         carried = _carried(frame)
         if carried is not None:
-            found += carried.modules
+            modules += carried.modules
             break
-    return found
+    return modules
 
 
 def called_modules() -> list[Module]:
-    """The modules that are being called on this thread's Python stack, innermost first: the user's alone."""
-    found = [m for m in modules_on_stack() if not isinstance(m, torch.fx.GraphModule)]
-    while found and is_wrapper(found[-1]):
-        found.pop()
-    return found
+    """Return the modules that are being called on this thread's Python stack, innermost first: the user's alone."""
+    modules = [m for m in modules_on_stack() if not isinstance(m, torch.fx.GraphModule)]
+    while modules and is_wrapper(modules[-1]):
+        modules.pop()
+    return modules
 
 
 def in_generated_code() -> bool:
-    """Whether the call comes from the code of a graph, so that the modules it stands in are not on the stack."""
+    """Return whether the call comes from the code of a graph, so that the modules around it are not on the stack."""
     for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_filename.startswith("<eval_with_key>"):
@@ -126,7 +126,7 @@ def in_generated_code() -> bool:
 
 
 def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
-    """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
+    """Return the place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
 
     Without `with_names` it lacks the names of classes and functions, which few rules ask for.
 
@@ -176,8 +176,8 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
 
 
 def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
-    """The file and line of the user's code that called this, and nothing else: a microsecond. No training framework's,
-    as long as the user's own is below it on the stack, unless `frameworks` count, too. frame: of another stack.
+    """Return the file and line of the user's code that called this, and nothing else: a microsecond. No training
+    framework's, as long as the user's own is below it on the stack, unless `frameworks` count. frame: of another stack.
     """
     frame = frame or sys._getframe(1)
     first: FrameType | None = None
@@ -187,18 +187,18 @@ def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
                 break
             first = first or frame
         frame = frame.f_back
-    found = first if frame is None or _runs_commands(frame.f_code.co_filename) else frame
-    return NOWHERE if found is None else Site(file=found.f_code.co_filename, line=found.f_lineno)
+    caller = first if frame is None or _runs_commands(frame.f_code.co_filename) else frame
+    return NOWHERE if caller is None else Site(file=caller.f_code.co_filename, line=caller.f_lineno)
 
 
 @cache
 def _runs_loops(module: str) -> bool:
-    """Whether a module, by its name, is a training framework's."""
+    """Return whether a module, by its name, is a training framework's."""
     return module.partition(".")[0] in _FRAMEWORKS or module.startswith(_TRAINERS)
 
 
 def innermost_frame(error: BaseException) -> FrameType | None:
-    """The frame that raised an error."""
+    """Return the frame that raised an error."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return frames[-1] if frames else None
 
@@ -207,7 +207,7 @@ _CALLERS = 6  # a method of the model calls its parts at once, or through a few 
 
 
 def path_around(called: list[Module]) -> str:
-    """The path of the outermost of these modules, which are being called, in the one whose method called it."""
+    """Return the path of the outermost of these modules, which are being called, in the one whose method called it."""
     callers: list[FrameType] = []
     codes = (_CALL, module_call_code())
     for frame, _ in walk_stack(sys._getframe(1)):
@@ -231,7 +231,7 @@ def _path_around(root: Module, callers: list[FrameType]) -> str:
 
 
 def module_path(modules: list[Module]) -> str:
-    """The dotted path of the innermost module below the outermost (`modules` is innermost first).
+    """Return the dotted path of the innermost module below the outermost (`modules` is innermost first).
 
     It is put together from the modules between them, so that a shared module has the name under which it was called.
     """
@@ -248,20 +248,20 @@ def _outermost(modules: list[Module]) -> int:
 
 
 def is_wrapper(module: Module) -> bool:
-    """Whether a module only stands around the user's: of torch's own, or torch.export's while it traces."""
+    """Return whether a module only wraps the user's: of torch's own, or torch.export's while it traces."""
     return type(module).__name__ in _WRAPPERS or "_export_root" in children(module)
 
 
 def name_in(parent: Module, module: Module) -> str:
-    """The name of a module inside the one that called it; `<Class>` if it is not registered there."""
+    """Return the name of a module inside the one that called it; `<Class>` if it is not registered there."""
     if module is parent:
         return ""
     names = _names.get(parent)
     name = names.get(id(module)) if names is not None else None
     if name is None or not _is_at(parent, name, module):
         names = {}
-        for found, m in parent.named_modules(remove_duplicate=False):
-            names.setdefault(id(m), found)
+        for qualified, m in parent.named_modules(remove_duplicate=False):
+            names.setdefault(id(m), qualified)
         _names[parent] = names
         name = names.get(id(module))
     if name is None:
@@ -270,11 +270,11 @@ def name_in(parent: Module, module: Module) -> str:
 
 
 def _is_at(parent: Module, name: str, module: Module) -> bool:
-    """Whether a name that was found before still leads to the module."""
-    found: Module | None = parent
+    """Return whether a remembered name still leads to the module."""
+    child: Module | None = parent
     for part in name.split("."):
-        found = children(found).get(part) if found is not None else None
-    return found is module
+        child = children(child).get(part) if child is not None else None
+    return child is module
 
 
 # -- warnings at the user's line, once for each ------------------------------------------------------------------------
@@ -284,6 +284,6 @@ _said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was sh
 
 
 def warn_at(text: str, site: Site, category: type[Warning] = RegionWarning) -> None:
-    """A warning at a place, which Python's filters show once there."""
+    """Warn at a place; Python's filters show the warning once there."""
     file = site.file or "<unknown>"
     warnings.warn_explicit(text, category, file, site.line, registry=_said.setdefault(file, {}))

@@ -31,7 +31,7 @@ class Sightings:
         self._numbers = {rule: 0 for rule in rules if rule.call is not None}  # the last call seen where it holds
 
     def see(self, site: Site, op: str, number: int) -> None:
-        """A call of this op was made there, the one of this number."""
+        """Note that a call of this op was made there, the one of this number."""
         for rule in [rule for rule in self._numbers if rule.matches_op(op) and rule.matches_site(site)]:
             if rule.call == number:
                 del self._numbers[rule]
@@ -44,36 +44,36 @@ class Sightings:
                 self._roots.add(modules[-1])
 
     def tell(self) -> None:
-        """RegionWarning, once, for rules that name nothing that was seen: at once where the model has none such, or
-        one with much the same name, else when a whole region has shown nothing new.
+        """Warn, once, of rules that name nothing that was seen: at once where the model has none such, or one with much
+        the same name, else when a whole region has shown nothing new.
         """
         count, before = len(self._sites) + sum(self._numbers.values()), self._before
         if not count or not (self._rules or self._numbers):
             return
         self._before = count
-        modules = (found for root in self._roots for found in root.named_modules(remove_duplicate=False))
+        modules = (entry for root in self._roots for entry in root.named_modules(remove_duplicate=False))
         named = (Site(path, (f"{type(m).__module__}.{type(m).__qualname__}",)) for path, m in modules)
         sites = [*self._sites.values(), *named]
-        found = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
+        unmatched = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
         is_known = bool(self._roots) or count == before
-        said = [rule for rule, text in found.items() if "did you mean" in text or is_known]
-        self._rules = [rule for rule in found if rule not in said]
+        reported = [rule for rule, text in unmatched.items() if "did you mean" in text or is_known]
+        self._rules = [rule for rule in unmatched if rule not in reported]
         for rule, last in list(self._numbers.items()) if count == before else []:
             del self._numbers[rule]
             if last:
-                said.append(rule)
-                found[rule] = f"at most {last} such calls are made in one call of a module"
-        for rule in said:
+                reported.append(rule)
+                unmatched[rule] = f"at most {last} such calls are made in one call of a module"
+        for rule in reported:
             at = f" ({rule.origin})" if rule.origin is not None else ""
             warn_at(
-                f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {found[rule]}. "
+                f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {unmatched[rule]}. "
                 "narrowcast.explain lists what each rule matched",
                 find_site(with_names=False),
             )
 
 
 def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
-    """The calls of a graph, which are decided when it is compiled, and not when it runs."""
+    """Note the calls of a graph, which are decided when it is compiled, and not when it runs."""
     for policy in policies.values():
         sightings = sightings_of(policy)
         if sightings is not None:
@@ -83,7 +83,7 @@ def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
 
 
 def sightings_of(policy: Policy) -> Sightings | None:
-    """Those of a resolved policy; None if no rule of the user's asks about modules."""
+    """Return the sightings of a resolved policy; None if no rule of the user's asks about modules."""
 
     def make() -> Sightings | None:
         rules = [r for r in policy.rules if not r.is_builtin and (r.module, r.module_class, r.call) != (None,) * 3]

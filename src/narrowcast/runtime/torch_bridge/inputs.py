@@ -17,7 +17,7 @@ Inputs = Any
 
 
 def call_arguments(verb: str, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keyword arguments that inputs represent. RunError for what is none of these.
+    """Return the arguments and keyword arguments that inputs represent. Raise RunError for what is none of these.
 
     As in torch.jit.trace, a model that takes one tuple is given `((pair,),)`; a named tuple, as torch's packed
     sequences are, is one argument.
@@ -38,7 +38,7 @@ def call_arguments(verb: str, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str
 
 @contextmanager
 def called_with(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A TypeError of a call whose arguments do not fit the model's signature says how inputs become arguments."""
+    """Add to a TypeError of a call that does not fit the model's signature how inputs become arguments."""
     try:
         yield
     except TypeError as error:

@@ -57,12 +57,12 @@ class OpFacts:
 
 
 def op_id(op: OpOverload) -> str:
-    """`aten.mm.default`: the id under which policies name the overload."""
+    """Return the id under which policies name the overload: `aten.mm.default`."""
     return f"{op.namespace}.{op_name(op)}.{overload_name(op)}"
 
 
 def op_facts(op: OpOverload) -> OpFacts:
-    """The facts of an overload, read from its schema once."""
+    """Return the facts of an overload, read from its schema once."""
     return _facts.get(id(op)) or _facts.setdefault(id(op), _read_facts(op))
 
 
@@ -96,30 +96,30 @@ def _read_facts(op: OpOverload) -> OpFacts:
 
 
 def find_op(identity: str) -> OpOverload | None:
-    """The overload with that op id, or None if nothing registers it."""
+    """Return the overload with that op id, or None if nothing registers it."""
     namespace, _, rest = identity.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
-    found: OpOverload | None = getattr(packet, overload, None)
-    return found
+    op: OpOverload | None = getattr(packet, overload, None)
+    return op
 
 
 def find_registered(name: str) -> OpOverload | None:
-    """The overload that torch's registry names so: `aten::mm`, `aten::add.Tensor`."""
+    """Return the overload with that name in torch's registry: `aten::mm`, `aten::add.Tensor`."""
     identity = name.replace("::", ".")
     return find_op(identity if "." in name else f"{identity}.default")
 
 
 def overloads_in(namespace: str) -> Iterator[OpOverload]:
-    """Every overload of a namespace."""
+    """Yield every overload of a namespace."""
     names = sorted(name for name in all_op_names() if name.startswith(f"{namespace}::"))
     return filter(None, map(find_registered, names))
 
 
 def ops_in(namespace: str) -> tuple[OpOverload, ...]:
-    """Every overload of a namespace that computes. Remembered for aten; other libraries may register more later."""
+    """Return every overload of a namespace that computes. Remembered for aten; other libraries may add more later."""
     return _aten_ops() if namespace == "aten" else tuple(op for op in overloads_in(namespace) if op_facts(op).computes)
 
 
@@ -129,18 +129,18 @@ def _aten_ops() -> tuple[OpOverload, ...]:
 
 
 def overloads_of(identity: str) -> tuple[OpOverload, ...]:
-    """The overloads of the op `aten.mm` that compute."""
+    """Return the overloads of the op `aten.mm` that compute."""
     namespace, _, name = identity.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, OpOverloadPacket):
         return ()
-    found = (getattr(packet, overload) for overload in sorted(packet.overloads()))
-    return tuple(op for op in found if op_facts(op).computes)
+    overloads = (getattr(packet, overload) for overload in sorted(packet.overloads()))
+    return tuple(op for op in overloads if op_facts(op).computes)
 
 
 @cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
-    """The overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
+    """Return the overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
     names = [*(a.name for a in schema_of(op).arguments), "dtype"]
     others: Any = (getattr(op.overloadpacket, overload) for overload in op.overloadpacket.overloads())
     fitting = (o for o in others if [a.name for a in schema_of(o).arguments] == names)
@@ -148,30 +148,30 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
 
 
 def id_with_dtype(identity: str) -> str:
-    """The id of the overload that takes a dtype besides; the same id where there is none."""
+    """Return the id of the overload that takes a dtype besides; the same id where there is none."""
     op = find_op(identity)
     other = overload_with_dtype(op) if op is not None else None
     return op_id(other) if other is not None else identity
 
 
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
-    """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
+    """Return the default values of the positional arguments from number `given` on (trailing ones are left out)."""
     return tuple(a.default_value for a in schema_of(op).arguments[given:] if not a.kwarg_only)
 
 
 def is_random(op: OpOverload) -> bool:
-    """Whether the op draws random numbers."""
+    """Return whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_pointwise(op: OpOverload) -> bool:
-    """Whether each element of the result comes of one of each argument, as torch says of the op."""
+    """Return whether each element of the result is computed from one of each argument, as torch tags the op."""
     return torch.Tag.pointwise in op.tags
 
 
 @cache
 def alias_names(op: OpOverload) -> frozenset[str] | None:
-    """The arguments whose memory the result may share; None if that may be any."""
+    """Return the arguments whose memory the result may share; None if that may be any."""
     schema = schema_of(op)
     if any(r.alias_info is not None for r in schema.returns):
         return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
@@ -195,26 +195,26 @@ def _has_composite_kernel(op: OpOverload) -> bool:
 
 
 def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
-    """The overloads that a rule names: none if it is about modules. UnknownOpError, with file:line, if none exists."""
+    """Return the overloads that a rule names: none if it is about modules. UnknownOpError if none exists."""
     if rule.is_module_call:
         return ()
     if not rule.is_pattern:
         op = find_op(rule.target)
-        found: tuple[OpOverload, ...] = (op,) if op is not None else ()
+        overloads: tuple[OpOverload, ...] = (op,) if op is not None else ()
     elif rule.is_glob:
         namespace = rule.target.partition(".")[0]
-        found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
+        overloads = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
     else:
-        found = overloads_of(rule.target)
-    _check_fit(rule, found)
-    if not found and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
+        overloads = overloads_of(rule.target)
+    _check_fit(rule, overloads)
+    if not overloads and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
         raise UnknownOpError(
             asked=f"op {rule.op!r}",
             found="it names only views, copies, conversions, in-place or out= forms, which patterns pass by",
             where=_where(rule),
             advice="Name the overload exactly, aten.add_.Tensor for example, if you mean it.",
         )
-    if not found and not any(ch in rule.target for ch in "*?["):
+    if not overloads and not any(ch in rule.target for ch in "*?["):
         packets = {n.replace("::", ".").rpartition(".")[0] for n in all_op_names() if "." in n}
         raise UnknownOpError(
             asked=f"op {rule.op!r}",
@@ -222,24 +222,24 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
             where=_where(rule),
             advice="Correct the name, import the library that registers it, or delete the rule.",
         )
-    return found
+    return overloads
 
 
 def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
-    """PolicyError for a rule whose argument none of the ops has, or whose action an op that it names cannot take."""
+    """Raise PolicyError for a rule whose argument none of the ops has, or whose action does not fit one of them."""
     if rule.is_about_result:
         _check_result(rule, ops)
     elif rule.argument is not None and ops:
         _check_argument(rule, ops)
-    unfit, found = None, ""
+    unfit, lack = None, ""
     if rule.action.kind is Kind.FULL_SET_DTYPE:
-        unfit, found = next((op for op in ops if op_facts(op).dtype_position is None), None), "takes no dtype"
+        unfit, lack = next((op for op in ops if op_facts(op).dtype_position is None), None), "takes no dtype"
     elif rule.action.kind is Kind.FULL_APPEND_DTYPE:
         unfit = next((op for op in ops if overload_with_dtype(op) is None), None)
-        found = "has no overload with a dtype besides"
+        lack = "has no overload with a dtype besides"
     if unfit is not None:
         asked = f"action {rule.action} for {rule.op}"
-        raise PolicyError(asked, f"{op_id(unfit)} {found}", _where(rule), 'Use "full".')
+        raise PolicyError(asked, f"{op_id(unfit)} {lack}", _where(rule), 'Use "full".')
 
 
 def _check_result(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
@@ -270,7 +270,7 @@ def _where(rule: Rule) -> tuple[Origin, ...]:
 
 
 def check_ops(policy: Policy) -> None:
-    """UnknownOpError for the first rule of the policy's own layers that names an op this torch does not have."""
+    """Raise UnknownOpError for the first rule of the policy's own layers that names an op this torch does not have."""
     for rule in policy.rules:
         if rule.torch is None:
             ops_of(rule)

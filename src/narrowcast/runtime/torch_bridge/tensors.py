@@ -29,14 +29,14 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
-    """A dtype given as torch.dtype, Format or name (`bf16`, `bfloat16`)."""
+    """Return a dtype given as torch.dtype, Format or name (`bf16`, `bfloat16`)."""
     if isinstance(wanted, torch.dtype):
         return wanted
     return DTYPES[formats.parse_format(wanted) if isinstance(wanted, str) else wanted]
 
 
 def default_dtype(policy: Policy, device_type: str) -> torch.dtype:
-    """The low dtype of a region that names none: the policy's, or torch's for the device type."""
+    """Return the low dtype of a region that names none: the policy's, or torch's for the device type."""
     low = policy.effective_low
     return torch.get_autocast_dtype(device_type) if low is None else to_dtype(low)
 
@@ -48,7 +48,7 @@ _SHORT = {
 
 
 def short_type(dtype: torch.dtype) -> str:
-    """The format's name, or a short name for another element type (`i64`)."""
+    """Return the format's name, or a short name for another element type (`i64`)."""
     return FORMATS[dtype].name if dtype in FORMATS else _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -56,7 +56,7 @@ _to = torch.ops.aten.to.dtype
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What native autocast's cast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
+    """Cast as native autocast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
     result: torch.Tensor = tensor.to(dtype) if type(tensor) in PLAIN else _to(tensor, dtype)
     return result
 
@@ -66,7 +66,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor without dimensions that promotes as the number would beside these tensors, and keeps its digits."""
+    """Return a tensor without dimensions that promotes as the number beside these tensors, and keeps its digits."""
     like = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}.get(type(number), number)
     dtype = torch.result_type(others[0], like) if others else torch.get_default_dtype()
     if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
@@ -75,46 +75,46 @@ def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tenso
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts of arguments, in order."""
-    found: list[torch.Tensor] = []
+    """Return every tensor in nested lists, tuples and dicts of arguments, in order."""
+    tensors: list[torch.Tensor] = []
     for tree in trees:
         if isinstance(tree, torch.Tensor):
-            found.append(tree)
+            tensors.append(tree)
         elif isinstance(tree, (list, tuple)):
-            found += tensors_in(*tree)
+            tensors += tensors_in(*tree)
         elif isinstance(tree, dict):
-            found += tensors_in(*tree.values())
-    return found
+            tensors += tensors_in(*tree.values())
+    return tensors
 
 
 def device_type_of(*trees: Any) -> str | None:
-    """The device type of the first floating tensor of modules and nested arguments, or else of the first tensor; None
-    without any, and for tensors on meta, which are yet to come to a device.
+    """Return the device type of the first floating tensor of modules and nested arguments, or else of the first tensor;
+    None without any, and for tensors on meta, which are yet to come to a device.
     """
-    found = None
+    first = None
     inside = [[*t.parameters(), *t.buffers()] if isinstance(t, torch.nn.Module) else t for t in trees]
     for tensor in tensors_in(*inside):
         if not tensor.is_meta:
             if tensor.is_floating_point():
                 return tensor.device.type
-            found = found or tensor.device.type
-    return found
+            first = first or tensor.device.type
+    return first
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
+    """Return this rank's part of a DTensor; another tensor itself."""
     dtensor = dtensor_class()
     return local_part(tensor) if dtensor is not None and isinstance(tensor, dtensor) else tensor
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor stores on this rank, of a sparse one its values; writing to it writes to the tensor."""
+    """Return what a tensor stores on this rank, of a sparse one its values; writing to it writes to the tensor."""
     part = part_of(tensor)
     return stored_values(part) if part.is_sparse else part
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether the weight cache keeps casts of it: an fp32 leaf that requires grad and is no view.
+    """Return whether the weight cache keeps casts of the tensor: an fp32 leaf that requires grad and is no view.
 
     Source: `cached_cast` in aten/src/ATen/autocast_mode.cpp.
     """

@@ -16,7 +16,7 @@ def note_forward(ctx: Any, dtype: torch.dtype, used_autocast: bool) -> None:
 
 
 def noted_forward(ctx: Any) -> tuple[torch.dtype, bool]:
-    """What `note_forward` noted."""
+    """Return what `note_forward` noted."""
     return ctx._dtype, ctx._fwd_used_autocast
 
 
@@ -40,7 +40,7 @@ _MOST = 20_000
 
 
 def nodes_before(root: Any, barriers: Set[int] = frozenset()) -> list[Any]:
-    """An autograd node, and those that its backward goes on to without passing the barriers, which are among them.
+    """Return an autograd node, and those that its backward goes on to up to the barriers, these included.
 
     barriers: sequence numbers. At most 20,000 nodes.
     """
@@ -56,8 +56,8 @@ def nodes_before(root: Any, barriers: Set[int] = frozenset()) -> list[Any]:
 
 
 def paths_to_leaves(root: Any, barriers: set[int]) -> tuple[list[torch.Tensor], bool]:
-    """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
-    numbers; and whether it meets one of these.
+    """Return the leaves that a backward from a node reaches by a path without any of some nodes, named by their
+    sequence numbers; and whether it meets one of these.
     """
     nodes = nodes_before(root, barriers)
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -65,23 +65,23 @@ def paths_to_leaves(root: Any, barriers: set[int]) -> tuple[list[torch.Tensor], 
 
 
 def numbers_before(root: Any) -> set[int]:
-    """The sequence numbers of an autograd node and of those that its backward goes on to."""
+    """Return the sequence numbers of an autograd node and of those that its backward goes on to."""
     return set(map(sequence_number, nodes_before(root)))
 
 
 def gives_gradients(node: Any) -> bool:
-    """Whether hooks on gradients that are ready run in this node, or, without one, at the end of a backward."""
+    """Return whether hooks on gradients that are ready run in this node, or, without one, at the end of a backward."""
     return node is None or hasattr(node, "variable") or "PostBackward" in type(node).__name__
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether what autograd saves on this thread goes through somebody's hooks."""
+    """Return whether what autograd saves on this thread goes through hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextmanager
 def transforms_as_they_were() -> Iterator[None]:
-    """Transforms (torch.func) that are entered inside, and not left because of an error, are left after it."""
+    """Leave transforms (torch.func) at the end that are entered inside, and not left because of an error."""
     functorch, saved = torch._C._functorch, torch._C._autograd
     depth = functorch.get_dynamic_layer_stack_depth()
     refusal = saved._saved_tensors_hooks_get_disabled_error_message()

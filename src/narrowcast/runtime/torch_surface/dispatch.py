@@ -117,7 +117,7 @@ can_decompose: Callable[[OpOverload], bool] = methodcaller("_can_decompose")
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
-    """The kernel that runs the calls inside a composite op; None if none is registered."""
+    """Return the kernel that runs the calls inside a composite op; None if none is registered."""
     key = DispatchKey.CompositeImplicitAutograd
     return partial(op._op_dk, key) if has_kernel(op, key) else None
 
@@ -126,19 +126,19 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def has_kernel(op: OpOverload, key: DispatchKey | str) -> bool:
-    """Whether a kernel is registered for the overload at a dispatch key."""
+    """Return whether a kernel is registered for the overload at a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
-    """The kernel at the device type's Autocast key, or None where the op falls through it."""
+    """Return the kernel at the device type's Autocast key, or None where the op falls through it."""
     if not has_kernel(op, autocast_key_name(device_type)):
         return None
     return torch.library.get_kernel(op.name(), autocast_key(device_type))
 
 
 def computed_kernel(op: OpOverload, device_type: str) -> Any:
-    """The same of an op that is known to have one; a tenth of a millisecond less for each hundred ops."""
+    """Return the kernel of an op that is known to have one; a tenth of a millisecond less for each hundred ops."""
     return torch._C._dispatch_get_computed_kernel_for_dispatch_key(op.name(), autocast_key(device_type))
 
 
@@ -159,7 +159,7 @@ def register(
 
 
 def _wrapped_number(tensor: torch.Tensor) -> Any:
-    """The number that a tensor without memory represents: one that torch.func wraps, or a zero of forward mode.
+    """Return the number that a tensor without memory represents: one that torch.func wraps, or a forward-mode zero.
 
     In `x + 1` torch gives kernels in Python the number, not the tensor that holds it: it asks for this attribute, which
     it sets where the number is a symbol, and else reads the tensor's memory.
@@ -199,22 +199,22 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written to, but through `.data`; -1 for one of inference mode, which counts none."""
+    """Return how often the tensor was written to, but through `.data`; -1 for one of inference mode."""
     return -1 if tensor.is_inference() else int(tensor._version)
 
 
 @cache
 def holds_others(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are made of others: it says itself what ops do with it."""
+    """Return whether tensors of a class are made of others: it defines itself what ops do with it."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The memory that a weak reference refers to; None where it is freed."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
+    """Return the memory that a weak reference refers to; None where it is freed."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors share that lie in one storage."""
+    """Return a number that tensors share that lie in one storage."""
     return int(tensor.untyped_storage()._cdata)

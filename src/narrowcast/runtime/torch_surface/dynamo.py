@@ -1,4 +1,4 @@
-"""Between Dynamo and us: what it traces, how it is told what not to trace, the compilers that it drives.
+"""Between Dynamo and us: what it traces, what it must not trace, the compilers that it drives.
 
 Importing Dynamo takes a second: only what runs it already does, so its classes are looked up when they are asked for.
 """
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
-    """What Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' files and lines.
+    """Return what Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' places.
 
     Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
     graph to a backend that traces now.
@@ -55,8 +55,8 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
 
 
 def dynamo_trace() -> Any:
-    """What Dynamo keeps of the frame that it traces on this thread. None if it traces nothing, or has handed its graph
-    to a backend that traces now.
+    """Return what Dynamo keeps of the frame that it traces on this thread. None if it traces nothing, or has handed its
+    graph to a backend that traces now.
     """
     root = _dynamo_root()
     return None if any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES) else root
@@ -68,18 +68,18 @@ def _dynamo_root() -> Any:
 
 
 def dynamo_code() -> CodeType | None:
-    """The code of the frame that Dynamo is compiling on this thread, its backend included; None if there is none."""
-    found: CodeType | None = getattr(_dynamo_root(), "f_code", None)
-    return found
+    """Return the code of the frame that Dynamo is compiling on this thread, its backend included; None for none."""
+    code: CodeType | None = getattr(_dynamo_root(), "f_code", None)
+    return code
 
 
 def is_resumption(code: CodeType) -> bool:
-    """Whether Dynamo made this code to go on behind a graph break."""
+    """Return whether Dynamo made this code to go on behind a graph break."""
     return code.co_name.startswith("torch_dynamo_resume_in")
 
 
 def traced_local(name: str) -> Any:
-    """The object that a local variable of the frame that Dynamo is tracing represents."""
+    """Return the object that a local variable of the frame that Dynamo is tracing represents."""
     from torch._dynamo.symbolic_convert import tls
 
     return tls.current_tx.output.current_tx.symbolic_locals[name].realize().value
@@ -94,30 +94,30 @@ def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
 
 @contextmanager
 def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
-    """Where Dynamo gives up inside, and leaves a frame, or from torch 2.15 on a call in it, to Python: file, line, why.
+    """Collect where Dynamo leaves a frame, or from torch 2.15 on a call in it, to Python: file, line, why.
 
     Filled in at the end, from Dynamo's own records, which keep the last 64 frames.
     """
     from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-    found: list[tuple[str, int, str]] = []
+    left: list[tuple[str, int, str]] = []
     earlier = {id(metrics) for metrics in get_compilation_metrics()}
     breaks = len(graph_break_reasons)
     try:
-        yield found
+        yield left
     finally:
         for metrics in get_compilation_metrics():
             if id(metrics) not in earlier and metrics.fail_type:
                 reason = _first_sentences(str(metrics.fail_reason or metrics.fail_type))
-                found.append((metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0, reason))
+                left.append((metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0, reason))
         for broken in graph_break_reasons[breaks:]:
             if broken.user_stack:
                 frame = broken.user_stack[-1]
-                found.append((frame.filename, frame.lineno or 0, _first_sentences(str(broken.reason))))
+                left.append((frame.filename, frame.lineno or 0, _first_sentences(str(broken.reason))))
 
 
 def _first_sentences(reason: str) -> str:
-    """What Dynamo says, and its explanation, in one line."""
+    """Return Dynamo's message, and its explanation, in one line."""
     first, *rest = reason.strip().splitlines()
     explained = next((line.strip() for line in rest if line.strip().startswith("Explanation:")), "")
     return f"{first}: {explained.removeprefix('Explanation:').strip()}" if explained else first
@@ -126,9 +126,9 @@ def _first_sentences(reason: str) -> str:
 def inner_compiler(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers.
+    """Return the compiler that torch.compile makes of these arguments; equal arguments make equal compilers.
 
-    NarrowcastError for a backend that torch.compile does not know.
+    Raises NarrowcastError for a backend that torch.compile does not know.
     """
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)
@@ -141,28 +141,28 @@ def inner_compiler(
 
 
 def compiler_text(compiler: Any) -> str:
-    """What a compiler is, in words that are the same in every process: a function by its name."""
+    """Return a description of a compiler that is the same in every process: a function by its name."""
     facts = vars(compiler).items() if hasattr(compiler, "__dict__") else ()
     named = {k: f"{v.__module__}.{v.__qualname__}" if hasattr(v, "__qualname__") else v for k, v in facts}
     return f"{type(compiler).__name__}{named}"
 
 
 def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph without the wrapper that keeps Dynamo out of it, for what Dynamo is kept out of as a whole."""
+    """Return a compiled graph without the wrapper that keeps Dynamo out, for code that Dynamo skips as a whole."""
     from torch._dynamo.eval_frame import innermost_fn
 
-    found: Callable[..., Any] = innermost_fn(compiled)
-    return found
+    inner: Callable[..., Any] = innermost_fn(compiled)
+    return inner
 
 
 def forget_original(compiled: Any) -> None:
-    """What compiles this module again does not look through it to the one that it was compiled of."""
+    """Keep what compiles this module again from looking through it to the one that it was compiled of."""
     for name in ("_torchdynamo_orig_callable", "get_compiler_config"):
         compiled.__dict__.pop(name, None)
 
 
 def begins_again(error: Exception) -> bool:
-    """Whether a compiler asks Dynamo with this exception to trace again: nobody's failure, and Dynamo's to see."""
+    """Return whether a compiler asks Dynamo with this exception to trace again, which is no failure."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
@@ -206,7 +206,7 @@ class CompiledCode:
 
 
 def in_compiled_code() -> bool:
-    """Whether torch.compile compiled the code that calls this, be it that it runs as eager code now."""
+    """Return whether torch.compile compiled the code that calls this, even if it runs as eager code now."""
     if "torch._dynamo" not in sys.modules:
         return False
     return any(f.f_code.co_filename.endswith(_COMPILED_CALLS) for f, _ in walk_stack(sys._getframe(1)))
@@ -216,7 +216,7 @@ _COMPILED_CALLS = f"torch{os.sep}_dynamo{os.sep}eval_frame.py"
 
 
 def missing_cpp_compiler(named: str | None) -> str:
-    """Why Inductor finds no C++ compiler, first line; empty where it finds one. named: the variable CXX, as it is."""
+    """Return why Inductor finds no C++ compiler, first line; empty where it finds one. named: the variable CXX."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -235,19 +235,19 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 
 
 def forget_compiled_code() -> None:
-    """Code that Dynamo has compiled is compiled again at its next call. Nothing if Dynamo never ran."""
+    """Compile code that Dynamo has compiled again at its next call. Nothing if Dynamo never ran."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
 
 
 def constant_for_dynamo(function: Callable[..., Any]) -> None:
-    """Dynamo runs this function while it traces, and takes what it returns for a constant."""
+    """Let Dynamo run this function while it traces, and take what it returns for a constant."""
     function.__dict__["_dynamo_marked_constant"] = True  # torch._dynamo.assume_constant_result, without its import
 
 
 def allow_in_graph(*functions: Callable[..., Any]) -> None:
-    """Dynamo puts calls of these functions into its graphs. Asked for while it traces: before, it may not be loaded."""
+    """Let Dynamo put calls of these functions into its graphs. For use while it traces: it may not be loaded before."""
     for function in functions:
         torch._dynamo.allow_in_graph(function)
 
@@ -259,7 +259,7 @@ def know_torchs_call(call: Callable[..., Any]) -> None:
 
 
 def never_trace(*functions: Callable[..., Any], with_calls: bool = True) -> None:
-    """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
+    """Let Dynamo leave these functions, and what they call, to Python: they change the state that it guards on.
 
     What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second.
     """
@@ -275,5 +275,5 @@ never_begin_at = partial(never_trace, with_calls=False)
 
 
 def tracing_compiled_code() -> bool:
-    """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
+    """Return whether a backend of torch.compile is tracing on this thread: the stack lacks the user's frames then."""
     return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()

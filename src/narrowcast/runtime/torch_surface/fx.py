@@ -17,12 +17,12 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
 def same_random_numbers() -> Any:
-    """A context after which the random state is as before."""
+    """Return a context after which the random state is as before."""
     return torch._dynamo.utils.preserve_rng_state()
 
 
 def keep_calls(*functions: Callable[..., Any]) -> None:
-    """Calls of these stay in graphs whatever becomes of their results."""
+    """Keep calls of these in graphs whatever becomes of their results."""
     from torch.fx.node import _side_effectful_functions
 
     _side_effectful_functions.update(functions)

@@ -57,33 +57,33 @@ class NativeScaler(torch.amp.GradScaler):
         return float(self._init_scale)
 
     def make_scale(self, device: torch.device) -> torch.Tensor:
-        """The scale on its device, put there if it is on none."""
+        """Return the scale on its device, made there if it is on none."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
-        made: torch.Tensor = self._scale  # type: ignore[assignment]
-        return made
+        scale: torch.Tensor = self._scale  # type: ignore[assignment]
+        return scale
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Of an optimizer since the last update: `stage`, and `found_inf_per_device`, its flags."""
-        found: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
-        return found
+        """Return the state of an optimizer since the last update: `stage`, and `found_inf_per_device`, its flags."""
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        return state
 
     def states(self) -> tuple[dict[str, Any], ...]:
-        """These of all optimizers since the last update."""
+        """Return the states of all optimizers since the last update."""
         return tuple(self._per_optimizer_states.values())
 
     def forget_states(self) -> None:
-        """What an update does at last: every optimizer is ready again."""
+        """Make every optimizer ready again, as the last step of an update."""
         self._per_optimizer_states.clear()
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """The scale of a scaler, torch's or ours, on its device; None before a loss was scaled, and if it is off."""
+    """Return the scale of a scaler, torch's or ours, on its device; None before a loss was scaled, and if it is off."""
     return getattr(scaler, "_scale", None)
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers of frameworks, which have it as `optimizer`: both have the same parameters."""
+    """Return the optimizer inside the wrappers of frameworks, which have it as `optimizer` with the same parameters."""
     inner = getattr(optimizer, "optimizer", None)
     while inner is not None and _first_of(inner) is not None and _first_of(inner) is _first_of(optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -96,12 +96,12 @@ def _first_of(optimizer: Any) -> Any:
 
 
 def takes_scale(optimizer: Any) -> bool:
-    """Whether the optimizer's own kernel unscales and skips: then the host does not learn whether it stepped."""
+    """Return whether the optimizer's own kernel unscales and skips: then the host does not learn whether it stepped."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def scale_for_kernel(optimizer: Any) -> torch.Tensor | None:
-    """The scale that an optimizer's own kernel is about to divide gradients by."""
+    """Return the scale that an optimizer's own kernel is about to divide gradients by."""
     return getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
 
 
@@ -109,12 +109,12 @@ def scale_for_kernel(optimizer: Any) -> torch.Tensor | None:
 
 
 def dtensor_class() -> type[Any] | None:
-    """The class of sharded tensors, if somebody has imported it; nobody has one otherwise."""
+    """Return the class of sharded tensors, if it is imported already; nothing has one otherwise."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The part of a DTensor on this rank: written to in place, the DTensor has it."""
+    """Return the part of a DTensor on this rank: written to in place, the DTensor has it."""
     local: torch.Tensor = tensor._local_tensor
     return getattr(local, "elem", local) if type(local).__name__ == "AsyncCollectiveTensor" else local
 
@@ -127,7 +127,7 @@ stored_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
 
 def formats_of_graph(tensor: torch.Tensor) -> set[torch.dtype]:
-    """The dtypes of the results in the graph that a backward from this tensor would walk."""
+    """Return the dtypes of the results in the graph that a backward from this tensor would walk."""
     results = (node for node in nodes_before(tensor.grad_fn) if not hasattr(node, "variable"))  # a leaf is a weight
     return {meta.dtype for node in results for meta in node._input_metadata}
 
@@ -139,18 +139,18 @@ _told: list[Callable[[list[Any]], None]] = []
 
 def _telling(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
-    def told(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def notifying(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if _told and not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             for tell in tuple(_told):
                 tell(parameters)
         return clip(parameters, *args, **kwargs)
 
-    return told
+    return notifying
 
 
 def tell_of_clips(tell: Callable[[list[Any]], None]) -> None:
-    """Have somebody told, for the process, of the parameters whose gradients torch.nn.utils is about to clip."""
+    """Call a function, in this process, with parameters whose gradients torch.nn.utils is about to clip."""
     why = "clips of gradients that are still scaled are seen"
     # clip_grad_norm_ calls this one, whatever has imported it before; torch has no such part of clip_grad_value_.
     stay(clip_grad, "_clip_grads_with_norm_", _telling, why)

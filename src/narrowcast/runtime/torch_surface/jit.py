@@ -36,13 +36,13 @@ wrap_module = _recursive.wrap_cpp_module
 
 
 def traced_graph(state: Any) -> Any:
-    """The graph that a tracing state writes to."""
+    """Return the graph that a tracing state writes to."""
     return state.graph() if callable(state.graph) else state.graph
 
 
 @contextmanager
 def deprecations_unsaid() -> Iterator[None]:
-    """torch says of all of TorchScript that it is deprecated: our users have heard it."""
+    """Silence torch's deprecation of all of TorchScript, which users have seen before."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):  # the second one since torch 2.14
             warnings.filterwarnings("ignore", message="`torch.jit", category=category)
@@ -58,7 +58,7 @@ _before = True
 
 @contextmanager
 def own_pass_off() -> Iterator[None]:
-    """torch's autocast pass is off for the process inside, however many threads are; afterwards it is as before."""
+    """Switch torch's autocast pass off for the process inside, on any number of threads; afterwards it is as before."""
     global _off, _before
     with _lock:
         if not _off:
@@ -74,14 +74,14 @@ def own_pass_off() -> Iterator[None]:
 
 
 def inline(graph: Any) -> None:
-    """Calls of functions and methods become their bodies, without the casts of torch's own pass."""
+    """Replace calls of functions and methods by their bodies, without the casts of torch's own pass."""
     with own_pass_off():
         torch._C._jit_pass_inline(graph)
 
 
 def simplify(graph: Any) -> None:
-    """What constants and types decide is decided, and lists that are taken apart at once are not made. Torch's peephole
-    pass would do more: it takes `x * 1` for x, and then a result for a weight.
+    """Decide what constants and types decide, and remove lists that are taken apart at once. Torch's peephole pass
+    would do more: it takes `x * 1` for x, and then a result for a weight.
     """
     torch._C._jit_pass_peephole_list_idioms(graph)  # type: ignore[attr-defined]
     for node in (*graph.findAllNodes("aten::__is__"), *graph.findAllNodes("aten::__isnot__")):
@@ -95,7 +95,7 @@ def simplify(graph: Any) -> None:
 
 
 def inserted(graph: Any, kind: str, inputs: list[Any], type_of: Any) -> Any:
-    """What a new node gives, a value of this type; the node stands where the graph is written to."""
+    """Return the output of a new node, a value of this type; the node is inserted where the graph is written to."""
     node = graph.insertNode(graph.create(kind, inputs, 1))
     node.output().setType(type_of)
     return node.output()
@@ -103,7 +103,7 @@ def inserted(graph: Any, kind: str, inputs: list[Any], type_of: Any) -> Any:
 
 @contextmanager
 def inserting_after(graph: Any, node: Any) -> Iterator[None]:
-    """What is inserted inside comes behind this node; afterwards, at the end of the graph."""
+    """Insert inside behind this node; afterwards, at the end of the graph."""
     mark = graph.create("prim::Constant", [], 1)
     mark.insertAfter(node)
     graph.setInsertPoint(mark)
@@ -122,23 +122,23 @@ drop_unused = torch._C._jit_pass_dce
 
 
 def method_names(module: Any) -> list[str]:
-    """The names of a script module's compiled methods."""
+    """Return the names of a script module's compiled methods."""
     return list(module._c._method_names())
 
 
 def compiled_method(module: Any, name: str) -> Any:
-    """A script module's compiled method."""
+    """Return a script module's compiled method."""
     return module._c._get_method(name)
 
 
 def hooks_of(module: Any) -> list[tuple[dict[int, Any], list[Any]]]:
-    """Where a script module keeps its hooks before and after `forward`, and these as they were compiled."""
+    """Return where a script module keeps its hooks before and after `forward`, and these as they were compiled."""
     before, after = module._c._get_forward_pre_hooks(), module._c._get_forward_hooks()
     return [(module._forward_pre_hooks, before), (module._forward_hooks, after)]
 
 
 def compiled_methods(module: Any) -> dict[str, Any]:
-    """What a script module has compiled, by name: methods and hooks."""
+    """Return a script module's compiled methods and hooks, by name."""
     hooks = {hook.name: hook for _, compiled in hooks_of(module) for hook in compiled}
     return {name: compiled_method(module, name) for name in method_names(module)} | hooks
 
@@ -148,14 +148,14 @@ compiled: Callable[[Any], Any] = attrgetter("_c")
 
 
 def find_type(module: Any) -> str:
-    """The qualified name of a script module's compiled type."""
+    """Return the qualified name of a script module's compiled type."""
     return str(module._c._type().qualified_name())
 
 
 def python_class(module: Any) -> type | None:
-    """The class that a script module was compiled from; None where it was loaded."""
-    found: type | None = getattr(module.__dict__.get("_concrete_type"), "py_class", None)
-    return found
+    """Return the class that a script module was compiled from; None where it was loaded."""
+    kind: type | None = getattr(module.__dict__.get("_concrete_type"), "py_class", None)
+    return kind
 
 
 compiler_lock = threading.RLock()
@@ -164,7 +164,7 @@ compiler_lock = threading.RLock()
 
 @contextmanager
 def compiler_replaced(get_closure: Wrap, script: Wrap, is_own: Callable[[Any], bool]) -> Iterator[None]:
-    """Around what the compiler asks of a function: the names that it sees, and its own script when it is called.
+    """Replace what the compiler asks of a function: the names that it sees, and its own script when it is called.
 
     What it makes of modules, and of functions that `is_own` names, is not kept: outside it is compiled without us.
     """
@@ -174,7 +174,7 @@ def compiler_replaced(get_closure: Wrap, script: Wrap, is_own: Callable[[Any], b
         return lambda function: own.get(function) if is_own(function) else kept(function)
 
     def keep(kept: Any) -> Any:
-        return lambda function, made: own.update({function: made}) if is_own(function) else kept(function, made)
+        return lambda function, script: own.update({function: script}) if is_own(function) else kept(function, script)
 
     def unshared(get_type: Any) -> Any:
         return lambda module, share_types=True: get_type(module, False)
@@ -191,26 +191,26 @@ def compiler_replaced(get_closure: Wrap, script: Wrap, is_own: Callable[[Any], b
 
 @contextmanager
 def parser_replaced(parse_def: Wrap) -> Iterator[None]:
-    """Around the parsing of a function's source. One thread at a time."""
+    """Replace the parsing of a function's source. One thread at a time. One thread at a time."""
     with compiler_lock, held(frontend, "regions are written so that the compiler takes them", parse_def=parse_def):
         yield
 
 
 @contextmanager
 def script_calls_replaced(wrap: Wrap, why: str) -> Iterator[None]:
-    """Around the calls of script functions and methods."""
+    """Replace the calls of script functions and methods."""
     with held(ScriptFunction, why, __call__=wrap), held(ScriptMethod, why, __call__=wrap):
         yield
 
 
 def forks_replaced(fork: Wrap, wait: Wrap) -> AbstractContextManager[None]:
-    """Around what torch.jit.fork and torch.jit.wait call."""
+    """Replace what torch.jit.fork and torch.jit.wait call."""
     return held(torch._C, "traces follow forks", fork=fork, wait=wait)
 
 
 @contextmanager
 def recorded_inside(names: Iterable[str]) -> Iterator[None]:
-    """torch.jit.trace records what these ops (aten::...) call, not their own calls. One thread at a time."""
+    """Let torch.jit.trace record what these ops (aten::...) call, not their own calls. One thread at a time."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -223,7 +223,7 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
 
 
 def add_text(module: Any, name: str, text: str) -> Any:
-    """The script module, with an attribute that is saved with it; one that it has is given this value."""
+    """Return the script module, with an attribute that is saved with it; an attribute that it has is overwritten."""
     if module._c.hasattr(name):
         module._c.setattr(name, text)
     else:
@@ -235,18 +235,18 @@ def add_text(module: Any, name: str, text: str) -> Any:
 
 
 def script_function(function: Callable[..., Any]) -> Any:
-    """A new script function, which nobody shares."""
+    """Return a new script function, which is not shared."""
     definition = frontend.get_jit_def(function, function.__name__)
     callback = _jit_internal.createResolutionCallbackFromClosure(function)
     name = _jit_internal._qualified_name(function)
-    made = torch._C._jit_script_compile(name, definition, callback, frontend.get_default_args(function))
-    made.__doc__ = function.__doc__
-    return made
+    script = torch._C._jit_script_compile(name, definition, callback, frontend.get_default_args(function))
+    script.__doc__ = function.__doc__
+    return script
 
 
 def script_module(module: torch.nn.Module) -> Any:
-    """A new script module, whose types no other module shares. Methods that objects have of their own are those of
-    their classes otherwise, if these have some.
+    """Return a new script module, whose types no other module shares. Methods that objects have of their own are those
+    of their classes otherwise, if these have some.
     """
 
     def stubs_of(part: torch.nn.Module) -> Any:
@@ -261,7 +261,7 @@ def script_module(module: torch.nn.Module) -> Any:
 
 
 def own_methods(module: torch.nn.Module) -> dict[str, Any]:
-    """The methods that an object has as attributes, by name: its class's, decorated, and others."""
+    """Return the methods that an object has as attributes, by name: its class's, decorated, and others."""
 
     def method(value: Any) -> Any:
         return inspect.unwrap(value, stop=inspect.ismethod) if inspect.isroutine(value) else None
@@ -277,7 +277,7 @@ def add_script_class(python_class: type, source: type, name: str) -> None:
 
 
 def script_classes(interface: Any = None) -> dict[str, type]:
-    """The classes that TorchScript has compiled, by qualified name; only those that an interface may represent."""
+    """Return the classes that TorchScript has compiled, by qualified name; only those that fit an interface."""
     known = _state._script_classes.items()
     return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}
 
@@ -287,6 +287,6 @@ class_method: Callable[[str], Any] = _state._python_cu.find_function
 
 
 def compiled_functions() -> list[Any]:
-    """All functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
+    """Return all functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
     compiled: Any = _state._python_cu
     return list(compiled.get_functions())

@@ -29,14 +29,14 @@ COMPILED = "_orig_mod"
 
 
 def without_wrapper(path: str) -> str:
-    """The path of a module or a parameter as it is in the model: the wrapper of torch.compile adds nothing."""
+    """Return the path of a module or a parameter as it is in the model: the wrapper of torch.compile adds nothing."""
     return path if COMPILED not in path else ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def compiled_of(model: Any) -> Module | None:
-    """The module that torch.compile made this one of; None of another."""
-    found: Module | None = getattr(model, COMPILED, None)
-    return found
+    """Return the module that torch.compile made this one of; None of another."""
+    module: Module | None = getattr(model, COMPILED, None)
+    return module
 
 
 children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
@@ -44,8 +44,8 @@ children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
 
 
 def mutators() -> tuple[tuple[Any, str], ...]:
-    """Functions that change weights and that torch has no hooks for, as owner and name: loading a state_dict, moving or
-    converting a module, averaged models, vectors written into parameters.
+    """Return functions that change weights and that torch has no hooks for, as owner and name: loading a state_dict,
+    moving or converting a module, averaged models, vectors written into parameters.
     """
     vectors = torch.nn.utils.convert_parameters
     return (
@@ -56,14 +56,14 @@ def mutators() -> tuple[tuple[Any, str], ...]:
 
 
 def optimized_by(optimizer: Any) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
+    """Yield all parameters of an optimizer, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 @contextmanager
 def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -> Iterator[None]:
-    """Be told of each optimizer that steps inside, after its step or before."""
+    """Call a function with each optimizer that steps inside, after its step or before."""
     register = "register_optimizer_step_pre_hook" if before else "register_optimizer_step_post_hook"
     owner: Any = sys.modules[torch.optim.Optimizer.__module__]
     handle = getattr(owner, register)(lambda optimizer, args, kwargs: tell(optimizer))
@@ -74,27 +74,25 @@ def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -
 
 
 def module_call_code() -> CodeType:
-    """The code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
+    """Return the code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
     call = getattr(Module, CALL)
     code: CodeType = getattr(call, "__wrapped__", call).__code__  # below what is held around it for a while
     return code
 
 
 def is_sharded(module: Module) -> bool:
-    """Whether FSDP2 (fully_shard) shards the module's parameters."""
+    """Return whether FSDP2 (fully_shard) shards the module's parameters."""
     sharding: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
     return sharding is not None and isinstance(module, sharding.FSDPModule)
 
 
 def reduces_gradients(module: Module) -> bool:
-    """Whether it adds its gradients up over processes: DistributedDataParallel, or sharded by FSDP2."""
+    """Return whether a module sums its gradients over processes: DistributedDataParallel, or sharded by FSDP2."""
     return isinstance(module, torch.nn.parallel.DistributedDataParallel) or is_sharded(module)
 
 
 def formats_of_wrapper(module: Module) -> dict[str, torch.dtype | None]:
-    """Of a module that FSDP2 shards the dtypes of its MixedPrecisionPolicy by name, with that of the reduction filled
-    in.
-    """
+    """Return the dtypes, by name, of a module's MixedPrecisionPolicy, if FSDP2 shards it; the reduction's filled in."""
     if not is_sharded(module):
         return {}
     policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
@@ -103,7 +101,7 @@ def formats_of_wrapper(module: Module) -> dict[str, torch.dtype | None]:
 
 
 def hooks_of_wrapper(module: Module) -> list[str]:
-    """The names of the hooks that reduce a module's gradients, FSDP2's or DistributedDataParallel's."""
+    """Return the names of the hooks that reduce a module's gradients, FSDP2's or DistributedDataParallel's."""
     hooks: list[Any] = []
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         hooks = [hook for hook, _ in module._comm_hooks]
@@ -127,15 +125,15 @@ _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def carried_state(frame: FrameType) -> Any:
-    """What the cpu's keyword arguments were at the forward that this frame recomputes; None if it recomputes none."""
+    """Return the cpu's keyword arguments at the forward that this frame recomputes; None if it recomputes none."""
     if not is_recomputation(frame):
         return None
-    found = frame.f_locals
-    return found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
+    scope = frame.f_locals
+    return scope.get("cpu_autocast_kwargs") or getattr(scope.get("ctx"), "cpu_autocast_kwargs", None)
 
 
 def find_recomputation() -> FrameType | None:
-    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack.
+    """Return the frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack.
 
     None in a backward that runs inside of one, as reentrant checkpoints run that of what they have recomputed.
     """
@@ -146,5 +144,5 @@ def find_recomputation() -> FrameType | None:
 
 
 def is_recomputation(frame: FrameType) -> bool:
-    """Whether a checkpoint recomputes its forward in this frame."""
+    """Return whether a checkpoint recomputes its forward in this frame."""
     return frame.f_code.co_filename == CHECKPOINT_FILE and frame.f_code.co_name in RECOMPUTING

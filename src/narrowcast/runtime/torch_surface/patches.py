@@ -55,10 +55,10 @@ class _HeldAttribute:
 
     def make_chain(self) -> None:
         """Put all wraps around the original, the first innermost."""
-        made = self.original
+        chained = self.original
         for wrap, _ in self.wraps:
-            made = wrap(made)
-        self.chain = made
+            chained = wrap(chained)
+        self.chain = chained
 
 
 _lock = threading.RLock()
@@ -68,7 +68,7 @@ _staying: dict[str, Standing] = {}
 
 @contextmanager
 def held(owner: Any, why: str, **wraps: Wrap) -> Iterator[None]:
-    """Attributes of a module or class are replaced inside: each by its wrap around what stood there."""
+    """Replace attributes of a module or class inside: each by its wrap around the former one."""
     with ExitStack() as stack:
         for name, wrap in wraps.items():
             stack.callback(_let_go, _hold(owner, name, wrap, why), wrap, why)
@@ -77,37 +77,37 @@ def held(owner: Any, why: str, **wraps: Wrap) -> Iterator[None]:
 
 def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _HeldAttribute:
     with _lock:
-        found = next((h for h in _held if h.owner is owner and h.name == name and _stands(h)), None)
-        if found is None:
-            found = _HeldAttribute(owner, name, getattr(owner, name), name in vars(owner))
-            _held.append(found)
-            setattr(owner, name, found.function)
-        found.wraps.append((wrap, why))
-        found.make_chain()
-        return found
+        attribute = next((h for h in _held if h.owner is owner and h.name == name and _stands(h)), None)
+        if attribute is None:
+            attribute = _HeldAttribute(owner, name, getattr(owner, name), name in vars(owner))
+            _held.append(attribute)
+            setattr(owner, name, attribute.function)
+        attribute.wraps.append((wrap, why))
+        attribute.make_chain()
+        return attribute
 
 
-def _let_go(found: _HeldAttribute, wrap: Wrap, why: str) -> None:
+def _let_go(attribute: _HeldAttribute, wrap: Wrap, why: str) -> None:
     with _lock:
-        found.wraps.remove((wrap, why))
-        found.make_chain()
-        if found.wraps:
+        attribute.wraps.remove((wrap, why))
+        attribute.make_chain()
+        if attribute.wraps:
             return
-        _held.remove(found)
-        if getattr(found.owner, found.name) is not found.function:
+        _held.remove(attribute)
+        if getattr(attribute.owner, attribute.name) is not attribute.function:
             return  # somebody else stands on top, or has restored what was there before us
-        if found.was_own:
-            setattr(found.owner, found.name, found.original)
+        if attribute.was_own:
+            setattr(attribute.owner, attribute.name, attribute.original)
         else:
-            delattr(found.owner, found.name)
+            delattr(attribute.owner, attribute.name)
 
 
-def _stands(found: _HeldAttribute) -> bool:
-    """Whether our function is still there, alone or below what others have put around it by functools.wraps."""
-    current = getattr(found.owner, found.name)
-    while current is not found.function and hasattr(current, "__wrapped__"):
+def _stands(attribute: _HeldAttribute) -> bool:
+    """Return whether our function is still there, alone or below wrappers that others made by functools.wraps."""
+    current = getattr(attribute.owner, attribute.name)
+    while current is not attribute.function and hasattr(current, "__wrapped__"):
         current = current.__wrapped__
-    return current is found.function
+    return current is attribute.function
 
 
 def once(function: Callable[[], None]) -> Callable[[], None]:
@@ -141,7 +141,7 @@ def note_staying(what: str, why: str) -> None:
 
 
 def standing() -> tuple[Standing, ...]:
-    """The table as it is now: what is held first, then what stays, each in the order in which it came."""
+    """Return the table as it is now: what is held first, then what stays, each in the order of its registration."""
     with _lock:
         held_now = [
             Standing(f"{_words(h.owner)}.{h.name}", "; ".join(why for _, why in h.wraps), len(h.wraps)) for h in _held

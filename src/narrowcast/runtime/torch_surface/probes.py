@@ -52,30 +52,30 @@ def probe(says: str, breaks: str) -> Callable[[Callable[[], str | None]], Callab
 
 
 def all_probes() -> tuple[Probe, ...]:
-    """Every assumption, in order."""
+    """Return every assumption, in order."""
     return tuple(_probes.values())
 
 
 @cache
 def require(says: str) -> None:
     """Ask one probe, once. SurfaceError if its assumption does not hold for this torch."""
-    found = _probes[says].ask()
-    if found is not None:
-        raise broken(_probes[says], found)
+    failure = _probes[says].ask()
+    if failure is not None:
+        raise broken(_probes[says], failure)
 
 
 @cache
 def check_version() -> None:
-    """Of a torch that the tests do not run with, ask everything: SurfaceError if an assumption does not hold, and a
-    warning that nobody has tried the rest. Nothing for the others.
+    """Check every assumption about a torch that the tests do not run with: SurfaceError if one does not hold, and a
+    warning that the rest is untested. Nothing for the others.
     """
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if _BOUNDS[0] <= release <= _BOUNDS[1]:
         return
     for asked in all_probes():
-        found = asked.ask()
-        if found is not None:
-            raise broken(asked, found)
+        failure = asked.ask()
+        if failure is not None:
+            raise broken(asked, failure)
     warnings.warn(
         f"narrowcast: torch {torch.__version__} is not one that it is tested with ({SUPPORTED[0]} to {SUPPORTED[1]}); "
         "what it takes for granted about torch holds",
@@ -84,7 +84,7 @@ def check_version() -> None:
 
 
 def broken(asked: Probe, found: str) -> SurfaceError:
-    """The error that says which assumption of which version does not hold."""
+    """Return the error that names which assumption of which version does not hold."""
     return SurfaceError(
         asked=f"torch {torch.__version__} in which {asked.says}",
         found=f"{found}: {asked.breaks}",
@@ -139,7 +139,7 @@ def _module_calls() -> str | None:
 def _mutators() -> str | None:
     from narrowcast.runtime.torch_surface.modules import mutators
 
-    return next((said for owner, name in mutators() if (said := _missing(owner, name))), None) or _missing(
+    return next((missing for owner, name in mutators() if (missing := _missing(owner, name))), None) or _missing(
         torch.utils, "swap_tensors"
     )
 
@@ -201,7 +201,7 @@ def _nesting() -> str | None:
 
 
 def _written_and_read(device_type: str, dtype: torch.dtype) -> tuple[bool, torch.dtype]:
-    """What autocast's state reads after it was switched on with this dtype; then it is as before."""
+    """Return what autocast's state reads after it was switched on with this dtype; then it is as before."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     try:
         torch.set_autocast_enabled(device_type, True)
@@ -214,8 +214,8 @@ def _written_and_read(device_type: str, dtype: torch.dtype) -> tuple[bool, torch
 
 @probe("autocast's state can be written and read back", "regions of ours would not be in force, or would stay")
 def _state() -> str | None:
-    found = _written_and_read("cpu", torch.float16)
-    return None if found == (True, torch.float16) else f"it reads {found}"
+    state = _written_and_read("cpu", torch.float16)
+    return None if state == (True, torch.float16) else f"it reads {state}"
 
 
 @probe("the state of absent devices can carry a number", "code compiled under one policy would run under another")
@@ -290,10 +290,10 @@ def main() -> int:
     """Print every assumption, and whether it holds; the number of those that do not."""
     failed = 0
     for asked in all_probes():
-        found = asked.ask()
-        failed += found is not None
+        failure = asked.ask()
+        failed += failure is not None
         sys.stdout.write(
-            f"{'holds ' if found is None else 'BROKEN'}  {asked.says}{'' if found is None else ': ' + found}\n"
+            f"{'holds ' if failure is None else 'BROKEN'}  {asked.says}{'' if failure is None else ': ' + failure}\n"
         )
     return failed
 

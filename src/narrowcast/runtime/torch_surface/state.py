@@ -35,14 +35,14 @@ count_function_modes = torch._C._len_torch_function_stack
 
 
 def autocast_nesting() -> int:
-    """How many autocast regions this thread is in, native ones included."""
+    """Return how many autocast regions this thread is in, native ones included."""
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth - 1
 
 
 def is_enabled(region: Any) -> bool:
-    """Whether a region, torch's or ours, is on while it is entered: torch takes whatever is true."""
+    """Return whether a region, torch's or ours, is on while it is entered: torch takes any true value."""
     return bool(region._enabled)
 
 
@@ -51,7 +51,7 @@ caches: Callable[[Any], bool] = attrgetter("_cache_enabled")
 
 
 def tell_export(what: Any, args: tuple[Any, ...]) -> None:
-    """torch.export keeps regions as calls in the graph that it makes before dispatch: tell it of one."""
+    """Report a region to torch.export, which keeps regions as calls in the graph that it makes before dispatch."""
     tracing: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if tracing is not None:  # what was never imported traces nothing
         for mode in torch.overrides._get_current_function_mode_stack():
@@ -64,13 +64,13 @@ def tell_export(what: Any, args: tuple[Any, ...]) -> None:
 
 
 def autocast_key_name(device_type: str) -> str:
-    """AutocastCPU for cpu and so on."""
+    """Return the name of a device type's key: AutocastCPU for cpu."""
     return f"Autocast{device_type.upper()}"
 
 
 @cache
 def autocast_key(device_type: str) -> DispatchKey:
-    """The key of that name. Parsed, not looked up: Python's enum lacks some (AutocastMTIA in torch 2.13)."""
+    """Return the key of that name. Parsed, not looked up: Python's enum lacks some (AutocastMTIA in torch 2.13)."""
     key: DispatchKey = torch._C._dispatch_key_parse(autocast_key_name(device_type))
     return key
 
@@ -82,7 +82,7 @@ excluding = torch._C._ExcludeDispatchKeyGuard
 
 
 def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
-    """Inside `__torch_dispatch__`: those of the Autocast keys that are off now, and were on when the op was called.
+    """Return, inside `__torch_dispatch__`, the Autocast keys that are off now, and were on when the op was called.
 
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
@@ -102,7 +102,7 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
 
 @contextmanager
 def switched_on(keys: tuple[DispatchKey, ...]) -> Iterator[None]:
-    """Autocast on for these keys, though torch has excluded them."""
+    """Switch autocast on for these keys, though torch has excluded them."""
     for key in keys:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:

@@ -1,4 +1,4 @@
-"""Weights at rest: casts of weights that are made once and kept from call to call, for all graphs of a process.
+"""Cached low-precision weights: casts that are made once and kept from call to call, for all graphs of a process.
 
 A copy holds as long as its weight is the same object with the same memory, shape, strides and version counter, and as
 long as a sample of its elements has the bits that it had (host memory only). So writes that torch counts are seen, and
@@ -23,7 +23,7 @@ from narrowcast.runtime.torch_surface.dispatch import version_of
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 PROBES, FEW, SMALL = 16, 4, 2**14
-"""Elements that are looked at: of weights, of small ones, and how many elements these have at most."""
+"""Elements that are compared: of weights, of small ones, and how many elements these have at most."""
 
 
 class Copy:
@@ -41,8 +41,8 @@ class Copy:
 
 
 def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The casts of these weights, if all of them hold. At each call of a compiled graph: no call that can be spared."""
-    found = []
+    """Return the casts of these weights, if all of them hold. Runs at each call of a compiled graph: calls are few."""
+    lows = []
     for copy, weight in zip(copies, weights, strict=True):
         low = copy.low
         if low is None or copy.weight() is not weight or copy.version != version_of(weight):
@@ -52,12 +52,12 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
         for probe, bits in copy.probes:
             if probe.value != bits:
                 return None
-        found.append(low)
-    return found
+        lows.append(low)
+    return lows
 
 
 def _probes(weight: torch.Tensor) -> list[Any]:
-    """Elements at even distances, read where they lie."""
+    """Return elements at even distances, read in place."""
     if weight.device.type != "cpu" or weight.dtype is not torch.float32 or not weight.numel():
         return []
     flat_last = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True))
@@ -77,7 +77,7 @@ class WeightsAtRest:
         self.made = 0
 
     def find(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Copy | None]:
-        """The weight in another format, without a gradient, and what is kept of it; None if nothing can be kept.
+        """Return the cached cast of a weight, without a gradient, and its copy; None if nothing can be kept.
 
         It is cast only if it is not kept, or not as it was.
         """
@@ -87,20 +87,20 @@ class WeightsAtRest:
         if lows is not None:
             return lows[0], kept
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
-            made = cast(weight.detach(), dtype)
+            low = cast(weight.detach(), dtype)
         if type(weight) not in PLAIN or weight.is_inference() or is_capturing():
-            return made, None  # what is cast while a CUDA graph is captured is there only when it is replayed
-        copy = Copy(weight, made, lambda _: self._give_up(key))
+            return low, None  # what is cast while a CUDA graph is captured is there only when it is replayed
+        copy = Copy(weight, low, lambda _: self._give_up(key))
         if not copy.probes and weight.device.type == "cpu":  # what cannot be looked at is not kept
-            return made, None
+            return low, None
         with self._lock:
             self._give_up(key)
             self._copies[key] = copy
             self.made += 1
-        return made, copy
+        return low, copy
 
     def _give_up(self, key: tuple[int, torch.dtype]) -> None:
-        """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference prevents a swap."""
+        """Free a copy and its memory, also for graphs that hold it. No reference prevents a swap."""
         copy = self._copies.pop(key, None)
         if copy is not None:
             copy.low, copy.weight = None, lambda: None
@@ -134,8 +134,8 @@ class _Working(torch.autograd.Function):
 
 
 def connected(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """A kept cast, connected with its weight: gradients flow as through a cast."""
+    """Return a kept cast connected with its weight: gradients flow as through a cast."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return low
-    made: torch.Tensor = _Working.apply(weight, low)
-    return made
+    joined: torch.Tensor = _Working.apply(weight, low)
+    return joined

@@ -65,11 +65,11 @@ class _CachedCast:
     site: Site
 
     def is_of(self, weight: torch.Tensor, made_of: tuple[Any, ...]) -> bool:
-        """Whether it is the cast of this weight as it is now, as far as counters and addresses tell."""
+        """Return whether it is the cast of this weight as it is now, as far as counters and addresses tell."""
         return self.made_of == made_of and self.weight() is weight and not self.storage.expired()
 
     def is_as_it_was(self, weight: torch.Tensor) -> bool:
-        """Whether the weight's bits are those that were cast: CacheError if not. False if nobody has looked yet."""
+        """Return whether the weight's bits are those that were cast: CacheError if not. False if never checked."""
         if self.checksum is None:
             return False
         if checksum(weight) == self.checksum:
@@ -93,14 +93,14 @@ def _references(weight: weakref.ref[torch.Tensor]) -> int:
 
 @cache
 def _unused() -> int:
-    """What `_references` gives for a weight that only a graph in C++ holds; -1 where torch does not let one tell."""
+    """Return the reference count of a weight that only a graph in C++ holds; -1 where torch does not let one tell."""
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.ones(1, requires_grad=True)
         graph = weight.to(torch.bfloat16)
-        found = weakref.ref(weight)
-        used = _references(found)
+        reference = weakref.ref(weight)
+        used = _references(reference)
         del weight
-        unused = _references(found)
+        unused = _references(reference)
         del graph
     return unused if unused < used else -1
 
@@ -120,7 +120,7 @@ class WeightCache:
     def cast(
         self, weight: torch.Tensor, dtype: torch.dtype, limit_bytes: int | None = None, checks: bool = False
     ) -> torch.Tensor:
-        """The weight in another format. Kept by grad mode, too: a cast made under no_grad carries no gradient.
+        """Return the weight in another format. Kept by grad mode, too: a cast made under no_grad carries no gradient.
 
         limit_bytes: casts that were used longest ago go when more would be held. checks: compare checksums; CacheError
         if the weight was changed behind its version counter.
@@ -190,7 +190,7 @@ class WeightCache:
         self.bytes = 0
 
     def held(self) -> int:
-        """How many casts there are, of weights that are alive."""
+        """Return how many casts there are, of weights that are alive."""
         self._drop_dead()
         return len(self.entries)
 
@@ -214,14 +214,14 @@ _CHUNK = 2**20
 
 @cache
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
+    """Return odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
     numbers = torch.arange(_CHUNK, dtype=torch.int64, device=device) * -7046029254386353131  # 2^64 / golden ratio
     numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
     return (numbers ^ (numbers >> 32)) | 1
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number that almost surely changes when any element does, or two change places: a weighted sum, modulo 2^64."""
+    """Return a weighted sum, modulo 2^64, that almost surely changes when any element does, or two change places."""
     with torch.no_grad(), autocast_off(), without_modes():
         bits = tensor.detach().contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.uint8).reshape(-1)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -251,7 +251,7 @@ _casts = _Casts()
 
 
 def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made again."""
+    """Return the cast of a cacheable weight in a native region: casts to the low format are kept, others made again."""
     if dtype is not low:
         return cast(weight, dtype)
     if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts
@@ -263,15 +263,15 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
         return entry[1]
     stay(torch, "clear_autocast_cache", _clearing_ours, "casts in native regions go with torch's own")
     with torch.enable_grad():  # as torch does: a cast made under no_grad carries the gradient of a later use
-        made = cast(weight, dtype)
-    _casts.by_id[key] = (weight, made)
-    return made
+        low_weight = cast(weight, dtype)
+    _casts.by_id[key] = (weight, low_weight)
+    return low_weight
 
 
 def native_cache_size() -> tuple[int, int]:
-    """How many casts of native regions our kernels keep on this thread, and their bytes."""
-    made = [cast for _, cast in _casts.by_id.values()]
-    return len(made), sum(cast.nbytes for cast in made)
+    """Return how many casts of native regions our kernels keep on this thread, and their bytes."""
+    casts = [cast for _, cast in _casts.by_id.values()]
+    return len(casts), sum(cast.nbytes for cast in casts)
 
 
 def _clearing_ours(original: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What is legal and probably a mistake about a scaler: found while it is used, said once at the user's line."""
+"""What is legal and probably a mistake about a scaler: found while it is used, reported once at the user's line."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Findings:
     # -- as things happen ----------------------------------------------------------------------------------------------
 
     def scaled(self, outputs: Any) -> None:
-        """A loss comes to be scaled, whether or not the scaler is on."""
+        """Note that a loss is about to be scaled, whether or not the scaler is on."""
         self.losses += 1
         self.was_asked = False
         if not self._has_looked and not torch.compiler.is_compiling():
             self._look(outputs)
 
     def _look(self, outputs: Any) -> None:
-        """At the first loss with a graph: which formats its backward will run in."""
+        """Check at the first loss with a graph which formats its backward will run in."""
         losses = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         graphs = [t for t in losses if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         if not graphs:
@@ -75,12 +75,12 @@ class Findings:
             )
 
     def clipped(self, parameters: Iterable[Any]) -> None:
-        """torch.nn.utils is about to clip these parameters' gradients."""
+        """Note that torch.nn.utils is about to clip these parameters' gradients."""
         if self.losses and not self.was_asked:  # whatever asks for the scale may clip at max_norm * scale
             self._clips.append(({id(parameter) for parameter in parameters}, loop_line()))
 
     def to_be_unscaled(self, optimizer: Any) -> None:
-        """An optimizer's gradients, scaled until now, are to be unscaled."""
+        """Note that an optimizer's gradients, scaled until now, are to be unscaled."""
         if self._clips:
             own = {id(parameter) for parameter in optimized_by(optimizer)}
             for clipped, site in self._clips:
@@ -114,11 +114,11 @@ class Findings:
                 )
 
     def computed_anew(self) -> None:
-        """A closure is over, which has unscaled and may have clipped: the next call of it computes gradients again."""
+        """Note that a closure is over, which unscaled and may have clipped: its next call computes gradients again."""
         self._clips.clear()
 
     def not_stepped(self, site: Site) -> None:
-        """An iteration ended whose gradients were unscaled, finite, and no optimizer stepped with them."""
+        """Report that an iteration ended whose gradients were unscaled, finite, and no optimizer stepped with them."""
         self.say(
             "update without step",
             "an update ends an iteration whose gradients were unscaled and finite, and no optimizer stepped with them",
@@ -127,7 +127,7 @@ class Findings:
         )
 
     def updated(self) -> None:
-        """A new iteration begins."""
+        """Note that a new iteration begins."""
         self.losses = 0
         self.was_asked = False
         self._clips.clear()

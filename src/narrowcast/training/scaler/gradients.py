@@ -20,7 +20,7 @@ Flags = dict[torch.device, torch.Tensor]
 """By device a tensor that holds 0.0, or 1.0 where a gradient is not finite."""
 
 
-def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any = None) -> Flags:
+def check(optimizer: Any, inverse: torch.Tensor, initial: torch.Tensor, group: Any = None) -> Flags:
     """Multiply all gradients in place by `inverse`, and flag by device where one is not finite; group: of the processes
     that hold parts of the gradients, besides those that DTensors name. Nothing is read from a device.
     """
@@ -53,27 +53,27 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
     flags: Flags = {}
     with torch.no_grad():
         for device, by_dtype in sorted_out.items():
-            flag = flags[device] = found.to(device, copy=True, non_blocking=True)
+            flag = flags[device] = initial.to(device, copy=True, non_blocking=True)
             factor = inverse.to(device, non_blocking=True)
             for parts in by_dtype.values():
                 check_and_unscale(parts, flag, factor)
         groups = _groups(meshes, group)
         if groups:
-            _agree(flags, found, groups)
+            _agree(flags, initial, groups)
     return flags
 
 
 def _groups(meshes: dict[Any, None], group: Any) -> list[Any]:
-    """The groups that have to agree, the largest last: it hears what the smaller ones have found."""
-    found = {id(g): g for mesh in meshes for g in mesh.get_all_groups()}
+    """Return the groups that have to agree, the largest last: it gets what the smaller ones have found."""
+    groups = {id(g): g for mesh in meshes for g in mesh.get_all_groups()}
     if group is not None:
-        found[id(group)] = group
-    return sorted(found.values(), key=lambda g: int(g.size()))
+        groups[id(group)] = group
+    return sorted(groups.values(), key=lambda g: int(g.size()))
 
 
-def _agree(flags: Flags, found: torch.Tensor, groups: list[Any]) -> None:
+def _agree(flags: Flags, initial: torch.Tensor, groups: list[Any]) -> None:
     """Set all flags if one is, on any rank. A rank without gradients takes part."""
-    flag = found.clone()
+    flag = initial.clone()
     for other in flags.values():
         flag = torch.maximum(flag, other.to(flag.device))
     for group in groups:
@@ -81,31 +81,31 @@ def _agree(flags: Flags, found: torch.Tensor, groups: list[Any]) -> None:
         torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, group=group)
         flag = sent.to(flag.device).view(())
     if not flags:
-        flags[found.device] = flag
+        flags[initial.device] = flag
     for other in flags.values():
         other.copy_(flag)
 
 
 def _device_of(group: Any, device: torch.device) -> torch.device:
-    """Where the group's backend takes tensors: NCCL none of the host, gloo these."""
+    """Return where the group's backend takes tensors: NCCL none of the host, gloo these."""
     if device.type == "cpu" and torch.distributed.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def in_one(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flag for several, at least one, on a device; it may be one of them."""
+    """Return one flag for several, at least one, on a device; it may be one of them."""
     parts = [flag.to(device, non_blocking=True) for flag in flags]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """What gradients are multiplied by: as torch's scaler has it, by way of fp64 where the device knows that."""
+    """Return what gradients are multiplied by: as torch's scaler does, by way of fp64 where the device knows that."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
 class Culprits:
-    """Which gradients are not finite: looked at now, on their devices, and read when somebody asks."""
+    """Which gradients are not finite: inspected now, on their devices, and read on request."""
 
     __slots__ = ("_readings",)
 
@@ -124,7 +124,7 @@ class Culprits:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there were gradients to look at."""
+        """Whether there were gradients to inspect."""
         return bool(self._readings)
 
     @property
@@ -133,10 +133,10 @@ class Culprits:
         return all(reading.is_here for _, reading in self._readings)
 
     def read(self) -> list[tuple[int, torch.Tensor, str]]:
-        """Number in the optimizer, parameter, and `NaN` or `infinite`, in the optimizer's order."""
-        found = []
+        """Return number in the optimizer, parameter, and `NaN` or `infinite`, in the optimizer's order."""
+        culprits = []
         for rows, reading in self._readings:
             for (number, parameter), largest in zip(rows, reading.values(), strict=True):
                 if not math.isfinite(largest):
-                    found.append((number, parameter, "NaN" if math.isnan(largest) else "infinite"))
-        return sorted(found, key=lambda row: row[0])
+                    culprits.append((number, parameter, "NaN" if math.isnan(largest) else "infinite"))
+        return sorted(culprits, key=lambda row: row[0])

@@ -24,7 +24,7 @@ class LossScale:
         self.found: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The scale, put on the device of the first loss."""
+        """Return the scale, put on the device of the first loss."""
         if self.scale is None or self.tracker is None:
             self.scale = torch.full((), self.first, dtype=torch.float32, device=device)
             self.tracker = torch.full((), self.first_tracker, dtype=torch.int32, device=device)
@@ -39,7 +39,7 @@ class LossScale:
         self.found = None
 
     def data(self) -> dict[str, Any]:
-        """Its state as it is saved; reads the device."""
+        """Return its state as it is saved; reads the device."""
         if self.scale is None or self.tracker is None:
             return {"scale": self.first, "_growth_tracker": self.first_tracker}
         return {"scale": float(self.scale.item()), "_growth_tracker": int(self.tracker.item())}
@@ -48,8 +48,8 @@ class LossScale:
 def backward_of(
     loss: torch.Tensor, scale: LossScale, optimizers: Iterable[Any], group: Any, kwargs: dict[str, Any]
 ) -> list[Flags]:
-    """Run the backward of the scaled loss, unscale what it gives and add it to the gradients that were there; the flags
-    of each optimizer. Gradients that were there are held meanwhile.
+    """Run the backward of the scaled loss, unscale its gradients and add them to those that were there; return the
+    flags of each optimizer. Gradients that were there are held meanwhile.
     """
     optimizers = list(optimizers)
     factor = scale.on(loss.device)
@@ -61,8 +61,8 @@ def backward_of(
         inverse = inverse_of(factor)
         zero = torch.zeros((), device=factor.device)
         flags = [check(optimizer, inverse, zero, group) for optimizer in optimizers]
-        for found in flags:
-            flag = in_one(found.values(), factor.device) if found else zero
+        for by_device in flags:
+            flag = in_one(by_device.values(), factor.device) if by_device else zero
             scale.found = flag.clone() if scale.found is None else torch.maximum(scale.found, flag)
     finally:
         for parameter, before in kept.items():

@@ -40,7 +40,7 @@ class HostNumbers:
         return self._values is not None or (self._event is not None and bool(self._event.query()))
 
     def values(self) -> list[float]:
-        """The numbers; waits for the device where they have not come."""
+        """Return the numbers; wait for the device where they are not there yet."""
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -50,5 +50,5 @@ class HostNumbers:
 
 
 def _numbers(tensor: torch.Tensor) -> list[float]:
-    """Through numpy: no op is called, which modes would see, for what lies in the host's memory already."""
+    """Return numbers through numpy: no op is called, which modes would see, as they are in host memory already."""
     return [float(value) for value in tensor.numpy().reshape(-1)]

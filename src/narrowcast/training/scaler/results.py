@@ -21,7 +21,7 @@ ELSEWHERE = "on another rank"
 
 
 class StepResult:
-    """What one `scaler.step(optimizer)` came to.
+    """The result of one `scaler.step(optimizer)`.
 
     value: what the optimizer's step returned (torch's scaler returns this alone); None where it was skipped by the
     host. Everything else is read when it is asked for, and waits for the device only where the host does not know yet:
@@ -79,7 +79,7 @@ class StepResult:
         return why_skipped(self.found, self.op, ELSEWHERE if elsewhere and was_seen else TOO_LATE)
 
     def let_go(self) -> None:
-        """The gradients of this step are about to be replaced: nobody may look at them any more."""
+        """Drop references to the gradients of this step, which are about to be replaced."""
         self._look = None
 
     def __bool__(self) -> bool:
@@ -96,7 +96,7 @@ class StepResult:
 
 
 def name_of(optimizer: Any, models: Iterable[torch.nn.Module], number: int, parameter: torch.Tensor) -> str:
-    """The name under which the user knows a parameter, by identity. number: in the optimizer, from 0."""
+    """Return the name under which the user knows a parameter, by identity. number: in the optimizer, from 0."""
     for model in models:
         for name, other in model.named_parameters():
             if other is parameter:

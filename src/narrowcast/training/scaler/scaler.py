@@ -31,7 +31,7 @@ from narrowcast.training.scaler.steps import EndedStep
 class Scaler(ScalerState):
     """A `torch.amp.GradScaler`, with the same arguments and methods, that cannot fail in silence.
 
-    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after so
+    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after this
     many skipped steps in a row, or a few at the lowest scale, `on_stuck` says what to do: `warn`, again each time that
     the streak doubles, or `raise` ScalerError. model: whose parameters' names are shown. process_group: of the ranks
     that hold shards of plain tensors and must decide alike; those of DTensors (FSDP2, tensor parallel) are known.
@@ -85,8 +85,8 @@ class Scaler(ScalerState):
         if loss_id not in self._losses:
             self._losses[loss_id] = LossScale(self.first_scale, self._min_scale)
         self._named.add(loss_id)
-        found = backward_of(loss, self._losses[loss_id], optimizers, self._group, kwargs)
-        for one, flags in zip(optimizers, found, strict=True):
+        flags_of_each = backward_of(loss, self._losses[loss_id], optimizers, self._group, kwargs)
+        for one, flags in zip(optimizers, flags_of_each, strict=True):
             state = self.state_of(one)
             before = state["found_inf_per_device"]
             state["found_inf_per_device"] = {
@@ -96,7 +96,7 @@ class Scaler(ScalerState):
             state.update(stage=UNSCALED, line=loop_line())
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
+        """Divide an optimizer's gradients by the scale, in place: before they are clipped or inspected."""
         if not self.is_enabled():
             return
         self._refuse_unscaled_loss("unscale_()")
@@ -125,8 +125,8 @@ class Scaler(ScalerState):
             state["early"] = _look(optimizer)
 
     def _are_unscaled(self, optimizer: Any) -> bool:
-        """Whether gradients of this optimizer were unscaled by way of another, and not written to since: of a wrapper
-        that does not say what it wraps.
+        """Return whether gradients of this optimizer were unscaled by way of another, and not written to since: of a
+        wrapper that does not declare what it wraps.
         """
         own = self.state_of(optimizer)
         others = [s["unscaled"] for s in self.states() if s is not own and s.get("unscaled") is not None]
@@ -151,7 +151,7 @@ class Scaler(ScalerState):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Let the optimizer step if all gradients are finite; what came of it, a `StepResult`.
+        """Let the optimizer step if all gradients are finite; return a `StepResult`.
 
         A closure (LBFGS) scales the loss, runs the backward and returns the loss; its gradients are unscaled after each
         call, unless it has called `unscale_`, to clip them. If some are not finite, parameters and the optimizer's
@@ -228,7 +228,7 @@ class Scaler(ScalerState):
         return check(optimizer, inverse, found, self._group)
 
     def _checked(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        """What a closure returns; its gradients are unscaled and checked before the optimizer sees it."""
+        """Return what a closure returns; its gradients are unscaled and checked before the optimizer sees it."""
         loss = closure()
         self._refuse_unscaled_loss("step() with a closure")
         scaled = None if self._scaled is None else self._scaled()
@@ -251,7 +251,7 @@ class Scaler(ScalerState):
         return loss
 
     def _result(self, optimizer: Any, value: Any, state: dict[str, Any], skipped: bool | None) -> StepResult:
-        """What step gives. Where the optimizer's kernel decided, the host does not ask what it did."""
+        """Return the result of `step`. Where the optimizer's kernel decided, the host does not ask what it did."""
         watch, flags = open_watch(), state["found_inf_per_device"]
         scale, decided = self.scale_tensor, HostNumbers(bool(skipped))
         if skipped is None and flags and scale is not None:
@@ -266,7 +266,7 @@ class Scaler(ScalerState):
         return result
 
     def _end(self, new_scale: float | torch.Tensor | None) -> None:
-        """The scales for the next iteration; what became of this one waits for its numbers."""
+        """Set the scales for the next iteration; the result of this one waits for its numbers."""
         scale = self.make_scale(torch.device(self._device))
         results, watched = tuple(self._results), open_watch() is not None
         number, floor = self._steps.number, HostNumbers(self._floor)
@@ -326,23 +326,23 @@ def _look(optimizer: Any) -> Culprits:
         return Culprits(optimizer)
 
 
-def _op_seen(found: Watching) -> str:
-    """What an open watch has found about the step that has just ended, or the last time."""
-    made = [finding for finding in found.findings if finding.made_by != TREND]
-    if not made:
+def _op_seen(watch: Watching) -> str:
+    """Return what an open watch has found about the step that has just ended, or the last time."""
+    makers = [finding for finding in watch.findings if finding.made_by != TREND]
+    if not makers:
         return ""
-    first = next(finding for finding in made if finding.step == made[-1].step)
-    when = "" if first.step == found.steps else f", first at step {first.step}"
+    first = next(finding for finding in makers if finding.step == makers[-1].step)
+    when = "" if first.step == watch.steps else f", first at step {first.step}"
     return f"{first.what} made by {first.id} ({first.file}:{first.line}){when}"
 
 
 class _StepNotFinite(Exception):
-    """Leaves the step of an optimizer whose closure gave gradients that are not finite."""
+    """Leaves the step of an optimizer whose closure computed gradients that are not finite."""
 
 
 def _whole_step(optimizer: Any, step: Callable[[], Any]) -> tuple[Any, bool]:
-    """What a step with a closure gives, and whether it was skipped: then parameters and state, which are kept until it
-    ends, are what they were before.
+    """Return the result of a step with a closure, and whether it was skipped: then parameters and state, which are kept
+    until it ends, are restored.
     """
     weights = [(p, p.detach().clone()) for p in optimized_by(optimizer)]
     state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}

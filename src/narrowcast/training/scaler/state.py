@@ -94,14 +94,14 @@ class ScalerState(NativeScaler):
         return {name: float(loss.data()["scale"]) for name, loss in self._losses.items()}
 
     def get_scale(self) -> float:
-        """The scale as a number, 1.0 if the scaler is off; waits for the device, as torch's does."""
+        """Return the scale as a number, 1.0 if the scaler is off; waits for the device, as torch's does."""
         self._findings.was_asked = True
         return super().get_scale()
 
     # -- the lowest scale ----------------------------------------------------------------------------------------------
 
     def set_floor(self, new_scale: float | torch.Tensor | None) -> None:
-        """The floor under a scale that the user sets: `min_scale`, or that scale if it is less."""
+        """Set the floor under a scale that the user sets: `min_scale`, or that scale if it is less."""
         if isinstance(new_scale, torch.Tensor):
             scale = self.make_scale(new_scale.device)
             self._floor = new_scale.detach().to(scale, copy=True).reshape(()).clamp_(max=self._min_scale)
@@ -112,7 +112,7 @@ class ScalerState(NativeScaler):
     # -- saved ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, under the keys of torch's scaler, which can load it, and one of ours; waits for the device."""
+        """Return the state, under the keys of torch's scaler, which can load it, and one of ours; waits for devices."""
         state = super().state_dict()
         if state:
             state[OURS] = {

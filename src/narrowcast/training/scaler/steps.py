@@ -38,10 +38,10 @@ class EndedStep:
         return all(each is None or each.is_here for each in (self.scale, self.found, self.floor, *self.results))
 
     def row(self) -> ScaledStep:
-        """The row of the history; waits for what has not come."""
+        """Return the row of the history; wait for numbers that are not there yet."""
         lost = [result for result in self.results if result.skipped]
-        found = self.found is not None and any(self.found.values())
-        skipped = found if self.loss else bool(lost) or found
+        is_flagged = self.found is not None and any(self.found.values())
+        skipped = is_flagged if self.loss else bool(lost) or is_flagged
         if not skipped:
             return ScaledStep(self.number, self.scale.values()[0], False, "", self.loss, ())
         why = "; ".join(dict.fromkeys(result.why for result in lost)) or "a gradient was not finite"
@@ -66,7 +66,7 @@ class Steps:
         return any(streak.skipped for streak in self.streaks.values())
 
     def let_go(self) -> None:
-        """New gradients are about to be computed."""
+        """Let go of the gradients: new ones are about to be computed."""
         for step in self.waiting:
             for result in step.results:
                 result.let_go()
@@ -92,7 +92,7 @@ class Steps:
             self.streaks[row.loss] = streak
 
     def speak(self) -> None:
-        """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
+        """Say, once and at the user's line, that the run is stuck: raise ScalerError if that was asked for."""
         if self._stuck is not None:
             site, (found, advice) = loop_line(), self._stuck
             self._stuck = None

@@ -1,4 +1,4 @@
-"""When a run is stuck: too many steps skipped in a row, or the scale can fall no further; and how that is said."""
+"""When a run is stuck: too many steps skipped in a row, or the scale can fall no further; and how that is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from narrowcast.reports.results.scaler_history import ScaledStep
 
 AT_FLOOR = 4
-"""After how many skipped steps in a row at the lowest scale it is told: one may be a bad batch."""
+"""After how many skipped steps in a row at the lowest scale a warning is due: one may be a bad batch."""
 _NAMED = 3
 
 
@@ -20,37 +20,35 @@ class Streak:
     told_at: int = 0
 
     def after(self, row: ScaledStep, floor: float) -> Streak:
-        """The streak with one more step."""
+        """Return the streak with one more step."""
         if not row.skipped:
             return Streak()
         return Streak(self.skipped + 1, self.at_floor + (row.scale <= floor), self.told_at)
 
     def is_stuck(self, patience: int) -> bool:
-        """Whether something is to be said now: at first when patience is at its end, then each time that the streak
-        has doubled.
-        """
+        """Return whether a warning is due now: when patience ends, then each time that the streak has doubled."""
         if self.told_at:
             return self.skipped >= 2 * self.told_at
         return self.skipped >= patience or self.at_floor >= AT_FLOOR
 
     def told(self) -> Streak:
-        """The streak after it was said."""
+        """Return the streak after it was reported."""
         return Streak(self.skipped, self.at_floor, self.skipped)
 
 
 def why_skipped(parameters: tuple[tuple[str, str], ...], op: str, note: str = "") -> str:
-    """Why a step was skipped. parameters: name and `NaN` or `infinite`. op: what made it, where somebody watched."""
+    """Return why a step was skipped. parameters: name and `NaN` or `infinite`. op: what made it, under a watch."""
     if parameters:
         shown = ", ".join(f"{name} is {what}" for name, what in parameters[:_NAMED])
         more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
-        found = f"the gradient of {shown}{more}"
+        cause = f"the gradient of {shown}{more}"
     else:
-        found = "a gradient was not finite" + (f" ({note})" if note else "")
-    return f"{found}; {op}" if op else found
+        cause = "a gradient was not finite" + (f" ({note})" if note else "")
+    return f"{cause}; {op}" if op else cause
 
 
 def found_text(streak: Streak, row: ScaledStep) -> str:
-    """What was found of a run that is stuck."""
+    """Return what was found about a run that is stuck."""
     times = f"{streak.skipped} steps in a row were skipped"
     at = f", {streak.at_floor} of them at the lowest scale, {row.scale:g}" if streak.at_floor else ""
     of = f" (loss {row.loss})" if row.loss else ""
@@ -58,7 +56,7 @@ def found_text(streak: Streak, row: ScaledStep) -> str:
 
 
 def advice_text(streak: Streak, watched: bool) -> str:
-    """What to do about it."""
+    """Return what to do about it."""
     if streak.at_floor:
         first = (
             "At this scale the gradients overflow by themselves, or hold NaN: look at the loss, the data and the "
