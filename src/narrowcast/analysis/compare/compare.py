@@ -18,6 +18,7 @@ import torch
 
 from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.analysis.compare import judging
+from narrowcast.analysis.compare.advising import Advising, harm_of
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlone
@@ -171,6 +172,8 @@ class _Comparing:
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
+        if self._is_own and self._casts and not (under.saw_scripts or self._trial.is_compiled):
+            self._advise(expected)
         if found.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in found.rows):
             self._note(
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
@@ -347,6 +350,20 @@ class _Comparing:
                 "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
                 "Give reference=the model without them."
             )
+
+    def _advise(self, expected: Outcome) -> None:
+        """Where something is off, find by runs what helps."""
+        harm = harm_of(self._found, FORMATS[self._region.fast_dtype].epsilon)
+        if harm is None:
+            return
+        trial = self._trial if harm.parameter else replace(self._trial, backward=False)
+
+        def run(region: autocast, observer: Observer | None) -> Outcome:
+            reference = region is self._around
+            watching = None if observer is None else self._observed(observer)
+            return self._run(trial, region, watching, self._dtype if reference else None)
+
+        Advising(run, self._region, expected, self._found, harm).run(self._around)
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         def run(region: autocast) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
+from narrowcast.reports.documents.rules import shown_rule
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text
@@ -21,7 +21,7 @@ def repair_document(found: Repair) -> Document:
     page.facts = facts_of(model=found.subject, device=device, policy=found.base, region=region, asked=found.asked)
     page.figures = _figures(found)
     page.bars = _bars(found)
-    rules = [_rule(row.rule) for row in found.rules]
+    rules = [shown_rule(row.rule) for row in found.rules]
     page.todos = [*_use(found), *(_todo(row, rule) for row, rule in zip(found.rules, rules, strict=True))][:4]
     page.notes = list(found.notes)
     others = [[rule, "was tried, and is not needed"] for rule in found.dropped]
@@ -86,12 +86,6 @@ def _bars(found: Repair) -> list[Bar]:
             title = f"Matrix multiplications by format, {when}"
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
     return bars
-
-
-def _rule(rule: Rule) -> dict[str, str]:
-    said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
-            "reason": rule.reason}  # fmt: skip
-    return {key: value for key, value in said.items() if value or (key == "module" and value is not None)}
 
 
 def _use(found: Repair) -> list[Todo]:

@@ -69,6 +69,7 @@ def _converter() -> Converter:
     _register(made, Histogram, lambda found: [found.first, *found.counts], _histogram)
     _register(made, GraphFlow, GraphFlow.data, GraphFlow.of_data)
     _register(made, PlacedCall, _placed_row, _placed_call)
+    _register(made, Rule, _rule_row, _rule_of)
     _register(made, RepairRule, _repair_row, _repair_rule)
     _register(made, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
     _register(made, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
@@ -150,12 +151,21 @@ def _placed_call(row: Row) -> PlacedCall:
 _OF_RULES = ("op", "module", "argument", "call", "reason", "source")
 
 
+def _rule_row(rule: Rule) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in _OF_RULES} | {"action": str(rule.action)}
+
+
+def _rule_of(row: Row) -> Rule:
+    op, *others = _OF_RULES
+    return Rule(row[op], parse_action(row["action"]), **{name: row[name] for name in others if name in row})
+
+
 def _repair_row(found: RepairRule) -> Row:
-    said = {name: getattr(found.rule, name) for name in _OF_RULES} | {"action": str(found.rule.action)}
-    return said | {name: to_data(getattr(found, name)) for name in ("cause", "share", "calls", "cost_ns", "needed")}
+    others = ("cause", "share", "calls", "cost_ns", "needed")
+    return _rule_row(found.rule) | {name: to_data(getattr(found, name)) for name in others}
 
 
 def _repair_rule(row: Row) -> RepairRule:
-    op, *others = _OF_RULES
-    rule = Rule(row[op], parse_action(row["action"]), **{name: row[name] for name in others if name in row})
-    return RepairRule(rule, row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"])
+    return RepairRule(
+        _rule_of(row), row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"]
+    )
