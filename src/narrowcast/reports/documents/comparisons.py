@@ -150,7 +150,7 @@ def _rules_to_add(remedy: Remedy) -> list[Todo]:
     """The rules that were tried together; each is shown."""
     number = len(remedy.rules)
     at = f" ({_lines(remedy.lines)})" if remedy.lines else ""
-    first = "" if number == 1 else f"with the {counted(number - 1, 'rule')} below, "
+    first = "" if number == 1 else f"with the {'rule' if number == 2 else 'rules'} below, "
     whys = [f"{first}{_reached(remedy)}{at}", *["the first helps only with it"] * (number - 1)]
     return [
         Todo(_kept(rule), why, shown_rule(rule), rule.module or "", together=number)

@@ -36,7 +36,7 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
     first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
     notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
     return [
-        Part(first),
+        Part(first, least=len(first)),
         Part(notes, rank=2, least=2),
         Part(["", *_figures(page, width)], rank=1, heading=1, least=7),
         *rows,
