@@ -117,3 +117,18 @@ def test_a_sound_model_runs_not_once_more_and_what_was_tried_is_saved():
     found = nc.compare(Between(FAULTS["product"][1]), (X,), under="bf16")
     again = parse(found.to_json())
     assert again.remedy == found.remedy and again.growth == found.growth and str(again) == str(found)
+
+
+def test_a_gradient_that_is_zero_in_theory_says_nothing_of_what_a_format_holds():
+    """Of the bias of keys the terms cancel in the softmax: what is left is fp32's own round-off."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return (self.query(x) @ self.key(x).mT / 4).softmax(-1) @ x
+
+    run = nc.capture(Attention(), (X,), backward=True)
+    assert run.headroom().verdict == "fits", run.headroom()

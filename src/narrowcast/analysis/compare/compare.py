@@ -3,7 +3,7 @@
 The model runs twice as the reference (what differs there is nondeterminism; in the second run each call also runs alone
 in its low formats), under the policy, where kernels are judged by what bounds their errors (`kernel_bounds`), and with
 everything moved by one unit in the last place of the formats that the policy gives it: that says how far round-off may
-go in outputs (TTrace, arXiv 2506.09280).
+go in outputs (TTrace, arXiv 2506.09280). Where something is off, it runs on to find what helps (`advising`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def compare(
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
     Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
-    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
-    back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
+    two where one is not finite, to find where, and at most 14 where something is off, to find what helps (`remedy`):
+    rules, or lines in fp32 whose code asks for a low format itself. Nothing of it is left behind: weights that it
+    changes itself are put back. Raises RunError for a model that gives no tensor, or a reference whose output is
+    nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, inputs, backward)
