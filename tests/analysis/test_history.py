@@ -562,6 +562,16 @@ def test_what_rounding_has_made_is_said_with_the_rule_that_mends_it():
     assert w.first is None, kept
 
 
+def test_what_fp32_does_not_mend_either_is_not_said_to_be_finite_with_a_rule():
+    """A product of many probabilities leaves fp32's range, too, further on."""
+    layer = nn.Linear(8, 8)
+    with nc.watch() as w, nc.autocast("cpu", torch.float16):
+        torch.sigmoid(layer(torch.randn(2, 200, 8))).cumprod(1).log().mean().backward()
+    advice = w.first.advice
+    assert advice.startswith("No format of this call fixes it") and "it is finite" not in advice, w.first
+    assert "values are not. Keep what made them" in advice
+
+
 def test_no_rule_is_advised_where_the_code_asks_for_the_format():
     """A sum with `dtype=torch.float16` overflows by the caller's choice, which no policy can change."""
     with nc.watch() as w, nc.autocast("cpu", torch.float16):

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from narrowcast.analysis.repair.rules import folded, rule_about, rule_about_module, rule_about_result, with_repairs
+from narrowcast.analysis.compare.rules import rule_about, rule_about_result
+from narrowcast.analysis.repair.rules import folded, rule_about_module, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.policy import MODULE_CALL, Kind, Policy, Rule
 from narrowcast.reports.results.repair import ERROR, RAISED, Products, Repair, RepairRule, RepairStep

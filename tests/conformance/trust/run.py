@@ -39,6 +39,7 @@ import wrong_arguments
 import wrong_kernels
 import wrong_loops
 import wrong_models
+import wrong_precision
 import wrong_values
 from kernels_to_judge import cases, looked_at
 from planting import Fault
@@ -111,7 +112,7 @@ def sound_kernels(seed: int) -> str:
 
 
 def all_faults(seed: int) -> list[Fault]:
-    tables = (wrong_values, wrong_kernels, wrong_arguments, wrong_loops)
+    tables = (wrong_values, wrong_precision, wrong_kernels, wrong_arguments, wrong_loops)
     return [*(fault for table in tables for fault in table.faults()), *wrong_models.faults(seed)]
 
 

@@ -120,14 +120,14 @@ def watched(place: Any, plant: Plant, ops: str, backward: bool, dtype: torch.dty
 def followed(first: Any, watch: Any) -> Said:
     """What is advised, tried."""
     rules = re.findall(r'op = "([^"]*)"(?:, module = "([^"]*)")?', first.advice)
-    if rules:
+    if rules and "No format" not in first.advice:
         policy = nc.Policy.native().with_rules(*(nc.Rule(op, "full", module=module or None) for op, module in rules))
     elif "No format" in first.advice:
         policy = nc.Policy("fp32", extends=())
     else:
         return Said(RIGHT) if first.advice else Said(ADVICE, f"no advice: {first}")
     is_there = any((f.id.op, f.line) == (first.id.op, first.line) for f in watch(policy).findings)
-    if rules and is_there:
+    if rules and is_there and "No format" not in first.advice:
         return Said(ADVICE, f"its rules do not help: {first}")
     return Said(RIGHT) if rules or is_there else Said(ADVICE, f"a format does fix it: {first}")
 

@@ -110,9 +110,11 @@ class Moved(Observer):
 
 
 def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> dict[CallId, Format]:
-    """The format to which the results of each call of the reference are to move. low: the region's."""
+    """The format to which the results of each call of the reference are to move. low: the region's. The same program
+    may cast them to a low one itself, which is no cast in the reference; casts of another are its own fault.
+    """
     formats = {
-        identity: max((FORMATS[d] for d in rounded_to(kept)), key=_epsilon)
+        identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_own else ())]), key=_epsilon)
         for identity, kept in under.calls.items()
         if identity in reference.calls
     }

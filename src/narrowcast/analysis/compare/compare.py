@@ -3,7 +3,7 @@
 The model runs twice as the reference (what differs there is nondeterminism; in the second run each call also runs alone
 in its low formats), under the policy, where kernels are judged by what bounds their errors (`kernel_bounds`), and with
 everything moved by one unit in the last place of the formats that the policy gives it: that says how far round-off may
-go in outputs (TTrace, arXiv 2506.09280).
+go in outputs (TTrace, arXiv 2506.09280). Where something is off, it runs on to find what helps (`advising`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.analysis.compare import judging
+from narrowcast.analysis.compare.advising import Advising, harm_of
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlone
@@ -77,8 +78,10 @@ def compare(
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
     Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
-    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
-    back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
+    two where one is not finite, to find where, and at most 14 where something is off, to find what helps (`remedy`):
+    rules, or lines in fp32 whose code asks for a low format itself. Nothing of it is left behind: weights that it
+    changes itself are put back. Raises RunError for a model that gives no tensor, or a reference whose output is
+    nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, inputs, backward)
@@ -171,6 +174,8 @@ class _Comparing:
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
+        if self._is_own and self._casts and not (under.saw_scripts or self._trial.is_compiled):
+            self._advise(expected)
         if found.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in found.rows):
             self._note(
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
@@ -347,6 +352,20 @@ class _Comparing:
                 "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
                 "Give reference=the model without them."
             )
+
+    def _advise(self, expected: Outcome) -> None:
+        """Where something is off, find by runs what helps."""
+        harm = harm_of(self._found, FORMATS[self._region.fast_dtype].epsilon)
+        if harm is None:
+            return
+        trial = self._trial if harm.parameter else replace(self._trial, backward=False)
+
+        def run(region: autocast, observer: Observer | None) -> Outcome:
+            reference = region is self._around
+            watching = None if observer is None else self._observed(observer)
+            return self._run(trial, region, watching, self._dtype if reference else None)
+
+        Advising(run, self._region, expected, self._found, harm).run(self._around)
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         def run(region: autocast) -> float | None:

@@ -60,13 +60,13 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
     """The ops of modules that are low in the forward and have an error of their own, with the numbers of their rows."""
     found: dict[Place, list[int]] = {}
     for n, row in enumerate(rows):
-        is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not _writes(row.id.op)
+        is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not writes(row.id.op)
         if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
             found.setdefault((row.id.module_path, row.id.op), []).append(n)
     return found
 
 
-def _writes(op: str) -> bool:
+def writes(op: str) -> bool:
     """Whether an op gives what it writes to: no rule is about its result."""
     overload = find_op(op)
     return overload is None or any(slot.written for slot in op_facts(overload).slots)

@@ -18,10 +18,11 @@ from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
+from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial import rerun
-from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.observation.trial.finiteness import came_in, is_finite, is_floating, mask_like, numbers_not_finite
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")
@@ -36,7 +37,8 @@ class KeptCall:
     """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
 
     judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
-    whether it MADE that, PASSED it on, whether it is MEANT, or a LIMIT of the op, which fp64 has, too.
+    whether it MADE that, PASSED it on, whether it is MEANT, or a LIMIT of the op, which fp64 has, too. cast_to: the
+    low formats that the code itself casts its results to.
     """
 
     call: SeenCall
@@ -47,6 +49,7 @@ class KeptCall:
     output: list[torch.dtype] = field(default_factory=list)
     judged: Judged | None = None
     nonfinite: str = ""
+    cast_to: list[torch.dtype] = field(default_factory=list)
 
 
 class Keep(Observer):
@@ -56,6 +59,7 @@ class Keep(Observer):
         super().__init__(policies)
         self.calls: dict[CallId, KeptCall] = {}
         self._casts: list[tuple[SeenCall, torch.dtype]] = []
+        self._makers: ByStorage[CallId] = ByStorage()
         self._left = self._allowed = limit_bytes
         self._checksums, self._judges = checksums, judges
 
@@ -71,10 +75,15 @@ class Keep(Observer):
             return
         if call.is_cast:
             self._casts.append((call.without_tensors(), results[0].dtype))
+            makers = filter(None, map(self._makers.get, came_in(call)))
+            for maker in makers if results[0].dtype in LOW else ():
+                self.calls[maker].cast_to.append(results[0].dtype)
             return
         samples = [self._sample(t) for t in results]
         sums = tuple(checksum(t) for t in results) if self._checksums else ()
         self.calls[call.id] = kept = kept_of(call, results, samples, sums)
+        for tensor in results:
+            self._makers.put(tensor, call.id)
         if self._judges:
             if is_low(call):
                 read = call.notes.get("read") or rerun.planned_arguments(call)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.reference import run_low
+from narrowcast.analysis.compare.rules import rule_about
 from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
-from narrowcast.analysis.repair.rules import rule_about
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule
 from narrowcast.observation.observer.seen_call import SeenCall

@@ -8,9 +8,10 @@ from itertools import takewhile
 
 import torch
 
+from narrowcast.analysis.compare.rules import rule_about, rule_about_result
 from narrowcast.analysis.repair.checking import Ran
 from narrowcast.analysis.repair.looking import LOW, RepairObserver
-from narrowcast.analysis.repair.rules import rule_about, rule_about_module, rule_about_result
+from narrowcast.analysis.repair.rules import rule_about_module
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL, NOWHERE, Kind, Rule

@@ -1,36 +1,14 @@
-"""The rules that a repair may add: about an op inside a module, or about what a module returns.
-
-A rule names a module and an op, and never a line: so it holds for other inputs, and while the file is edited.
-"""
+"""The rules that a repair may add besides those about ops: about a module; fewer for many; and the policy with them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from narrowcast.core.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
+from narrowcast.analysis.compare.rules import SOURCE
+from narrowcast.core.policy import MODULE_CALL, Action, Kind, Policy, Rule
 from narrowcast.core.policy.rules import naming
 from narrowcast.core.policy.settings import BUILTIN
-from narrowcast.formats import fp32
-
-SOURCE = "narrowcast repair"
-
-
-def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = "", call: int | None = None) -> Rule:
-    """The rule about the calls of an op inside a module, or about one of several; at the root, wherever it is called.
-
-    All rules about ops are made here.
-    """
-    return Rule(op, Action(kind), module=naming(module_path), call=call, reason=reason, source=SOURCE)
-
-
-def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
-    """The rule that gives what an op inside a module returns in fp32, and leaves how it computes.
-
-    op: MODULE_CALL for the result of the module itself.
-    """
-    module = naming(module_path) or ("" if op == MODULE_CALL else None)
-    return Rule(op, Action(Kind.TO, fp32), module=module, argument=RESULT, reason=reason, source=SOURCE)
 
 
 def rule_about_module(module_path: str, reason: str = "") -> Rule:

@@ -178,10 +178,9 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
         return off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."
     rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
     where = "" if call.policy is not None else " in a region (none is open here)"
-    return (
-        f"Rounding put its inputs there: run again with {named_as(makers)} in fp32, it is finite. "
-        f"Keep what made them in fp32: {rules}{where}."
-    )
+    some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", f"{rounded.left} values are not")
+    said = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}. "
+    return f"{off} " * bool(rounded.left) + said + f"Keep what made them in fp32: {rules}{where}."
 
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:

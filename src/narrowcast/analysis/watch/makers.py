@@ -175,11 +175,14 @@ class LowMakers:
 
 @dataclass(slots=True)
 class Rounded:
-    """Who made what a call read: the makers with the numbers of their steps, the nearest first."""
+    """Who made what a call read: the makers with the numbers of their steps, the nearest first. left: how many values
+    are not finite with the makers in fp32 that were found.
+    """
 
     call: SeenCall
     steps: list[_PassedStep]
     makers: dict[Maker, list[int]] = field(default_factory=dict)
+    left: int = 0
     _made: dict[int, list[int]] = field(default_factory=dict)
 
     def proof(self) -> tuple[list[Maker], bool]:
@@ -204,8 +207,9 @@ class Rounded:
                 return [], True
         if not found:
             return [], False
-        errors = [_error(results, found[-1][1]) for _, results in found]
-        return next(choice for (choice, _), error in zip(found, errors, strict=True) if error <= _ALIKE), True
+        best, results = next(pair for pair in found if _error(pair[1], found[-1][1]) <= _ALIKE)
+        self.left = sum(int((~t.isfinite()).sum()) for t in results)
+        return best, True
 
     def _again(self, high: set[int]) -> list[torch.Tensor] | None:
         """What the call gives in fp32, with some of the steps before it in fp32."""

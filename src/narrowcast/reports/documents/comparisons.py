@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from narrowcast.core.policy import Rule
+from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import (
     Document,
@@ -18,15 +20,17 @@ from narrowcast.reports.documents.model import (
     label_of,
     node_of,
 )
-from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
+from narrowcast.reports.documents.rules import Shown, glob_unescaped, is_low, keeping, rule_of_call, shown_rule
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
-from narrowcast.reports.results.differences import CallError, Differences, GradientError
-from narrowcast.reports.results.lines import number_text, or_infinity
+from narrowcast.reports.results.differences import CallError, Differences, GradientError, Remedy
+from narrowcast.reports.results.lines import counted, number_text, or_infinity
 from narrowcast.reports.results.verdicts import AT_FAULT, FAULT, NOT_FINITE, PASSED_ON
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
+LINES_SHOWN = 3
+"""How many lines a sentence names."""
 
 
 def comparison_document(result: Differences) -> Document:
@@ -85,7 +89,8 @@ def _notes(result: Differences) -> list[str]:
     notes = [f"{result.reference} itself: {result.reference_not_finite}"] if result.reference_not_finite else []
     low = [row for row in result.worst if row.is_low]
     total = max((o.relative_error for o in result.outputs), default=0.0)
-    if low and low[0].verdict not in AT_FAULT and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
+    is_one = result.remedy is not None or not low or low[0].verdict in AT_FAULT
+    if not is_one and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
         ops = {(row.id.module_path, row.id.op) for row in result.rows if row.is_low and row.own and not row.forward}
         worst = f"the worst makes {number_text(low[0].alone)} of {number_text(total)}"
         notes.append(f"the error is spread over {len(ops)} ops: {worst}")
@@ -109,23 +114,75 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
 
 
 def _todos(result: Differences) -> list[Todo]:
-    """Keep the worst calls high, and before these what rounds the input of a call at fault that does not compute in a
-    low format itself; of a compiler whose code is off, nothing but that.
-    """
+    """What was tried and helps, or else the worst calls; of a compiler whose code is off, nothing but that."""
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
-    return [*_before_fault(result), *error_todos(_worst(result.rows))]
+    return advice_todos(result) or error_todos(_worst(result.rows))
 
 
-def _before_fault(result: Differences) -> list[Todo]:
-    first = next((n for n, row in enumerate(result.rows) if row.verdict in AT_FAULT), None)
-    if first is None or result.rows[first].is_low:
+def advice_todos(result: Differences) -> list[Todo]:
+    """What runs have shown to help, or where the error is if nothing that was tried does; nothing where none was."""
+    remedy, growth = result.remedy, result.growth
+    if remedy is not None:
+        return [*_lines_to_change(remedy), *_rules_to_add(remedy)]
+    if not result.tried:
         return []
-    before = next((row for row in reversed(result.rows[:first]) if row.is_low), None)
-    why = "it rounds what the call at fault reads"
-    return _keep_high(before, why, why) if before is not None else []
+    why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
+    if growth is not None:
+        grows = f"the error grows there from {number_text(growth.before)} to {number_text(growth.after)}"
+        return [Todo(f"Look at {growth.id.op} ({place(growth.file, growth.line)})", f"{grows}; {why}")]
+    return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why) for row in result.worst[:1]]
+
+
+def _lines_to_change(remedy: Remedy) -> list[Todo]:
+    """What code asks for itself, and no rule changes."""
+    if not remedy.asked:
+        return []
+    first = remedy.asked[0]
+    most = 2 ** (FORMATS[first.format].mantissa_bits + 1)
+    why = f"it rounds whole numbers beyond {most}" if first.rounds_whole else "no rule changes that"
+    what = f"Ask for fp32 at {_lines(a.at for a in remedy.asked)}, where the code asks for {first.format} itself"
+    return [Todo(what, f"{why}; {_reached(remedy)}")]
+
+
+def _rules_to_add(remedy: Remedy) -> list[Todo]:
+    """The rules that were tried together; each is shown."""
+    number = len(remedy.rules)
+    at = f" ({_lines(remedy.lines)})" if remedy.lines else ""
+    first = "" if number == 1 else f"with the {'rule' if number == 2 else 'rules'} below, "
+    whys = [f"{first}{_reached(remedy)}{at}", *["the first helps only with it"] * (number - 1)]
+    return [
+        Todo(_kept(rule), why, shown_rule(rule), rule.module or "", together=number)
+        for rule, why in zip(remedy.rules, whys, strict=False)
+    ]
+
+
+def _kept(rule: Rule) -> str:
+    """What a rule that was tried does, in words."""
+    path = glob_unescaped(rule.module or "")
+    if rule.argument is None:
+        return keeping(rule.op, path)
+    return f"Give what {rule.op} in {path or 'the root'} makes in fp32, and so compute what reads it"
+
+
+def _lines(places: Iterable[tuple[str, int]]) -> str:
+    """`model.py:12, 14 and 3 more lines`."""
+    every = list(dict.fromkeys(places))
+    first, shown = every[0][0], [place(*every[0])]
+    shown += [str(line) if file == first else place(file, line) for file, line in every[1:LINES_SHOWN]]
+    left = len(every) - len(shown)
+    return ", ".join(shown) + (f" and {counted(left, 'more line')}" if left else "")
+
+
+def _reached(remedy: Remedy) -> str:
+    """What it led to, in figures."""
+    what = f"error of the gradient of {remedy.parameter}" if remedy.parameter else "output error"
+    now = number_text(remedy.error)
+    if not math.isfinite(remedy.before):
+        return f"run so, it is finite, and the {what} is {now}"
+    return f"run so, the {what} is {now}, not {number_text(remedy.before)}"
 
 
 def _keep_high(row: CallError, why: str, reason: str) -> list[Todo]:

@@ -157,7 +157,8 @@ def _todos(result: Explanation) -> list[Todo]:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
         todos.append(Todo(runs[0] if runs else "Pin what raises in fp32.", failure.error, {}, failure.module_path))
     if comparison is not None:
-        todos += comparisons.error_todos(comparison.worst, faults_only=True)
+        advised = comparisons.advice_todos(comparison.differences)
+        todos += advised or comparisons.error_todos(comparison.worst, faults_only=True)
     todos += _break_todos(result.graph_rows())
     for row in result.rules:
         if not row.calls:
@@ -173,7 +174,7 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = (number(comparison.casts_ms) or 0.0) > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += of_casts
-    if comparison is not None:
+    if comparison is not None and not comparison.differences.tried:
         todos += comparisons.error_todos(comparison.worst)[:1]
     elif failure is None:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"

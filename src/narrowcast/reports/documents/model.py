@@ -54,12 +54,16 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Todo:
-    """Something worth doing: what, why, and the rule that does it (keys as in a policy file), if one does."""
+    """Something worth doing: what, why, and the rule that does it (keys as in a policy file), if one does.
+
+    together: how many, from the first on, help only together.
+    """
 
     what: str
     why: str
     rule: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)

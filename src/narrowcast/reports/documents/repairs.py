@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
+from narrowcast.reports.documents.rules import shown_rule
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text
@@ -21,7 +21,7 @@ def repair_document(result: Repair) -> Document:
     page.facts = facts_of(model=result.subject, device=device, policy=result.base, region=region, asked=result.asked)
     page.figures = _figures(result)
     page.bars = _bars(result)
-    rules = [_rule(row.rule) for row in result.rules]
+    rules = [shown_rule(row.rule) for row in result.rules]
     page.todos = [*_use(result), *(_todo(row, rule) for row, rule in zip(result.rules, rules, strict=True))][:4]
     page.notes = list(result.notes)
     others = [[rule, "was tried, and is not needed"] for rule in result.dropped]
@@ -86,12 +86,6 @@ def _bars(result: Repair) -> list[Bar]:
             title = f"Matrix multiplications by format, {when}"
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
     return bars
-
-
-def _rule(rule: Rule) -> dict[str, str]:
-    keys = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
-            "reason": rule.reason}  # fmt: skip
-    return {key: value for key, value in keys.items() if value or (key == "module" and value is not None)}
 
 
 def _use(result: Repair) -> list[Todo]:

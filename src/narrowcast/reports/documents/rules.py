@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.policy import Rule
 from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.model import Node
 
@@ -31,6 +32,18 @@ def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
         return {}
     rule = {"op": op, "module": glob.escape(path), "action": action, "reason": reason}
     return {key: value for key, value in rule.items() if value}
+
+
+def glob_unescaped(pattern: str) -> str:
+    """The path that a glob names, if it was made by escaping one."""
+    return re.sub(r"\[([*?[])\]", r"\1", pattern)
+
+
+def shown_rule(rule: Rule) -> Shown:
+    """A rule that was tried, by its keys."""
+    said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
+            "reason": rule.reason}  # fmt: skip
+    return {key: value or "" for key, value in said.items() if value or (key == "module" and value is not None)}
 
 
 def is_low(formats: str) -> bool:

@@ -36,7 +36,7 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
     first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
     notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
     return [
-        Part(first),
+        Part(first, least=len(first)),
         Part(notes, rank=2, least=2),
         Part(["", *_figures(page, width)], rank=1, heading=1, least=7),
         *rows,
@@ -74,13 +74,15 @@ def _amount(unit: str, amount: float) -> str:
 def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]:
     """Return what to do, and why; the first ones have their rules, to copy."""
     parts = []
+    together = max((todo.together for todo in todos), default=1)
+    with_rules = max(with_rules, together)
     for number, todo in enumerate(todos, 1):
         why = f": {todo.why}" if todo.why else ""
         words = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
         lines = ["", *words] if number == 1 else words
-        parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
+        parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number <= together else 0))
         rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
-        least = len(rule) if number == 1 else 0
+        least = len(rule) if number <= together else 0
         parts += [Part(rule, min(number, 2), step=len(rule), least=least)] if rule else []
     return parts
 

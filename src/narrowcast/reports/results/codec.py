@@ -69,6 +69,7 @@ def _converter() -> Converter:
     _register(new, Histogram, lambda histogram: [histogram.first, *histogram.counts], _histogram)
     _register(new, GraphFlow, GraphFlow.data, GraphFlow.of_data)
     _register(new, PlacedCall, _placed_row, _placed_call)
+    _register(new, Rule, _rule_row, _rule_of)
     _register(new, RepairRule, _repair_row, _repair_rule)
     _register(new, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
     _register(new, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
@@ -150,12 +151,21 @@ def _placed_call(row: Row) -> PlacedCall:
 _OF_RULES = ("op", "module", "argument", "call", "reason", "source")
 
 
+def _rule_row(rule: Rule) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in _OF_RULES} | {"action": str(rule.action)}
+
+
+def _rule_of(row: Row) -> Rule:
+    op, *others = _OF_RULES
+    return Rule(row[op], parse_action(row["action"]), **{name: row[name] for name in others if name in row})
+
+
 def _repair_row(row: RepairRule) -> Row:
-    cells = {name: getattr(row.rule, name) for name in _OF_RULES} | {"action": str(row.rule.action)}
-    return cells | {name: to_data(getattr(row, name)) for name in ("cause", "share", "calls", "cost_ns", "needed")}
+    others = ("cause", "share", "calls", "cost_ns", "needed")
+    return _rule_row(row.rule) | {name: to_data(getattr(row, name)) for name in others}
 
 
 def _repair_rule(row: Row) -> RepairRule:
-    op, *others = _OF_RULES
-    rule = Rule(row[op], parse_action(row["action"]), **{name: row[name] for name in others if name in row})
-    return RepairRule(rule, row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"])
+    return RepairRule(
+        _rule_of(row), row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"]
+    )

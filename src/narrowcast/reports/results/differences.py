@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.policy import Rule
 from narrowcast.reports.results.result import Result, codec
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
@@ -134,6 +135,48 @@ class GradientError:
         return self.share < 2.0**-10 and self.band >= 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class AskedFormat:
+    """A line whose code asks for a low format itself. rounds_whole: that does not hold the whole numbers asked for."""
+
+    file: str
+    line: int
+    format: str
+    rounds_whole: bool = False
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """The file and the line."""
+        return self.file, self.line
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The call of the forward where an error grows the most: from that of what it reads to that of what it gives."""
+
+    id: CallId
+    file: str
+    line: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What the model was run with, and what helped: rules, or lines that ask for a low format in fp32.
+
+    error: what it left of the relative error of the output, or of the gradient of a parameter; before: that without it.
+    lines: of the calls that are no longer low by it, the nearest to where the error shows first.
+    """
+
+    error: float
+    before: float
+    rules: tuple[Rule, ...] = ()
+    asked: tuple[AskedFormat, ...] = ()
+    parameter: str = ""
+    lines: tuple[tuple[str, int], ...] = ()
+
+
 @dataclass(slots=True)
 class Differences(Result):
     """What `nc.compare` found.
@@ -144,7 +187,8 @@ class Differences(Result):
     only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
     not_finite: where an output is not finite and the reference's is, the first call that is to blame;
     reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
-    compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0.
+    compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0. remedy: what
+    helps, found by runs; tried: how often the model ran for it; growth: where the error grows, if that was looked for.
     """
 
     WHAT: ClassVar[str] = "a comparison"
@@ -168,6 +212,9 @@ class Differences(Result):
     not_finite: NotFinite | None = None
     reference_not_finite: str = ""
     compiled: float = 0.0
+    remedy: Remedy | None = None
+    tried: int = 0
+    growth: Growth | None = None
 
     @property
     def worst(self) -> list[CallError]:

@@ -13,7 +13,7 @@ from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
-from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
+from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, fp32, parse_format
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.verdicts import FITS
@@ -116,6 +116,8 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             facts = tensors[number]
             if facts.format not in ("fp32", "fp64") or not facts.elements or _is_no_value(call, argument, facts):
                 continue
+            if number in {n for _, n in call.outputs} and _cancels(call, facts, tensors):
+                continue
             sampled += facts.looked_at < facts.elements
             if number not in known:
                 known[number] = [_figures(facts, format, scale) for format in FORMATS for scale in SCALES]
@@ -139,6 +141,15 @@ def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
     op = call.id.op.replace("_backward.", ".")
     moving = ("input", "grad_out", "grad_output", "result", "result.0")
     return op_kind(op).family == NORM and argument not in moving
+
+
+def _cancels(call: CallRecord, result: TensorFacts, tensors: Sequence[TensorFacts]) -> bool:
+    """Whether a sum is zero but for the round-off of its terms, as the gradient of a bias before a softmax."""
+    if call.id.op.split(".")[1] not in named("bound.sums") or not call.inputs:
+        return False
+    terms = tensors[call.inputs[0][1]]
+    number = terms.elements / result.elements
+    return result.largest <= 8 * fp32.epsilon * math.sqrt(number) * terms.largest
 
 
 def _fills(op: str) -> bool:

@@ -1,0 +1,211 @@
+"""What helps: rules, or lines in fp32. The model is run with each, and only what lowers the error is advised.
+
+Where a value is rounded is seldom where it hurts: a position that bf16 does not hold hurts in a cosine, an epsilon that
+fp16 does not hold in a root. So lines whose code asks for a low format itself are tried in fp32, since no rule reaches
+those; then the call most to blame and the low calls that it comes from, the nearest first: one alone, if one does about
+as much as all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from narrowcast.analysis.compare.isolating import writes
+from narrowcast.analysis.compare.low_calls import AsksHigh, LowFlow
+from narrowcast.analysis.compare.rules import rule_about, rule_about_result
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Rule
+from narrowcast.frontends.eager import autocast
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.trial.output_errors import gradient_error, output_errors
+from narrowcast.observation.trial.trial import Outcome
+from narrowcast.reports.results import verdicts
+from narrowcast.reports.results.differences import AskedFormat, Differences, Remedy
+from narrowcast.runtime.torch_bridge import FORMATS
+
+SOURCE = "narrowcast compare"
+VISIBLE = 4.0
+"""An output that is off by this many units in the last place of the low format is worth runs, be that round-off."""
+_HELPS = 0.5
+"""A remedy leaves at most this part of the error."""
+_AS_GOOD = 2.0
+"""One rule is as good as all that were tried together, if it leaves at most this many times their error."""
+_TRIES, _BLAMED, _ALONE, _TOGETHER, _LINES = 12, 3, 4, 3, 3
+"""How often the model may run for it, of how many calls the sources are tried; how many rules of a kind are tried
+alone, and how many together; and how many lines alone.
+"""
+RunIn = Callable[[autocast, Observer | None], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """What is off: the output, or the gradient of a parameter; and by how much, infinity where it is not finite."""
+
+    parameter: str
+    error: float
+
+    def left(self, expected: Outcome, outcome: Outcome) -> float:
+        """The same error of another run."""
+        if self.parameter:
+            found = outcome.gradients.get(self.parameter)
+            error = math.inf if found is None else gradient_error(expected.gradients[self.parameter], found)
+        else:
+            error = max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=math.inf)
+        return math.inf if math.isnan(error) else error
+
+    def is_helped_by(self, error: float) -> bool:
+        """Whether so much is left that it was worth it."""
+        return error <= _HELPS * min(self.error, 1.0)
+
+
+def harm_of(found: Differences, low_epsilon: float) -> Harm | None:
+    """What a comparison found to be off, if something is; the output first."""
+    if found.verdict in (verdicts.KERNEL, verdicts.NONDETERMINISTIC, verdicts.NOT_COMPARED):
+        return None  # a kernel is proved to be off by itself
+    if found.verdict == verdicts.FAULT and found.unmatched and not found.faults:
+        return None  # the two are other programs
+    worst = max((math.inf if math.isnan(o.relative_error) else o.relative_error for o in found.outputs), default=0.0)
+    if worst > VISIBLE * low_epsilon:
+        return Harm("", worst)
+    lost = [g for g in found.gradients if g.verdict in verdicts.AT_FAULT]
+    if not lost:
+        return Harm("", worst) if found.verdict == verdicts.FAULT and worst else None
+    errors = {g.parameter: math.inf if math.isnan(g.relative_error) else g.relative_error for g in lost}
+    parameter = max(errors, key=errors.__getitem__)
+    return Harm(parameter, errors[parameter])
+
+
+class Advising:
+    """Looks for what helps. run: the model in a region, watched by an observer, with its gradients if these are off."""
+
+    def __init__(self, run: RunIn, region: autocast, expected: Outcome, found: Differences, harm: Harm) -> None:
+        self._run, self._region, self._expected, self._found, self._harm = run, region, expected, found, harm
+
+    def run(self, around: autocast) -> None:
+        """Note what helps, or how often something was tried in vain. around: the reference's region."""
+        flow = LowFlow((self._region.policy,))
+        self._run(self._region, flow)
+        self._found.growth = flow.growth(self._found.rows, VISIBLE * self._epsilon)
+        self._found.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
+
+    # -- lines that ask for a low format -------------------------------------------------------------------------------
+
+    def _high_lines(self, asked: Sequence[AskedFormat], around: autocast) -> Remedy | None:
+        """Lines that ask for a low format here, and not in the reference, in fp32: one, if one is enough."""
+        if not asked:
+            return None
+        in_reference = AsksHigh()
+        self._run(around, in_reference)
+        also = {each.at for each in in_reference.asked}
+        lines = sorted((each for each in asked if each.at not in also), key=lambda each: not each.rounds_whole)
+        whole = self._try(AsksHigh((self._region.policy,), lines)) if lines else math.inf
+        if not self._harm.is_helped_by(whole):
+            return None
+        for line in lines[:_LINES] if len(lines) > 1 else ():
+            error = self._try(AsksHigh((self._region.policy,), [line]))
+            if self._is_as_good(error, whole):
+                return self._remedy(error, asked=(line,))
+        return self._remedy(whole, asked=tuple(lines))
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    def _rules(self, flow: LowFlow) -> Remedy | None:
+        """Rules about a call that is to blame, and about what it comes from."""
+        for blamed in self._to_blame():
+            calls = {i: passed for i, passed in flow.upstream(blamed).items() if not writes(i.op)}
+            rules = list(dict.fromkeys(map(_rule, calls)))
+            whole = self._try_rules(rules) if rules else math.inf
+            if self._harm.is_helped_by(whole):
+                remedy = self._fewest(_choices(calls, flow), rules, whole)
+                return remedy and replace(remedy, lines=_lines_lifted(remedy.rules, calls, flow))
+        return None
+
+    def _fewest(self, choices: Iterable[list[Rule]], rules: list[Rule], whole: float) -> Remedy | None:
+        """The first choice that is as good as all rules together, or else the best."""
+        best: tuple[float, list[Rule]] = (math.inf, [])
+        for choice in choices:
+            error = whole if choice == rules else self._try_rules(choice)
+            if self._is_as_good(error, whole):
+                return self._remedy(error, choice)
+            best = min(best, (error, choice), key=lambda pair: pair[0])
+        return self._remedy(*best) if self._harm.is_helped_by(best[0]) else None
+
+    def _to_blame(self) -> list[CallId]:
+        """The first call at fault, where the error grows, and what is most to blame; of a backward call its forward."""
+        found, growth = self._found, self._found.growth
+        rows = [*found.faults[:1], *(row for row in found.worst if row.verdict not in verdicts.AT_FAULT)]
+        blamed = [row.forward or row.id for row in rows]
+        blamed[len(found.faults[:1]) : 0] = [growth.id] if growth is not None else []
+        return list(dict.fromkeys(blamed))[:_BLAMED]
+
+    # -- trying --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _epsilon(self) -> float:
+        return FORMATS[self._region.fast_dtype].epsilon
+
+    def _is_as_good(self, error: float, whole: float) -> bool:
+        floor = VISIBLE * self._epsilon
+        return self._harm.is_helped_by(error) and error <= max(_AS_GOOD * whole, min(floor, self._harm.error / 8))
+
+    def _try_rules(self, rules: Iterable[Rule]) -> float:
+        policy = self._region.policy.with_rules(rules)
+        return self._try(None, autocast(self._region.device, self._region.fast_dtype, policy=policy))
+
+    def _try(self, observer: Observer | None, region: autocast | None = None) -> float:
+        """The error that is left; infinity for what does not run, or may not."""
+        if self._found.tried >= _TRIES:
+            return math.inf
+        self._found.tried += 1
+        try:
+            outcome = self._run(region or self._region, observer)
+        except Exception:  # formats may meet that the model never has
+            return math.inf
+        return self._harm.left(self._expected, outcome)
+
+    def _remedy(self, error: float, rules: Iterable[Rule] = (), asked: tuple[AskedFormat, ...] = ()) -> Remedy:
+        return Remedy(error, self._harm.error, tuple(rules), asked, self._harm.parameter)
+
+
+def _rule(identity: CallId) -> Rule:
+    return rule_about(identity.op, identity.module_path, source=SOURCE)
+
+
+def _result_rule(identity: CallId) -> Rule:
+    return rule_about_result(identity.op, identity.module_path, source=SOURCE)
+
+
+def _choices(calls: dict[CallId, int], flow: LowFlow) -> Iterator[list[Rule]]:
+    """The rules to try, the cheapest first: about calls that only follow what they read; about what calls give that
+    rules lowered, so that what follows is high; about how these compute; and about all between.
+    """
+    followers = _unique(_rule(i) for i in calls if not flow[i].is_decided)
+    near, far = ([i for i, passed in calls.items() if flow[i].is_decided and passed == n] for n in (0, 1))
+    results, computing, behind = (
+        _unique(map(_result_rule, near)),
+        _unique(map(_rule, near)),
+        _unique(map(_result_rule, far)),
+    )
+    yield from ([rule] for rule in followers[:_ALONE])
+    yield from ([rule] for rule in results[:_TOGETHER])
+    if 1 < len(results) <= _TOGETHER:
+        yield results
+    yield from ([rule] for rule in computing[:_ALONE])
+    if computing and behind and len(computing) + len(behind) <= _TOGETHER:
+        yield [*computing, *behind]
+    if 1 < len(followers) <= _TOGETHER:
+        yield followers
+
+
+def _unique(rules: Iterable[Rule]) -> list[Rule]:
+    return list(dict.fromkeys(rules))
+
+
+def _lines_lifted(rules: Iterable[Rule], calls: Iterable[CallId], flow: LowFlow) -> tuple[tuple[str, int], ...]:
+    """Where those of the calls are made that are no longer low with the rules: they are named, or read what is."""
+    rules = set(rules)
+    is_followed = any(rule.argument is not None for rule in rules)
+    lifted = [i for i in calls if _rule(i) in rules or (is_followed and not flow[i].is_decided)]
+    return tuple(dict.fromkeys(flow[identity].at for identity in lifted))

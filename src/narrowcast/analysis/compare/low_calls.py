@@ -1,0 +1,141 @@
+"""Who rounds: the low calls that a call comes from, and the lines whose code asks for a low format itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.core.policy import Kind, Policy, Site
+from narrowcast.formats import Format
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.by_storage import ByStorage
+from narrowcast.observation.trial.finiteness import came_in, is_floating
+from narrowcast.reports.results.differences import AskedFormat, CallError, Growth
+from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
+from narrowcast.runtime.torch_surface.autograd import current_graph_task
+from narrowcast.runtime.torch_surface.dispatch import OpOverload, without_modes
+
+_SEVERAL = 3.0
+
+
+class AsksHigh(Observer):
+    """A run in which some lines get fp32 where their code asks for a low format: casts, and memory that is filled.
+
+    high: these lines.
+    """
+
+    def __init__(self, policies: tuple[Policy, ...] = (), high: Collection[AskedFormat] = ()) -> None:
+        super().__init__(policies)
+        self._high = {asked.at for asked in high}
+        self._asked: dict[tuple[str, int], AskedFormat] = {}
+
+    @property
+    def asked(self) -> list[AskedFormat]:
+        """The lines that ask, in order."""
+        return list(self._asked.values())
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asks = kwargs.get("dtype") in LOW and self._is_the_codes_own(args)
+        site = self.door.run(str(func), find_site, False) if asks else None
+        if site is not None and (site.file, site.line) in self._high:
+            return super().__torch_dispatch__(func, types, args, {**kwargs, "dtype": torch.float32})
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if site is not None and site.file:
+            self.door.run(str(func), self._note, site, FORMATS[kwargs["dtype"]], args, result)
+        return result
+
+    def _is_the_codes_own(self, args: Any) -> bool:
+        """Whether no kernel of ours, no call that is decided, and no backward asks, and what is read is wider."""
+        inside = self._local.looking or self._local.decided or self._executing.op
+        return not inside and current_graph_task() == -1 and not any(t.dtype in LOW for t in tensors_in(args))
+
+    def _note(self, site: Site, format: Format, args: Any, result: Any) -> None:
+        """A line that asks. What is made of no floating tensor may be whole numbers that the format does not hold."""
+        known = self._asked.get((site.file, site.line))
+        rounds = not any(map(is_floating, tensors_in(args))) and _holds_whole_beyond(result, 2 / format.epsilon)
+        rounds = rounds or (known is not None and known.rounds_whole)
+        self._asked[site.file, site.line] = AskedFormat(site.file, site.line, str(format), rounds)
+
+
+def _holds_whole_beyond(tensor: torch.Tensor, largest: float) -> bool:
+    """Whether all is whole numbers, and some are so large that a format has not each."""
+    with without_modes():
+        return bool(tensor.numel() and (tensor == tensor.round()).all() and tensor.abs().max() > largest)
+
+
+@dataclass(frozen=True, slots=True)
+class LowCall:
+    """A call of the forward, its line, and those that gave what it reads. is_low: it computes in a low format;
+    is_decided: since a rule has put its arguments there.
+    """
+
+    is_low: bool
+    is_decided: bool
+    sources: tuple[CallId, ...]
+    at: tuple[str, int]
+
+
+class LowFlow(AsksHigh):
+    """A run under the policy: what each call of the forward comes from."""
+
+    def __init__(self, policies: tuple[Policy, ...]) -> None:
+        super().__init__(policies)
+        self._calls: dict[CallId, LowCall] = {}
+        self._makers: ByStorage[CallId] = ByStorage()
+
+    def after(self, call: SeenCall) -> None:
+        """Who made what it read; what it gave is its own, or its source's if it is a cast."""
+        sources = tuple(dict.fromkeys(maker for t in came_in(call) if (maker := self._makers.get(t)) is not None))
+        results = [t for t in call.results if is_floating(t)]
+        if call.id.direction == FORWARD and not call.is_cast:
+            is_low = any(name in map(str, map(FORMATS.get, LOW)) for name in call.computes.split(","))
+            is_decided = call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)
+            self._calls[call.id] = LowCall(is_low, is_low and is_decided, sources, (call.site.file, call.site.line))
+        for tensor in results:
+            for maker in sources[:1] if call.is_cast else (call.id,):
+                self._makers.put(tensor, maker)
+
+    def upstream(self, start: CallId) -> dict[CallId, int]:
+        """The low calls that one comes from, itself included, nearest first; with how many between them a rule lowered.
+        Behind two of these there are none.
+        """
+        found: dict[CallId, int] = {}
+        waiting, seen = [(start, 0)], {start}
+        while waiting:
+            identity, passed = waiting.pop(0)
+            call = self._calls.get(identity)
+            if call is None:
+                continue
+            if call.is_low:
+                found[identity] = passed
+            passed += call.is_decided
+            if passed <= 1:
+                waiting += [(source, passed) for source in call.sources if source not in seen]
+                seen.update(call.sources)
+        return found
+
+    def __getitem__(self, identity: CallId) -> LowCall:
+        return self._calls[identity]
+
+    def growth(self, rows: Iterable[CallError], least: float) -> Growth | None:
+        """The call of which the error is the largest multiple of that of what it reads, of those above the least; none,
+        if it is not several times that.
+        """
+        errors = {row.id: row.total for row in rows if math.isfinite(row.total) and row.id in self._calls}
+        best, most = None, _SEVERAL
+        for row in rows:
+            if errors.get(row.id, 0.0) <= least:
+                continue
+            before = max((errors.get(source, 0.0) for source in self._calls[row.id].sources), default=0.0)
+            times = row.total / max(before, least)
+            if times > most:
+                best, most = Growth(row.id, row.file, row.line, before, row.total), times
+        return best

@@ -1,0 +1,134 @@
+"""What `nc.compare` advises was run: rules that help, lines that ask for a low format themselves, or where to look."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.reports.results.saved import parse
+
+TEXT = Path(__file__).read_text().split("\n")
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+RULES = re.compile(r"\[\[rule\]\]\n(?:\w+ = .*\n)+")
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
+
+    def forward(self, x):
+        return self.down(self.function(self.up(x)))
+
+
+def error(model, under):
+    """Of the output under a policy or in a format, against fp32; infinity for one that is not finite."""
+    with torch.no_grad():
+        expected = model(X)
+        with under:
+            found = model(X).float()
+    return float((found - expected).norm() / expected.norm()) if bool(found.isfinite().all()) else math.inf
+
+
+def positions(y):
+    at = torch.arange(1001, 1009).to(y.dtype)  # rounded
+    return y * torch.cos(at[:, None] * 0.7)
+
+
+def positions_made_low(y):
+    at = torch.arange(1001, 1009, dtype=y.dtype)  # rounded
+    return y * torch.cos(at[:, None] * 0.7)
+
+
+@pytest.mark.parametrize("function", [positions, positions_made_low])
+def test_a_line_that_rounds_whole_numbers_is_named_and_no_rule_is_shown(function):
+    """Neither a cast nor memory that is filled is reached by a rule, and the cosine that suffers is not to blame."""
+    found = nc.compare(Between(function), (X,), under="bf16")
+    [asked] = found.remedy.asked
+    assert "# rounded" in TEXT[asked.line - 1] and asked.rounds_whole and found.remedy.error < 0.02, found
+    assert "rounds whole numbers beyond 256" in " ".join(str(found).split()) and "[[rule]]" not in str(found)
+
+
+def silent(y):
+    return torch.where(torch.arange(8)[:, None] == 0, torch.zeros_like(y), y)
+
+
+FAULTS = {
+    "epsilon": ("fp16", lambda y: silent(y) * torch.rsqrt(silent(y).square().mean(-1, keepdim=True) + 1e-8), 1),
+    "difference": ("bf16", lambda y: (y + 100) - (y + 100).mean(-1, keepdim=True), 1),
+    "variance": ("bf16", lambda y: y / ((y + 20).square().mean(-1) - (y + 20).mean(-1).square())[:, None], 1),
+    "product": ("bf16", lambda y: ((y + 9) @ (y + 9).mT - (y + 9).square().sum(-1)) @ y, 2),
+    "overflow": ("fp16", lambda y: 400 * y / ((400 * y) * (400 * y)).sum(-1, keepdim=True).sqrt(), 1),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_rules_on_the_screen_lead_to_the_error_that_stands_beside_them(name):
+    """Also where two of them help only together; the verdict stays there."""
+    dtype, function, number = FAULTS[name]
+    model = Between(function)
+    found = nc.compare(model, (X,), under=dtype)
+    printed = RULES.findall(f"{found}\n")
+    assert len(printed) == number and "VERDICT" in str(found), found
+    policy = nc.Policy.parse('extends = "native"\n\n' + "\n".join(printed))
+    low = torch.float16 if dtype == "fp16" else torch.bfloat16
+    before, left = (error(model, nc.autocast("cpu", low, policy=p)) for p in (None, policy))
+    assert left <= min(before, 1) / 2 and left == pytest.approx(found.remedy.error, rel=1e-3), found
+
+
+def test_where_nothing_helps_the_call_at_which_the_error_grows_is_named(monkeypatch):
+    """The subtraction, and not one of the layers; no rule is shown."""
+    monkeypatch.setattr("narrowcast.analysis.compare.advising._HELPS", 0.0)
+    found = nc.compare(Between(FAULTS["difference"][1]), (X,), under="bf16")
+    assert found.remedy is None and found.growth.id.op == "aten.sub.Tensor" and found.tried, found
+    [todo] = found.todos
+    assert todo.what == f"Look at aten.sub.Tensor ({__file__}:{found.growth.line})" and not todo.rule
+
+
+class Weighted(torch.autograd.Function):
+    """Its gradients are weighted by whole numbers that bf16 does not hold."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.cos(torch.arange(1001, 1009).to(gradient.dtype))[:, None]
+
+
+def test_a_gradient_that_is_off_is_measured_where_the_output_is_right():
+    """By its own error, with the parameter's name."""
+    found = nc.compare(Between(Weighted.apply), (X,), under="bf16", backward=True)
+    assert found.verdict == "fault" and found.remedy is not None and "gradient of up" in str(found), found
+
+
+def test_a_sound_model_runs_not_once_more_and_what_was_tried_is_saved():
+    """Six runs, and one for each op that is tried alone."""
+    sound = nc.compare(Between(torch.tanh), (X,), under="bf16")
+    assert sound.verdict == "round-off" and (sound.runs, sound.tried, sound.remedy) == (9, 0, None), sound
+    found = nc.compare(Between(FAULTS["product"][1]), (X,), under="bf16")
+    again = parse(found.to_json())
+    assert again.remedy == found.remedy and again.growth == found.growth and str(again) == str(found)
+
+
+def test_a_gradient_that_is_zero_in_theory_says_nothing_of_what_a_format_holds():
+    """Of the bias of keys the terms cancel in the softmax: what is left is fp32's own round-off."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return (self.query(x) @ self.key(x).mT / 4).softmax(-1) @ x
+
+    run = nc.capture(Attention(), (X,), backward=True)
+    assert run.headroom().verdict == "fits", run.headroom()
