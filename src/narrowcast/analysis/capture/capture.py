@@ -103,17 +103,17 @@ def capture(
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
     weights = Weights(parameters_of(trial.model))
-    made = Capturing(table, times, opened, weights)
+    capturing = Capturing(table, times, opened, weights)
     try:
-        outcome = trial.run(opened, made)
+        outcome = trial.run(opened, capturing)
     finally:
         with quietly():
             changed = weights.put_back()
-        made.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
+        capturing.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
-        made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
-    made.note_environment()
-    return made.run
+        capturing.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
+    capturing.note_environment()
+    return capturing.run
 
 
 def note_of_changed(names: list[str]) -> str:

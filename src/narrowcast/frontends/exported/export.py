@@ -90,11 +90,11 @@ def export(
         exported = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             if wanted.places:
-                made = placed_program(exported, args, kwargs, wanted, fold_weights, runs_in == "inductor")
+                written = placed_program(exported, args, kwargs, wanted, fold_weights, runs_in == "inductor")
             else:
-                made, explicit = explicit_program(exported, fold_weights)
+                written, explicit = explicit_program(exported, fold_weights)
                 tell_other_paths(model, explicit.reading.program)
-            return note_target(made, made_on)
+            return note_target(written, made_on)
         except NarrowcastError:
             raise
         except Exception as error:
