@@ -227,7 +227,7 @@ def test_the_first_value_that_is_not_finite_is_found():
     assert "Not finite in the region, and finite in fp32: infinity in the fp16 result of aten.mul.Tensor" in text
     short = json.loads(found.to_json(), parse_constant=pytest.fail)["comparison"]  # NaN and infinities are text
     assert short["not_finite"]["op"] == short["worst"][0]["id"].split()[0] == "aten.mul.Tensor"
-    assert short["outputs"][0]["sqnr_db"] == "nan" and short["verdict"] == "not finite" and short["runs"] == 8
+    assert short["outputs"][0]["sqnr_db"] == "nan" and short["verdict"] == "not finite" and short["runs"] > 8
 
 
 def test_fp32_that_is_not_finite_itself_is_said():

@@ -261,7 +261,7 @@ class _Capture(Observer):
         return True
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """What made the source of a copy made what the copy holds."""
+        """Trace a copy to the call that made its source."""
         if facts.op is CLONE:
             self._table.copied(args[0], result)
 

@@ -68,7 +68,7 @@ class Statistics:
         return -1 if known is None else known.get(None, -1)
 
     def copied(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """The copy, in new memory, holds what the source holds."""
+        """Note that a tensor in new memory holds the values of another."""
         number = self.known_as(source)
         if number >= 0 and has_storage(copy):
             self._known.put(copy, {None: number})

@@ -114,7 +114,7 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
 
 
 def _todos(result: Differences) -> list[Todo]:
-    """What was tried and helps, or else the worst calls; of a compiler whose code is off, nothing but that."""
+    """Return what was tried and helps, or else the worst calls; of a compiler whose code is off, nothing but that."""
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
@@ -123,10 +123,12 @@ def _todos(result: Differences) -> list[Todo]:
 
 
 def advice_todos(result: Differences) -> list[Todo]:
-    """What runs have shown to help, or where the error is if nothing that was tried does; nothing where none was."""
+    """Return what runs have shown to help, or else where the error is; nothing where nothing was tried."""
     remedy, growth = result.remedy, result.growth
     if remedy is not None:
-        return [*_lines_to_change(remedy), *_rules_to_add(remedy)]
+        faults = [row for row in result.faults if row.verdict == FAULT and row.why]
+        look = [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", row.why) for row in faults[:1]]
+        return [*_lines_to_change(remedy), *_rules_to_add(remedy), *look]
     if not result.tried:
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
@@ -137,7 +139,7 @@ def advice_todos(result: Differences) -> list[Todo]:
 
 
 def _lines_to_change(remedy: Remedy) -> list[Todo]:
-    """What code asks for itself, and no rule changes."""
+    """Return the lines whose code asks for a low format itself, which no rule changes."""
     if not remedy.asked:
         return []
     first = remedy.asked[0]
@@ -148,7 +150,7 @@ def _lines_to_change(remedy: Remedy) -> list[Todo]:
 
 
 def _rules_to_add(remedy: Remedy) -> list[Todo]:
-    """The rules that were tried together; each is shown."""
+    """Return the rules that were tried together, each with its text."""
     number = len(remedy.rules)
     at = f" ({_lines(remedy.lines)})" if remedy.lines else ""
     first = "" if number == 1 else f"with the {'rule' if number == 2 else 'rules'} below, "
@@ -160,7 +162,7 @@ def _rules_to_add(remedy: Remedy) -> list[Todo]:
 
 
 def _kept(rule: Rule) -> str:
-    """What a rule that was tried does, in words."""
+    """Say in words what a rule that was tried does."""
     path = glob_unescaped(rule.module or "")
     if rule.argument is None:
         return keeping(rule.op, path)
@@ -168,7 +170,7 @@ def _kept(rule: Rule) -> str:
 
 
 def _lines(places: Iterable[tuple[str, int]]) -> str:
-    """`model.py:12, 14 and 3 more lines`."""
+    """Return places as one text: `model.py:12, 14 and 3 more lines`."""
     every = list(dict.fromkeys(places))
     first, shown = every[0][0], [place(*every[0])]
     shown += [str(line) if file == first else place(file, line) for file, line in every[1:LINES_SHOWN]]
@@ -177,7 +179,7 @@ def _lines(places: Iterable[tuple[str, int]]) -> str:
 
 
 def _reached(remedy: Remedy) -> str:
-    """What it led to, in figures."""
+    """Say in figures what a remedy leads to."""
     what = f"error of the gradient of {remedy.parameter}" if remedy.parameter else "output error"
     now = number_text(remedy.error)
     if not math.isfinite(remedy.before):

@@ -35,12 +35,12 @@ def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
 
 
 def glob_unescaped(pattern: str) -> str:
-    """The path that a glob names, if it was made by escaping one."""
+    """Return the path that a glob names, if it was made by escaping one."""
     return re.sub(r"\[([*?[])\]", r"\1", pattern)
 
 
 def shown_rule(rule: Rule) -> Shown:
-    """A rule that was tried, by its keys."""
+    """Return a rule that was tried as a table of its keys."""
     said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
             "reason": rule.reason}  # fmt: skip
     return {key: value or "" for key, value in said.items() if value or (key == "module" and value is not None)}

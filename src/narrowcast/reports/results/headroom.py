@@ -144,7 +144,7 @@ def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
 
 
 def _cancels(call: CallRecord, result: TensorFacts, tensors: Sequence[TensorFacts]) -> bool:
-    """Whether a sum is zero but for the round-off of its terms, as the gradient of a bias before a softmax."""
+    """Return whether a sum is zero up to the round-off of its terms, as the gradient of a bias before a softmax."""
     if call.id.op.split(".")[1] not in named("bound.sums") or not call.inputs:
         return False
     terms = tensors[call.inputs[0][1]]

@@ -50,7 +50,7 @@ ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 _EQUAL = torch.ops.aten.equal.default
 _WIDE = {float: torch.float64, complex: torch.complex128}
-"""What tensors that came of Python numbers are."""
+"""The dtypes of tensors that Python numbers become."""
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
@@ -78,8 +78,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op that a dispatch mode was given. TorchScript's optimizer compares constants by `aten.equal`; a mode is
-    given tensors that came of Python numbers as these numbers, which that op alone does not take.
+    """Call an op that a dispatch mode was given. TorchScript's optimizer compares constants by `aten.equal`, and
+    hands tensors that were Python numbers to a mode as these numbers, which that op alone does not take.
     """
     if op is _EQUAL:
         args = [torch.as_tensor(arg, dtype=_WIDE.get(type(arg))) for arg in args]
