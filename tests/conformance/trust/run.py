@@ -28,6 +28,7 @@ import fields
 import idioms
 import language
 import loops
+import loops_of_scales
 import peers
 import pictures
 import published
@@ -68,6 +69,9 @@ class Trial:
         return {key: getattr(self, key) for key in ("kind", "verb", "name", "family", "format")}
 
 
+LOOPS = [*loops.LOOPS, *loops_of_scales.LOOPS_OF_SCALES]
+
+
 def corpus(seed: int, composed: int) -> list[Program]:
     """All programs of the tables, and this many composed again."""
     return [*PROGRAMS.values(), *idioms.programs(seed, composed)]
@@ -84,7 +88,7 @@ def verbs_of(subject: Program | loops.Loop) -> dict[str, verbs.Verb]:
 
 
 def sound_trials(seed: int, composed: int) -> Iterator[Trial]:
-    for subject in (*corpus(seed, composed), *loops.LOOPS):
+    for subject in (*corpus(seed, composed), *LOOPS):
         for name, verb in verbs_of(subject).items():
             low = DTYPES if name not in verbs.WITH_TWIN | verbs.WITH_CACHE else DTYPES | {"fp32": None}
             for format, dtype in low.items():
@@ -197,7 +201,7 @@ def main() -> int:
     if asked.summary:
         print(json.dumps(report.counted(kept), indent=1))
         if asked.page:
-            subjects = (*corpus(0, asked.composed), *loops.LOOPS)
+            subjects = (*corpus(0, asked.composed), *LOOPS)
             report.save(kept, len(subjects), len({subject.family for subject in subjects}))
         return 1 if any(row["kind"] != "peer" and row["result"] not in (RIGHT, NOT_JUDGED) for row in kept) else 0
     print("\n".join(published.MISSING), end="\n" * bool(published.MISSING))

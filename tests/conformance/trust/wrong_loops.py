@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from planting import Fault, lines_of, placed
 from program import PLACE, RIGHT, Said
 from torch import Tensor, nn
+from wrong_scales import WRONG_SCALES
 
 import narrowcast as nc
 
@@ -31,7 +32,7 @@ class Loop:
         self.weights = list(self.net.parameters())
         kind = torch.optim.SGD if self.is_torchs and low is torch.float32 else torch.optim.AdamW
         self.optimizer = kind(self.weights, lr=rate)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.scaler, self.other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1024.0, 64.0))
         self.x, self.y = torch.randn(8, 16, dtype=low), torch.arange(8) % 4
         self.average = [p.detach().to(BF16) for p in self.weights]
         self.kept = [torch.zeros_like(p, dtype=BF16) for p in self.weights]
@@ -258,6 +259,7 @@ LOOPS: dict[Callable[[Loop], None], str] = {
     losses_summed_in_bf16: "sum", gradients_summed_in_bf16: "gradients", optimizer_inside: "optimizer step",
     weights_by_data: "region", weights_by_data_in_place: "region", evaluation_outside: "evaluation",
     never_cleared: "clear", two_formats: "hidden",
+    **WRONG_SCALES,
 }  # fmt: skip
 LOW = {updates_lost: BF16, updates_lost_in_fp16: FP16}
 
@@ -265,7 +267,7 @@ LOW = {updates_lost: BF16, updates_lost_in_fp16: FP16}
 def judged(wrong: Callable[[Loop], None], kind: str, net: str) -> Said:
     """It alone, at its line."""
     loop = Loop(net, LOW.get(wrong, torch.float32), 1e-6 if wrong in LOW else 1e-3)
-    steps = {"end", "step"} & {*wrong.__code__.co_names}
+    steps = {"end", "step"} & {*wrong.__code__.co_names} or wrong.__name__ == "moved_by_hand"
 
     def step() -> None:
         if wrong is not never_cleared:

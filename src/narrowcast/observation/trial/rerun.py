@@ -101,9 +101,10 @@ def run_wide(
     args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
     kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
     try:
-        return tensors_in(facts.op(*args, **kwargs))
+        given = facts.op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
         return None
+    return tensors_in(args[0] if given is None else given)  # lists that are written to are not given back
 
 
 def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

@@ -55,18 +55,14 @@ def nodes_before(root: Any, barriers: Set[int] = frozenset()) -> list[Any]:
     return list(seen)
 
 
-def paths_to_leaves(root: Any, barriers: set[int]) -> tuple[list[torch.Tensor], bool]:
-    """Return the leaves that a backward from a node reaches by a path without any of some nodes, named by their
-    sequence numbers; and whether it meets one of these.
-    """
-    nodes = nodes_before(root, barriers)
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    return leaves, any(sequence_number(node) in barriers for node in nodes)
-
-
 def numbers_before(root: Any) -> set[int]:
     """Return the sequence numbers of an autograd node and of those that its backward goes on to."""
     return set(map(sequence_number, nodes_before(root)))
+
+
+def in_hook() -> bool:
+    """Whether a backward is where a leaf gets its gradient: what computes there is a hook of the user's."""
+    return hasattr(current_autograd_node(), "variable")
 
 
 def gives_gradients(node: Any) -> bool:

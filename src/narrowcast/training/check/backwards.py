@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,15 @@ from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in, values_of
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
 from narrowcast.runtime.torch_surface.dispatch import op_name, storage_key
-from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
+from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
+from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
 
-_FACTORS = ("mul", "_foreach_mul")
+_CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 
 
 @dataclass(slots=True, eq=False)
@@ -36,23 +37,39 @@ class _Gradient:
     added: Site | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _By:
+    """What a leaf's gradient is multiplied by: a scale, where it lies, how often it had been updated; the backward's
+    line.
+    """
+
+    leaf: torch.Tensor
+    scale: float
+    key: int
+    updates: int
+    site: Site
+
+
 class Backwards:
     """What each backward starts from and adds to."""
 
-    def __init__(self) -> None:
+    def __init__(self, powers: Powers) -> None:
         self.found: list[Found] = []
+        self._powers = powers
         self._thread = threading.get_ident()
         self._task = -1
         self._lines: list[Site] = []  # of the backwards since an optimizer stepped
         self._gradients: ByStorage[_Gradient] = ByStorage()
-        self._scaling: set[int] = set()  # the autograd nodes that multiply a loss by a scale
-        self._numbers: set[float] = set()  # scales that the host has read
+        self._scaling: dict[int, tuple[int, float] | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
-        self._is_mixed = self._meets_scale = False
+        self._next, self._power = UNKNOWN, UNKNOWN  # of what the next backward gives, and this one
+        self._next_by: tuple[int, float] | None = None
+        self._by: tuple[int, float] | None = None
+        self._scaled_by: dict[int, _By] = {}
+        self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
+        self._is_looked_at = False  # since gradients were unscaled, the host has read something
         self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
-        self._of_scaled: ByStorage[bool] = ByStorage()
-        self._scaled: dict[int, set[int]] = {}  # by leaf where the gradient lies that a scaled loss has given it
         self.trained: set[int] = set()  # where weights lie that have got a gradient
         self.differentiated: set[int] = set()  # the autograd nodes of what a gradient with a graph of its own is of
         self._unscaled: list[Found] = []  # until the scale of this step is seen to be one that is known
@@ -64,53 +81,98 @@ class Backwards:
         """Whether a loss was multiplied by a scale."""
         return bool(self._scaling)
 
-    def scale_read(self, scale: torch.Tensor) -> None:
-        """The host reads a scale: it may multiply a loss by the number."""
-        self._numbers.add(float(scale))
+    def number_read(self) -> None:
+        """The host reads a number: perhaps whether gradients are finite."""
+        self._is_looked_at = True
 
-    def computed(self, call: SeenCall, find_scales: Callable[[], set[int]]) -> Found | None:
-        """A call of the forward: whether it multiplies by a scale, again. find_scales: where these lie, asked of
-        products.
+    def scales(self, tensors: list[torch.Tensor], power: Power, scales: dict[int, float]) -> Found | None:
+        """An op of the forward gives what is multiplied by a scale: whether what it read was, too. scales: those among
+        the tensors that it read.
         """
-        if op_name(call.facts.op) in _FACTORS and (scales := find_scales()):
-            tensors = [t for t in call.args if isinstance(t, torch.Tensor) and has_storage(t)]
-            if any(t.requires_grad for t in tensors) and any(map(self._of_scaled.get, tensors)):  # as GradCache does
-                self._scaling.add(autograd.next_sequence_number() - 1)
-                return None
-            by_number = any(isinstance(n, int | float) and float(n) in self._numbers for n in call.args)
-            by_number |= any(t.dim() == 0 and t.dtype is torch.float64 and float(t) in self._numbers for t in tensors)
-            if by_number or any(storage_key(t) in scales for t in tensors):
-                again = any(autograd.paths_to_leaves(t.grad_fn, self._scaling)[1] for t in tensors)
-                self._scaling.add(autograd.next_sequence_number() - 1)
-                if again and not self.differentiated:  # a gradient that is unscaled, and goes into a loss
-                    return (
-                        "a loss that is scaled twice",
-                        "this loss is multiplied by the loss scale, and was before, and its gradients are divided by "
-                        "it once: they are too large by the loss scale",
-                        "Scale it once: scaler.scale(loss).backward().",
-                        loop_line(),
-                    )
+        of_losses = [self._powers.of(t).power for t in tensors if t.requires_grad]
+        before = [power for power in of_losses if power is not None]
+        if (power.power or scales) and not any(before):
+            [*by] = scales.items()
+            self._scaling[autograd.next_sequence_number() - 1] = by[0] if len(by) == 1 else None
+        elif before and power.power == 2 and max(before) == 1 and not power.of_gradients:
+            return (
+                "a loss that is scaled twice",
+                "this loss is multiplied by the loss scale, and was before, and its gradients are divided by it once: "
+                "they are too large by the loss scale",
+                "Scale it once: scaler.scale(loss).backward().",
+                loop_line(),
+            )
         return None
 
     def gave(self, results: Iterable[torch.Tensor]) -> None:
         """A call of a backward has given these: of a scaled loss, they are multiplied by its scale."""
-        if self._is_mixed:
-            for tensor in filter(has_storage, results):
-                self._of_scaled.put(tensor, True)
+        for tensor in results:
+            self._powers.put(tensor, self._power)
 
     def begins_at(self, root: torch.Tensor) -> None:
         """What torch asks of a backward's root, a gradient of ones, is made."""
-        leaves, self._meets_scale = autograd.paths_to_leaves(root.grad_fn, self._scaling)
-        self._coming = {id(leaf): leaf for leaf in leaves}
+        known = self._powers.of(root)
+        scaling = self._scaling if known.power != 0 else {}  # it is divided again
+        nodes = autograd.nodes_before(root.grad_fn, scaling.keys())
+        met = [scaling[n] for n in map(autograd.sequence_number, nodes) if n in scaling]
+        is_judged = not known.power and (met or known.is_mixed or known.power == 0)
+        self._coming = {id(n.variable): n.variable for n in nodes if hasattr(n, "variable")} if is_judged else {}
+        if met:
+            self._next = Power(known.power if known.power and known.of_gradients else 1.0, of_gradients=True)
+        else:
+            self._next = PLAIN if known.power == 0 else UNKNOWN
+        self._next_by = met[0] if len(set(met)) == 1 else None
+        self._judge_loss(root)
+
+    def _judge_loss(self, root: torch.Tensor) -> None:
+        """Whether scaled gradients have gone into a loss together with what is not scaled."""
+        mixed = self._powers.mixed
+        numbers = mixed.keys() & autograd.numbers_before(root.grad_fn) if mixed else set()
+        if numbers:
+            into = mixed[min(numbers)]
+            self.found.append((
+                "scaled gradients in a loss",
+                f"{into.op} puts gradients that are multiplied by the loss scale together with what is not, and a loss "
+                "is computed of it: it changes with the scale",
+                "Divide them first: gradients = [g / scaler.get_scale() for g in gradients].",
+                into.site,
+            ))  # fmt: skip
 
     def unscales(self, call: SeenCall) -> None:
         """Gradients are unscaled: those of a loss that was not scaled should not be."""
         gradients = [t for t in call.args[0] if has_storage(t)]
-        self._judge_scales({storage_key(t) for t in gradients})
+        self._is_looked_at = False
+        self._divides(gradients, 1 / float(call.args[2]) if float(call.args[2]) else 0.0)
         for gradient in gradients:
             self._of(gradient).unscaled = loop_line()
-            for lies in self._scaled.values():
-                lies.discard(storage_key(gradient))
+
+    def _divides(self, gradients: list[torch.Tensor], scale: float) -> None:
+        """Gradients are divided by a scale."""
+        keys = {storage_key(gradient) for gradient in gradients}
+        self._judge_scales(keys)
+        for by in list(self._scaled_by.values()):
+            gradient = None if by.leaf.grad is None else values_of(by.leaf.grad)
+            if gradient is None or self._powers.of(gradient).power != 1 or storage_key(gradient) not in keys:
+                continue
+            del self._scaled_by[id(by.leaf)]
+            updates, site = self._updates.get(by.key, (0, NOWHERE))
+            if updates != by.updates:
+                self.found.append((
+                    "a scale updated before all steps",
+                    "the scale is updated after the backward of gradients that it has yet to divide: they may have "
+                    "been multiplied by another",
+                    "Call scaler.update() once, after scaler.step(optimizer) of the last optimizer.",
+                    site,
+                ))  # fmt: skip
+            elif scale != 1 and abs(by.scale - scale) > 1e-3 * scale:  # 1: an optimizer's own kernel will divide
+                self.found.append((
+                    "gradients unscaled by another scale",
+                    f"the loss is multiplied by {by.scale:g}, and its gradients are divided by {scale:g}",
+                    "Scale a loss by the scaler that steps with its gradients.",
+                    by.site,
+                ))  # fmt: skip
+        for gradient in gradients:
+            self._powers.unscaled(gradient)
 
     def _judge_scales(self, keys: set[int]) -> None:
         for parameter, site, is_mixed in self._without_scale.values():
@@ -129,12 +191,13 @@ class Backwards:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def runs(self, args: tuple[Any, ...]) -> None:
+    def runs(self) -> None:
         """An op of a backward runs: perhaps the first, perhaps one that gives a leaf its gradient."""
         task = autograd.current_graph_task()
         if task != self._task:
             self._task, self._reaches, self._coming = task, self._coming, {}
-            self._is_mixed, self._meets_scale = self._meets_scale, False
+            self._power, self._next = self._next, UNKNOWN
+            self._by, self._next_by = self._next_by, None
             here = loop_line()
             if not here.file:  # autograd's own thread: the one that waits has the line
                 here = loop_line(sys._current_frames().get(self._thread))
@@ -145,10 +208,10 @@ class Backwards:
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
         if leaf is not None and id(leaf) in self._reaches:
-            self._without_scale[id(leaf)] = leaf, self._lines[-1], self._is_mixed
-        elif leaf is not None and self._is_mixed:
-            given = {storage_key(values_of(t)) for t in tensors_in(args) if has_storage(values_of(t))}
-            self._scaled.setdefault(id(leaf), set()).update(given)
+            self._without_scale[id(leaf)] = leaf, self._lines[-1], bool(self._power.power)
+        elif leaf is not None and self._by is not None:
+            key, scale = self._by
+            self._scaled_by[id(leaf)] = _By(leaf, scale, key, self._updates.get(key, (0, NOWHERE))[0], self._lines[-1])
 
     def adds(self, call: SeenCall) -> None:
         """A call of a backward is about to write: perhaps to a gradient, what it adds."""
@@ -187,26 +250,33 @@ class Backwards:
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Something outside of backwards is about to be written to."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
-        targets = list(targets)
-        if not self._numbers and any(storage_key(t) in self.trained for t in targets):
-            read = {storage_key(t) for t in tensors_in(call.args[1:], call.kwargs) if has_storage(t)}
-            if any(read & lies for lies in self._scaled.values()):
-                self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line."))
         for tensor in targets:
-            for lies in self._scaled.values():
-                lies.discard(storage_key(tensor))
             known = self._gradients.get(tensor)
             if known is not None and (clears or (known.is_used and known.added is None)):
                 self._gradients.drop(tensor)
+
+    def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
+        """A user's op is about to write to these: weights should not be moved by scaled gradients."""
+        unscaled = [known for known in map(self._gradients.get, targets) if known is not None and known.unscaled]
+        self._is_looked_at |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
+        scaled = [power for power in powers if power.of_gradients]
+        if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
+            self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line."))
 
     def steps(self, optimizer: Any) -> None:
         """An optimizer is about to use its gradients."""
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         gradients = [gradient for gradient in gradients if has_storage(gradient)]
-        if scale_for_kernel(optimizer) is not None:
-            self._judge_scales({storage_key(gradient) for gradient in gradients})
-        elif any(self._is_scaled(parameter) for parameter in optimized_by(optimizer)):
-            self.found.append(_steps_with_scaled("Step by way of the scaler: scaler.step(optimizer), scaler.update()."))
+        self._judge_powers(gradients)
+        unscaled = [known.unscaled for g in gradients if (known := self._gradients.get(g)) is not None]
+        if any(unscaled) and not self._is_looked_at and not takes_scale(optimizer):
+            self.found.append((
+                "a step that is never skipped",
+                "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
+                "too large, they are not, and neither are the weights afterwards",
+                "Step by way of the scaler: scaler.step(optimizer), scaler.update().",
+                loop_line(),
+            ))  # fmt: skip
         again = [known.added for g in gradients if (known := self._gradients.get(g)) is not None and known.added]
         if again:
             self.found.append((
@@ -216,30 +286,40 @@ class Backwards:
                 "Clear them before the first backward of each step: optimizer.zero_grad().",
                 again[0] or NOWHERE,
             ))  # fmt: skip
-        for parameter in optimized_by(optimizer):
-            self._scaled.pop(id(parameter), None)
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
 
-    def updated(self, is_known: bool) -> None:
+    def _judge_powers(self, gradients: list[torch.Tensor]) -> None:
+        """Which power of the scale is left in gradients that an optimizer is about to use."""
+        divided = {id(g) for g in gradients if (seen := self._gradients.get(g)) is not None and seen.unscaled}
+        powers = [(gradient, self._powers.of(gradient)) for gradient in gradients]
+        scaled = next((p for g, p in powers if (p.power or 0) > 0 or (p.is_mixed and id(g) not in divided)), None)
+        again = next((power for _, power in powers if (power.power or 0) < 0 and power.site is not NOWHERE), None)
+        if scaled is not None:
+            todo = "Step by way of the scaler: scaler.step(optimizer), scaler.update()."
+            self.found.append(_steps_with_scaled(todo, scaled.site))
+        elif again is not None:
+            self.found.append((
+                "gradients unscaled twice",
+                "gradients are divided by the loss scale, or by what it has multiplied, here, and by the scaler, too: "
+                "they are too small by the scale",
+                "Remove this line, or compute it of unscaled gradients: scaler.unscale_(optimizer), or "
+                "scaler.step(optimizer), divides them.",
+                again.site,
+            ))  # fmt: skip
+
+    def updated(self, scale: torch.Tensor, is_known: bool) -> None:
         """A scaler is done with a step. is_known: its scale was known, so that losses that it multiplies are."""
+        updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
+        self._updates[storage_key(scale)] = updates + 1, loop_line()
         if is_known:
             self.found += self._unscaled
         self._unscaled.clear()
         for known in self._gradients.living():
             known.unscaled = None
         self._without_scale.clear()
-        self._scaled.clear()
         self._lines.clear()
-
-    def _is_scaled(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is as a backward of a scaled loss has left it."""
-        if parameter.grad is None or not has_storage(parameter.grad):
-            return False
-        known = self._gradients.get(parameter.grad)
-        is_unscaled = known is not None and known.unscaled is not None
-        return not is_unscaled and storage_key(parameter.grad) in self._scaled.get(id(parameter), ())
 
     def _of(self, gradient: torch.Tensor) -> _Gradient:
         known = self._gradients.get(gradient)
@@ -249,11 +329,11 @@ class Backwards:
         return known
 
 
-def _steps_with_scaled(todo: str) -> Found:
+def _steps_with_scaled(todo: str, site: Site = NOWHERE) -> Found:
     return (
         "an optimizer steps with scaled gradients",
         "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too large by the "
         "scale",
         todo,
-        loop_line(),
+        loop_line() if site is NOWHERE else site,
     )

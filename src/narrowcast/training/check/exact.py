@@ -1,6 +1,4 @@
-"""Looks at sums in a low format: what they would have come to without rounding (weights and averages that stay
-where they were), and those that a loop adds up term by term (losses, gradients, statistics of batch norm).
-"""
+"""Computes what is added up in a low format without rounding, and says which weights and averages should have moved."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ import torch
 
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
@@ -34,6 +30,8 @@ _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
 """The share of the elements that should move and stay, from which on it is told. The first steps of an optimizer are
 its largest: what one in a hundred weights loses then, most lose later.
 """
+_FAR = 0.25
+"""How far from an average, of its size, a term is that has to move it."""
 _HELD = 0.8
 """The share of what was lost that somebody else has to hold for it to be no loss."""
 
@@ -41,7 +39,8 @@ _HELD = 0.8
 @dataclass(slots=True, eq=False)
 class _ExactValue:
     """What lies somewhere as it would be without rounding. reads: the memory, as it was before the step, that it was
-    computed from, and that is in a low format.
+    computed from, and that is in a low format; of a number, what a step has left for the next. terms: the other numbers
+    that went into it.
     """
 
     memory: Any
@@ -50,6 +49,7 @@ class _ExactValue:
     exact: torch.Tensor
     site: Site
     reads: dict[int, torch.Tensor] = field(default_factory=dict)
+    terms: list[float] = field(default_factory=list)
     of_gradients: bool = False
     is_random: bool = False
 
@@ -75,7 +75,7 @@ class Begun:
 
 @dataclass(slots=True, eq=False)
 class Lost:
-    """Elements that should have moved, and those of them that did not."""
+    """Elements that should have moved, and those that did not. is_broken: some are not finite, and should be."""
 
     key: int
     dtype: torch.dtype
@@ -83,6 +83,7 @@ class Lost:
     is_weight: bool
     wanted: int
     lost: int
+    is_broken: bool = False
 
 
 class Exact:
@@ -95,6 +96,7 @@ class Exact:
     def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Callable[[], set[int]]) -> None:
         self._was_there, self._gradients = was_there, gradients
         self._values: ByStorage[_ExactValue] = ByStorage()
+        self._left: ByStorage[_ExactValue] = ByStorage()  # by the step before
 
     def begin(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
@@ -168,7 +170,7 @@ class Exact:
                     lost = _lost(value, now, same)
                     if lost is not None:
                         found.append(lost)
-        self._values = ByStorage()
+        self._left, self._values = self._values, ByStorage()
         return found
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
@@ -177,10 +179,17 @@ class Exact:
         into.of_gradients |= is_gradient
         if value is not None:
             into.reads |= value.reads
+            into.terms += value.terms
             into.of_gradients |= value.of_gradients
             into.is_random |= value.is_random
-        elif tensor.dtype in LOW and tensor.numel() > 1 and not is_gradient and self._was_there(tensor):
+        elif tensor.dtype in LOW and not is_gradient and self._is_kept(tensor):
             into.reads[key] = tensor.detach().float()
+        elif tensor.numel() == 1:
+            into.terms.append(float(tensor))
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether it is there from step to step."""
+        return self._was_there(tensor) if tensor.numel() > 1 else self._left.get(tensor) is not None
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._values.get(tensor)
@@ -191,7 +200,7 @@ class Exact:
     def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:
         value = _ExactValue(
             dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
-            dict(like.reads), like.of_gradients, like.is_random,
+            dict(like.reads), [*like.terms], like.of_gradients, like.is_random,
         )  # fmt: skip
         self._values.put(tensor, value)
 
@@ -209,9 +218,12 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
     """How much of what lies there is what lay there before, and should not be."""
     if not bool(torch.isfinite(value.exact).all()):
         return None
+    if not bool(torch.isfinite(now).all()):
+        is_new = all(bool(torch.isfinite(before).all()) for before in value.reads.values())
+        return Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, 0, 0, is_broken=is_new)
     found = None
     for key, before in value.reads.items():
-        if before.shape != now.shape:
+        if before.shape != now.shape or not _is_far(value.terms, before):
             continue
         wanted = value.exact != before
         stays = wanted & (now == before)
@@ -221,6 +233,11 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         if key == value.memory.cdata or lost > (found.lost if found is not None else 0):
             found = Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost)
     return found
+
+
+def _is_far(terms: list[float], before: torch.Tensor) -> bool:
+    """Whether a number is far from something that it should follow; near it, it has arrived. Of others nobody asks."""
+    return before.numel() > 1 or any(abs(term - float(before)) > _FAR * abs(float(before)) for term in terms)
 
 
 def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: torch.Tensor) -> bool:
@@ -237,12 +254,21 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
     """
     rows: dict[Any, list[Lost]] = {}
     for one in lost:
-        one.is_weight |= one.key in trained
+        one.is_weight = one.key in trained or (one.is_weight and one.key in names)
         rows.setdefault("weights" if one.is_weight else one.site.at, []).append(one)
     found = []
     for group in rows.values():
         wanted, stay = sum(one.wanted for one in group), sum(one.lost for one in group)
         most = max(group, key=lambda one: one.lost)
+        broken = next((one for one in group if one.is_broken and one.is_weight), None)
+        if broken is not None:
+            found.append((
+                "an update that is not finite",
+                f"{names.get(broken.key, 'a weight')} in {FORMATS[broken.dtype]} is infinite or NaN after this update, "
+                "and would be finite without rounding: what it is divided by, or squared, is beyond the format",
+                "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype).",
+                broken.site,
+            ))  # fmt: skip
         if stay <= wanted * (_LOST_OF_WEIGHTS if most.is_weight else _LOST_OF_AVERAGES):
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
@@ -264,114 +290,3 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
                 most.site,
             ))  # fmt: skip
     return found
-
-
-_TERMS = 3
-"""How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
-
-
-@dataclass(slots=True)
-class _Sum:
-    """What was added up at one line: additions, and the step in which the first of them was."""
-
-    at: tuple[str, str, int]
-    additions: int
-    since: int
-
-
-class Sums:
-    """Which sums are added up in a low format."""
-
-    def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
-        self._was_there = was_there
-        self._sums: ByStorage[_Sum] = ByStorage()
-        self._casts: ByStorage[bool] = ByStorage()  # of gradients
-        self._step = 0
-
-    def end_of_step(self) -> None:
-        """An optimizer has stepped."""
-        self._step += 1
-
-    def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
-        """The format of a sum in a low one that a call adds a gradient to, again."""
-        if call.facts.op is dispatch.TO_COPY:
-            if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
-                self._casts.put(call.result, True)
-            return None
-        for total, term, result in _additions(call):
-            is_sum = self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
-            if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
-                return result.dtype
-        return None
-
-    def of_losses(self, call: SeenCall) -> Found | None:
-        """Whether a call adds a number to a sum of them: over many terms, or from step to step."""
-        if dispatch.op_name(call.facts.op) == "add" and any(isinstance(value, int | float) for value in call.args[:2]):
-            for result in call.results:
-                self._sums.put(result, _Sum(call.site.at, 1, self._step))  # 0.0 + loss, perhaps
-        for total, term, result in _additions(call):
-            if result.numel() != 1 or term.numel() != 1:
-                continue
-            additions = self._again(call, total, term, result, over_steps=True)
-            known = self._sums.get(result)
-            if known is None or additions < (2 if known.since < self._step else _TERMS):
-                continue
-            return (
-                "a sum in a low format",
-                f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a "
-                "unit of the sum is lost, so that the sum no longer changes",
-                "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
-                call.site,
-            )
-        return None
-
-    def _is_gradient(self, tensor: torch.Tensor, gradients: Callable[[], set[int]]) -> bool:
-        return has_storage(tensor) and (
-            dispatch.storage_key(tensor) in gradients() or self._casts.get(tensor) is not None
-        )
-
-    def _again(
-        self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
-    ) -> int:
-        """How often the sum was added to at this line."""
-        at = call.site.at
-        known = self._sums.get(total) or self._sums.get(term)
-        if known is None or known.at != at or not (over_steps or known.since == self._step):
-            is_old = over_steps and (self._was_there(total) or self._was_there(term))
-            known = _Sum(at, 0, self._step - is_old)
-        now = _Sum(at, known.additions + 1, known.since)
-        self._sums.put(result, now)
-        return now.additions
-
-
-def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of an addition in a low format the sum so far, the term, and the new sum."""
-    name = dispatch.op_name(call.facts.op)
-    if name not in ("add", "add_", "_foreach_add", "_foreach_add_") or len(call.args) < 2:
-        return []
-    lists = [value if isinstance(value, list | tuple) else [value] for value in call.args[:2]]
-    results = lists[0] if name.endswith("_") else call.results
-    rows = zip(*lists, results, strict=False)
-    return [
-        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in LOW
-    ]
-
-
-def low_statistics(call: SeenCall) -> Found | None:
-    """Whether a call adds to statistics that are in a low format. Nothing is added to those of a frozen one."""
-    if "batch_norm" not in call.facts.id:
-        return None
-    names = [argument.name for argument in dispatch.schema_of(call.facts.op).arguments]
-    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
-    if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
-        return None
-    for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-        if name in ("running_mean", "running_var") and tensor.dtype in LOW:
-            return (
-                "batch norm statistics in a low format",
-                f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds to "
-                "it is soon lost in rounding",
-                "Keep the module in fp32 (module.float()): a region gives it what it needs.",
-                call.site,
-            )
-    return None

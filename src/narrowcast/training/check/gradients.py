@@ -5,11 +5,12 @@ of them underflow in fp16, besides those that are zero in theory and round-off i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
@@ -17,11 +18,12 @@ from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.rerun import can_run_again, changed, planned_arguments, run_wide
+from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
-from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.kept import KeptMemory, written
+from narrowcast.training.check.powers import UNKNOWN, Powers
 
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
@@ -30,8 +32,8 @@ _MEASURES = frozenset(
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _SCALES = 64.0
 """From here on a number that a loss is multiplied by scales it; below, it is a weight."""
-_SIGNS = ("sign", "sgn", "neg", "clone")
-_TERMS = ("add", "sub", "_foreach_add", "_foreach_sub")
+_TWICE = 2
+"""So many steps tell what becomes of weights in each of them: what is copied at the start of the next, too."""
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
 Found = tuple[str, str, str, Site]
 _CLIP = (
@@ -48,47 +50,50 @@ _ADDITION = (
 )
 
 
+_HIDDEN = (
+    "infinities hidden from the scaler",
+    "replaces what is not finite in gradients that are still multiplied by the loss scale: the scaler no longer sees "
+    "that its scale is too large, and steps with them",
+    "Remove this line: scaler.step(optimizer) skips a step whose gradients are not finite.",
+)
+
+
 class Gradients:
     """What is done to gradients between a backward and the optimizer's step. is_scaled_by_hand: they were multiplied by
-    a number that no norm of theirs went into, or by any where the loss was multiplied by a large one.
+    a number that no norm of theirs went into, or the loss was by a large one.
     """
 
-    def __init__(self, kept: KeptMemory) -> None:
-        self._kept = kept
+    def __init__(self, kept: KeptMemory, powers: Powers) -> None:
+        self._kept, self._powers = kept, powers
         self.is_scaled_by_hand = False
+        self._copies_used: list[Site] = []  # the lines of optimizers' steps with them
         self._known: set[int] | None = None
-        self._weights: Set[int] | None = None
         self._are_measured = False
         self._knows_scale = False
-        self._scales: set[float] = set()
-        self._is_loss_scaled = False  # by a number
         self.used()
 
     def backward(self) -> None:
         """New gradients are computed."""
         self._known, self._knows_scale = None, False
 
-    def scale_read(self, scale: float) -> None:
+    def scale_read(self) -> None:
         """A scale is read: whatever knows it may clip at a limit that is scaled, too, or unscale by hand."""
         self._knows_scale = True
-        self._scales.add(scale)
 
     def forget(self) -> None:
-        """Gradients and weights may lie elsewhere."""
-        self._known = self._weights = None
+        """Gradients may lie elsewhere."""
+        self._known = None
 
     def used(self) -> None:
         """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
         self._changed_scaled: ByStorage[tuple[str, Site, tuple[str, str, str]]] = ByStorage()
-        self._unscaled: ByStorage[bool] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
-        self._divided: ByStorage[tuple[int, Site | None]] = ByStorage()  # how often by a scale, and where by hand
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
         name = op_name(call.facts.op)
-        if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS, *_TERMS):
+        if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS, *named("finite.replaces")):
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, name[:-1], targets, targets)
 
@@ -97,25 +102,17 @@ class Gradients:
         if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
             self._copies.put(call.result, True)
 
-    def drawn(self, result: Any) -> None:
-        """An op has drawn random numbers: noise, which no scale has multiplied."""
-        for tensor in tensors_in(result):
-            if has_storage(tensor):
-                self._unscaled.put(tensor, True)
-
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
         name = op_name(call.facts.op)
-        if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS, *_TERMS, *_SIGNS):
+        changes = (*_FACTORS, *_LIMITS, *named("finite.replaces"))
+        if name not in _MEASURES and name not in changes:
             return
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
-        keeps = name in ("sub", *_SIGNS) or (name == "mul" and len(given) == 1)  # by a number, that is no scale
-        if keeps and any(map(self._is_not_scaled, given)) and not any(t.requires_grad and t.grad_fn for t in given):
-            self._unscaled.put(call.result, True)
         if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
             by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
-            self._is_loss_scaled |= any(float(number) >= _SCALES for number in by)
-        if name in (*_FACTORS, *_LIMITS, *_TERMS) and self._changed(call, name, given[:1], call.results):
+            self.is_scaled_by_hand |= any(float(number) >= _SCALES for number in by)
+        if name in changes and self._changed(call, name, given[:1], call.results):
             return
         if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
             self._are_measured = True
@@ -127,54 +124,38 @@ class Gradients:
         read = [t for t in read if has_storage(t)]
         if not any(storage_key(t) in self.lie_in() or self._copies.get(t) for t in read):
             return False
+        hides = name in named("finite.replaces")
         others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
-        if name in _TERMS and not any(map(self._is_not_scaled, others)):
-            return False
         if name in _FACTORS:
             if any(t.numel() != 1 for t in others):
                 return False  # a mask, or a product of gradients
-            if (times := self._divides(name, call.args[1] if len(call.args) > 1 else None)) != 0:
-                for before, after in zip(read, gives, strict=False):
-                    so_far, _ = self._divided.get(before) or (0, None)
-                    self._divided.put(after, (so_far + times, call.site))
-            self.is_scaled_by_hand |= self._is_loss_scaled
             if not self._are_measured:
                 self.is_scaled_by_hand = True
                 return True
-        if not self._knows_scale:
+        if hides or not self._knows_scale:
             for tensor in gives:
-                self._changed_scaled.put(tensor, (call.id.op, call.site, _ADDITION if name in _TERMS else _CLIP))
+                self._changed_scaled.put(tensor, (call.id.op, call.site, _HIDDEN if hides else _CLIP))
         return True
 
-    def _divides(self, name: str, factor: Any) -> int:
-        """1 if a factor divides by a scale that was read, -1 if it multiplies by one."""
-        if self._scales and isinstance(factor, torch.Tensor):
-            factor = float(factor)
-        if not self._scales or not isinstance(factor, int | float) or not factor:
-            return 0
-        by = 1 / factor if name.endswith("mul") else float(factor)
-        is_near = lambda scale: scale != 1 and abs(by - scale) <= 1e-6 * scale  # noqa: E731
-        if any(map(is_near, self._scales)):
-            return 1
-        by = 1 / by
-        return -any(map(is_near, self._scales))
-
-    def steps(self, optimizer: Any) -> Found | None:
-        """An optimizer is about to use its gradients: whether these were unscaled twice."""
-        by_kernel = scale_for_kernel(optimizer) is not None
+    def steps(self, optimizer: Any) -> None:
+        """An optimizer is about to use its gradients."""
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
-        divided = [known for gradient in gradients if (known := self._divided.get(gradient)) is not None]
-        times, site = max(divided, key=lambda row: row[0], default=(0, None))
+        if any(map(self._copies.get, gradients)):
+            self._copies_used.append(loop_line())
         for gradient in gradients:
-            self._divided.drop(gradient)
             self._changed_scaled.drop(gradient)
-        if site is None or times + by_kernel < 2:
+
+    def judge(self) -> Found | None:
+        """Whether copies of low weights are trained, in fp32, and the weights themselves never get what these learn."""
+        weights = self._kept.low_weights()
+        if len(self._copies_used) < _TWICE or not weights or any(weights.values()):
             return None
         return (
-            "gradients unscaled twice",
-            "gradients are divided by the loss scale here, and by the scaler, too: they are too small by the scale",
-            "Remove this line: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
-            site,
+            "weights that never move",
+            "the optimizer steps with copies of the gradients, and nothing writes to the weights in a low format "
+            f"({next(iter(weights))} and others): the model stays as it is",
+            "Copy what was trained back after each step: weight.copy_(master), in torch.no_grad().",
+            self._copies_used[0],
         )
 
     def lie_in(self) -> set[int]:
@@ -183,20 +164,18 @@ class Gradients:
             self._known = self._kept.gradients()
         return self._known
 
-    def _is_not_scaled(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a weight or noise, or a multiple of one."""
-        if self._weights is None:
-            self._weights = self._kept.names().keys()
-        return has_storage(tensor) and (storage_key(tensor) in self._weights or bool(self._unscaled.get(tensor)))
-
     def unscaled(self, call: SeenCall) -> Found | None:
-        """Gradients are unscaled: whether these were clipped, or weights were added to them, before."""
+        """Gradients are unscaled: whether these were clipped, or what is not scaled was added to them, before."""
         gradients = written(call.facts, call.args, call.kwargs)
         found = next(filter(None, map(self._changed_scaled.get, gradients)), None)
+        mixed = next((power for power in map(self._powers.of, gradients) if power.is_mixed), None)
         for gradient in gradients:
-            times, by_hand = self._divided.get(gradient) or (0, None)
-            self._divided.put(gradient, (times + 1, by_hand))
             self._changed_scaled.drop(gradient)
+            if found is not None or mixed is not None:
+                self._powers.put(gradient, UNKNOWN)  # it is told once
+        if found is None and mixed is not None:
+            is_sum = any(part in mixed.op for part in ("add", "sub", "lerp"))
+            found = mixed.op, mixed.site, _ADDITION if is_sum else _CLIP
         if found is None:
             return None
         op, site, (kind, what, todo) = found
@@ -211,7 +190,7 @@ class Updates:
     def __init__(self) -> None:
         self.skipped = 0
         self.is_known = False
-        self._updates = 0
+        self._updates = self._of_known = 0
         self._scale = 0.0
         self._has_room = False
         self._site: Site | None = None
@@ -219,6 +198,7 @@ class Updates:
     def add(self, scale: float, is_skipped: bool, is_known: bool, site: Site) -> None:
         """One more."""
         self._updates += 1
+        self._of_known += is_known
         self.skipped += is_skipped
         self.is_known = is_known
         self._has_room = is_known and scale > 1 and (self._updates == 1 or scale < self._scale)
@@ -229,8 +209,16 @@ class Updates:
         """Whether all steps so far were skipped, and a smaller scale is left."""
         return bool(self._updates) and self.skipped == self._updates and self._has_room
 
-    def judge(self) -> Found | None:
-        """Whether no step passes."""
+    def judge(self, were_there: bool) -> Found | None:
+        """Whether no step passes, or each has a scaler of its own. were_there: the weights, before the steps."""
+        if were_there and self._updates >= _TWICE and not self._of_known:
+            return (
+                "a scaler made in each step",
+                f"each of {self._updates} updates is of a new scaler: its scale is the first one in every step, and "
+                "where that is too large, all are skipped",
+                "Make the scaler once, before the loop.",
+                self._site or NOWHERE,
+            )
         if not self._updates or self.skipped < self._updates or not self.is_known or self._has_room:
             return None
         return (

@@ -11,7 +11,7 @@ from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.reports.results.scaler_history import History
-from narrowcast.runtime.torch_bridge import OpFacts, tensors_in, values_of
+from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -108,6 +108,19 @@ class KeptMemory:
     def trained(self) -> set[int]:
         """The parameters, by identity, of the optimizers that have stepped."""
         return {id(parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)}
+
+    @property
+    def has_trained_what_was_there(self) -> bool:
+        """Whether the weights of an optimizer that has stepped were there before the steps."""
+        return any(self.was_there(t) for o in self._optimizers.values() for t in _in_memory(*optimized_by(o)))
+
+    def low_weights(self) -> dict[str, bool]:
+        """The models' weights in low formats that ask for gradients, by name: whether they were written to."""
+        low = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.dtype in LOW]
+        return {name: not all(map(self._is_untouched, _in_memory(p))) for name, p in low}
+
+    def _is_untouched(self, tensor: torch.Tensor) -> bool:
+        return self.was_there(tensor) and storage_key(tensor) not in self._copies
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         named = [row for model in self._models.values() for row in model.named_parameters()]

@@ -1,0 +1,140 @@
+"""Looks at what runs outside of regions and should not: forwards, losses, evaluations of the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import torch
+
+from narrowcast.analysis.record.advice import listed_kinds
+from narrowcast.core.policy import Kind, Site
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import tensors_by_name
+from narrowcast.observation.statistics.by_storage import ByStorage
+from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.runtime.regions.stack import stack
+from narrowcast.runtime.torch_bridge import LOW, tensors_in
+from narrowcast.runtime.torch_surface import dispatch
+from narrowcast.runtime.torch_surface.autograd import next_sequence_number
+from narrowcast.runtime.torch_surface.state import autocast_nesting
+from narrowcast.training.check.gradients import Found
+
+
+@dataclass(slots=True)
+class _Evaluated:
+    """A model that was called for an evaluation, and its calls in regions and out of them: op and line."""
+
+    model: torch.nn.Module
+    inside: int = 0
+    outside: list[tuple[str, Site]] = field(default_factory=list)
+
+
+class Outside:
+    """Calls in regions and out of them. inside: how many a region decided about in training."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
+        self._evaluated: dict[int, _Evaluated] = {}
+        self._evaluation: _Evaluated | None = None
+        self._meant: ByStorage[bool] = ByStorage()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How many calls of a forward a region decided about, and how many ran outside that it would lower."""
+        evaluated = self._evaluated.values()
+        outside = len(self._outside) + sum(len(e.outside) for e in evaluated)
+        return {"inside": self.inside + sum(e.inside for e in evaluated), "outside": outside}
+
+    def evaluates(self, model: torch.nn.Module | None) -> None:
+        """A model is called for an evaluation, until none is."""
+        self._evaluation = None if model is None else self._evaluated.setdefault(id(model), _Evaluated(model))
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def ran_inside(self) -> None:
+        """A region has decided about a call."""
+        if self._evaluation is not None:
+            self._evaluation.inside += 1
+        else:
+            self.inside += 1
+
+    def ran_outside(self, call: SeenCall) -> None:
+        """No region has: whether one would lower the call."""
+        floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+        if not floats or any(t.dtype is not torch.float32 for t in floats) or in_region():
+            return
+        if listed_kinds(floats[0].device.type).get(dispatch.op_name(call.facts.op)) is not Kind.LOWER:
+            return
+        if any(self._meant.get(t) for t in floats):
+            return
+        if self._evaluation is not None:
+            self._evaluation.outside.append((call.id.op, call.site))
+        elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
+            self._outside.append((next_sequence_number() - 1, call.id.op, call.site))
+
+    @property
+    def follows(self) -> bool:
+        """Whether copies are to be told."""
+        return bool(self._meant)
+
+    def goes_on_in_fp32(self, call: SeenCall) -> None:
+        """What the user has cast to fp32, and whatever is computed from it outside of regions, is meant to be fp32."""
+        if call.plan is not None:
+            return
+        given = tensors_in(call.args, call.kwargs)
+        is_cast = call.facts.op is dispatch.TO_COPY
+        if is_cast and given[0].dtype in LOW and call.result.dtype is torch.float32:
+            for tensor in call.results:
+                self._meant.put(tensor, True)
+        self.copied(given, call.results)
+
+    def copied(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Something is computed, or copied, from what is perhaps meant to be fp32."""
+        if any(self._meant.get(t) for t in given):
+            for tensor in results:
+                self._meant.put(tensor, True)
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
+
+    def judge(self, differentiated: Set[int], trained: Set[int]) -> list[Found]:
+        """What has run outside of regions. differentiated: the autograd nodes of gradients that are differentiated
+        themselves, as in a penalty, and in fp32 on purpose; trained: the parameters, by identity.
+        """
+        found: list[Found] = []
+        outside = [o for o in self._outside if not self.inside or o[0] not in differentiated]
+        if outside:
+            _, op, site = outside[0]
+            found.append((
+                "forward outside of the region",
+                f"{len(outside)} calls that the region would lower run outside of it, the first of them {op}",
+                "Move this code into the region, or close the region where fp32 is intended: "
+                "nc.autocast(device, enabled=False).",
+                site,
+            ) if self.inside else (
+                "no region", f"{len(outside)} calls run in fp32, the first of them {op}, and none in a region",
+                "Open nc.autocast(device, dtype) around the forward and the loss.", site,
+            ))  # fmt: skip
+        evaluated = self._unlike_training(trained)
+        if evaluated:
+            found.append((
+                "evaluation without the region",
+                f"{len(evaluated)} calls of an evaluation run in fp32, where training runs in a region",
+                "Open the same region around the evaluation: what is measured is then what was trained.",
+                evaluated[0][1],
+            ))  # fmt: skip
+        return found
+
+    def _unlike_training(self, trained: Set[int]) -> list[tuple[str, Site]]:
+        """What an evaluation of a model that is trained runs outside of regions. A teacher may have its own formats."""
+        for found in self._evaluated.values() if self.inside else ():
+            is_trained = not trained or any(id(p) in trained for p in found.model.parameters())
+            if found.outside and not found.inside and is_trained:
+                return found.outside
+        return []
+
+
+def in_region() -> bool:
+    """Whether a region is open here, torch's or ours."""
+    return bool(autocast_nesting() or stack.innermost)

@@ -1,0 +1,238 @@
+"""Follows the loss scale: to which power of it each value is proportional, and what puts together what is with what is
+not. Which power that is, an op shows when it is run again with its scaled arguments doubled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.core.ops.facts import named
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.observation.trial.rerun import run_wide
+from narrowcast.runtime.torch_bridge import OpFacts, is_random, tensors_in
+from narrowcast.runtime.torch_surface import dispatch
+from narrowcast.runtime.torch_surface.autograd import next_sequence_number
+from narrowcast.training.check.kept import KeptMemory, written
+
+_EXACT = 1e-9
+"""How far apart results in fp64 may lie, of their largest element, and still be proportional."""
+_EPSILON = 1e-4
+"""Up to here what is added to something scaled only keeps a division from zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Of the loss scale. power: None if nobody knows; site: the line that made the value, none in a backward. op: what
+    has put together, at that line, what is scaled and what is not. of_gradients: and not of the loss that is scaled.
+    is_kept: nobody knows since a user has kept it from before the steps.
+    """
+
+    power: float | None
+    site: Site = NOWHERE
+    op: str = ""
+    of_gradients: bool = False
+    is_kept: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is a sum of what is scaled and what is not."""
+        return bool(self.op)
+
+
+PLAIN, UNKNOWN, KEPT = Power(0.0), Power(None), Power(None, is_kept=True)
+
+
+class Powers:
+    """Which values are multiplied by a scale, outside of backwards. mixed: the autograd nodes of losses, or parts of
+    them, that scaled gradients were put into.
+    """
+
+    def __init__(self, kept: KeptMemory) -> None:
+        self._kept = kept
+        self._values: ByStorage[Power] = ByStorage()
+        self._read: set[float] = set()  # the scales that the host has read
+        self.met: set[float] = set()  # those that losses were multiplied by
+        self._has_read = False  # the host knows numbers that a scale, or what is scaled, went into
+        self._begun_with = kept.scales()  # scales at the step's start; nobody sees one read before it is made
+        self._weights: set[int] | None = None
+        self.mixed: dict[int, Power] = {}
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def of(self, tensor: torch.Tensor) -> Power:
+        """What is known of a tensor."""
+        if not has_storage(tensor):
+            return UNKNOWN
+        if dispatch.storage_key(tensor) in self._kept.scales():
+            return Power(1.0)
+        if self.is_weight(tensor):
+            return PLAIN
+        known = self._values.get(tensor)
+        if known is None and tensor.requires_grad:
+            return PLAIN
+        if known is None and self._kept.was_there(tensor):
+            return KEPT
+        return known or (UNKNOWN if self._has_read and tensor.numel() == 1 else PLAIN)  # made of a number, perhaps
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies where a model's weight lies."""
+        if self._weights is None:
+            self._weights = set(self._kept.names())
+        return dispatch.storage_key(tensor) in self._weights
+
+    def put(self, tensor: torch.Tensor, power: Power, is_new: bool = False) -> None:
+        """Keep what is known of the memory that a tensor lies in: nothing if it is a part of what is not new."""
+        if has_storage(tensor):
+            is_all = is_new or tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+            self._values.put(tensor, power if is_all else UNKNOWN)
+
+    def unscaled(self, tensor: torch.Tensor) -> None:
+        """A scaler divides it by its scale."""
+        known = self._values.get(tensor)
+        if known is not None and known.power is not None:
+            self.put(tensor, Power(known.power - 1, known.site, known.op, known.of_gradients))
+
+    def forget(self) -> None:
+        """Weights may lie elsewhere."""
+        self._weights = None
+
+    def end_of_step(self) -> None:
+        """Another begins."""
+        self._begun_with = self._kept.scales()
+
+    def number_read(self, tensor: torch.Tensor) -> None:
+        """The host reads a number: whatever it multiplies by one later may be multiplied by it."""
+        known = self.of(tensor)
+        if known.power != 0:
+            self._has_read = True
+            if dispatch.storage_key(tensor) in self._kept.scales():
+                self._read.add(float(tensor))
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def runs(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site]
+    ) -> list[Power]:
+        """An op is about to run: what will be known of each of its results, or of all of them."""
+        floats = _read(facts, args, kwargs)
+        known = [self.of(t) for t in floats]
+        mixed = next((power for power in known if power.is_mixed), None)
+        if mixed is not None:
+            return [mixed]
+        numbers = [self._of_number(number) for number in _numbers(args, kwargs)]
+        is_scaled = any(power.power for power in known) or any(n != 0 for n in numbers)
+        may_know = self._has_read or bool(self._kept.scales() - self._begun_with)
+        is_unsure = None in numbers or (may_know and 0 in numbers)
+        if any(power == UNKNOWN for power in known) or (is_scaled and is_unsure):
+            return [UNKNOWN]
+        if not is_scaled:
+            return [KEPT if KEPT in known and not any(t.requires_grad for t in floats) else PLAIN]
+        of_gradients = any(power.of_gradients for power in known)
+        is_moved = _name(facts) in named("computation.none") and len(floats) == 1
+        is_sum = _name(facts) in named("backward.linear") and len(set(known)) == 1 and not numbers
+        if is_moved or is_sum:
+            return known[:1]
+        exponents = self._measured(facts, args, kwargs)
+        here = site()
+        return [
+            Power(exponent, here, "" if exponent is not None else facts.id, of_gradients)
+            if exponent != math.inf else UNKNOWN for exponent in exponents or [math.inf]
+        ]  # fmt: skip
+
+    def gave(self, results: list[torch.Tensor], powers: list[Power], trains: bool, are_new: bool = True) -> None:
+        """It has run. trains: it has an autograd node; a part of a loss is plain, whatever was put into it. are_new:
+        the results lie in memory of their own.
+        """
+        powers = powers * len(results) if len(powers) == 1 else powers
+        for result, power in zip(results, powers, strict=False):
+            if trains and power.is_mixed and power.of_gradients:
+                self.mixed[next_sequence_number() - 1] = power
+                power = PLAIN
+            self.put(result, power, are_new)
+
+    def _of_number(self, number: float) -> float | None:
+        """The power of a scale that a number is; None if it is as large as one that nobody was seen to read."""
+        for scale in self._read | self.met:
+            is_scale, is_inverse = abs(number - scale) <= 1e-6 * scale, abs(number * scale - 1) <= 1e-6
+            if scale != 1 and (is_scale or is_inverse):
+                return None if scale not in self._read else 1.0 if is_scale else -1.0
+        return 0.0
+
+    def _measured(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | None] | None:
+        """The power of each result; None: it is a sum; infinity: nobody knows. None if it cannot be run again."""
+        if facts.op.namespace != "aten" or is_random(facts.op) or not all(map(has_storage, tensors_in(args, kwargs))):
+            return None
+        given = [self.of(t) for t in tensors_in(args, kwargs) if t.is_floating_point()]
+        is_known = KEPT not in given
+        with quietly():
+            once = self._run(facts, args, kwargs, 1.0, 0.0)
+            twice = self._run(facts, args, kwargs, 2.0, 0.0)
+            others = None if is_known else self._run(facts, args, kwargs, 2.0, 1.0)
+            if once is None or twice is None or len(once) != len(twice):
+                return None
+            room = _EPSILON if all(power.power for power in given) else 0.0
+            found = [_exponent(*pair, room) for pair in zip(once, twice, strict=True)]
+            if is_known:
+                return found
+            again = [_exponent(*pair, room) for pair in zip(once, others or twice, strict=True)]
+        return [
+            first if first is not None else second if second is not None else math.inf
+            for first, second in zip(found, again, strict=True)
+        ]
+
+    def _run(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, unknown: float
+    ) -> list[torch.Tensor] | None:
+        """What an op gives in fp64 with the scale times a factor. unknown: the power of what nothing is known of."""
+
+        def scaled(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                power = self.of(value).power
+                return value.detach().double() * factor ** (unknown if power is None else power)
+            return value * factor ** (self._of_number(value) or 0.0) if isinstance(value, float) else value
+
+        scaled_args, scaled_kwargs = dispatch.tree_map(scaled, (args, kwargs))
+        return run_wide(facts, scaled_args, scaled_kwargs, torch.float64)
+
+
+def _read(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The floating tensors whose values an op reads: not what it writes over, nor what is only to have a shape."""
+    name = _name(facts)
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    unread = written(facts, args, kwargs) if name in named("finite.written_unread") else []
+    return [t for t in tensors_in(args, kwargs) if t.is_floating_point() and not any(t is u for u in unread)]
+
+
+def _name(facts: OpFacts) -> str:
+    return dispatch.op_name(facts.op).removesuffix("_")
+
+
+def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
+    """The floats among arguments, in lists, too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, float):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value, {})
+
+
+def _exponent(once: torch.Tensor, twice: torch.Tensor, room: float) -> float | None:
+    """To which power of two a result has grown, in halves; None if its parts have not grown alike; infinity of zeros,
+    and of what is no number. room: how far apart they may lie.
+    """
+    if not once.is_floating_point() or once.shape != twice.shape or not once.numel():
+        return math.inf
+    before, after = float(once.norm()), float(twice.norm())
+    if not (math.isfinite(before) and math.isfinite(after) and before and after):
+        return math.inf
+    exponent = round(2 * math.log2(after / before)) / 2
+    apart, largest = float((twice - once * 2.0**exponent).abs().max()), float(twice.abs().max())
+    return exponent if apart <= max(_EXACT * largest, room if exponent else 0.0) else None

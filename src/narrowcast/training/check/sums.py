@@ -1,0 +1,142 @@
+"""Looks at sums that are added up term by term in a low format: losses, counters, gradients, batch norm statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import tensors_by_name
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
+from narrowcast.runtime.torch_surface import dispatch
+from narrowcast.training.check.gradients import Found
+
+_TERMS = 3
+"""How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What was added up at one line: additions, and the step in which the first of them was."""
+
+    at: tuple[str, str, int]
+    additions: int
+    since: int
+
+
+class Sums:
+    """Which sums are added up in a low format."""
+
+    def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
+        self._was_there = was_there
+        self._sums: ByStorage[_Sum] = ByStorage()
+        self._casts: ByStorage[bool] = ByStorage()  # of gradients
+        self._step = 0
+
+    def end_of_step(self) -> None:
+        """An optimizer has stepped."""
+        self._step += 1
+
+    def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
+        """The format of a sum in a low one that a call adds a gradient to, again."""
+        if call.facts.op is dispatch.TO_COPY:
+            if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
+                self._casts.put(call.result, True)
+            return None
+        for total, term, result in _additions(call):
+            is_sum = self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
+            if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
+                return result.dtype
+        return None
+
+    def of_losses(self, call: SeenCall) -> Found | None:
+        """Whether a call adds a number to a sum of them: over many terms, or from step to step."""
+        found = self._of_numbers(call)
+        for total, term, result in _additions(call):
+            if result.numel() != 1 or term.numel() != 1:
+                continue
+            additions = self._again(call, total, term, result, over_steps=True)
+            known = self._sums.get(result)
+            if known is None or additions < (2 if known.since < self._step else _TERMS):
+                continue
+            return _low_sum(call, result)
+        return found
+
+    def _of_numbers(self, call: SeenCall) -> Found | None:
+        """Whether a number is added, again, to what it no longer changes: a counter. Else it may begin a sum."""
+        if dispatch.op_name(call.facts.op) not in ("add", "add_") or not any(
+            isinstance(value, int | float) for value in call.args[:2]
+        ):
+            return None
+        for result in call.results:
+            total, term = call.args[:2]
+            known = self._sums.get(total) if isinstance(total, torch.Tensor) else None
+            is_again = known is not None and known.at == call.site.at and known.since < self._step
+            self._sums.put(result, known if known is not None and is_again else _Sum(call.site.at, 1, self._step))
+            if is_again and result.dtype in LOW and result.numel() == 1 and bool(result + term == result) and term:
+                return _low_sum(call, result)
+        return None
+
+    def _is_gradient(self, tensor: torch.Tensor, gradients: Callable[[], set[int]]) -> bool:
+        return has_storage(tensor) and (
+            dispatch.storage_key(tensor) in gradients() or self._casts.get(tensor) is not None
+        )
+
+    def _again(
+        self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
+    ) -> int:
+        """How often the sum was added to at this line."""
+        at = call.site.at
+        known = self._sums.get(total) or self._sums.get(term)
+        if known is None or known.at != at or not (over_steps or known.since == self._step):
+            is_old = over_steps and (self._was_there(total) or self._was_there(term))
+            known = _Sum(at, 0, self._step - is_old)
+        now = _Sum(at, known.additions + 1, known.since)
+        self._sums.put(result, now)
+        return now.additions
+
+
+def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
+    return (
+        "a sum in a low format",
+        f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a unit of the "
+        "sum is lost, so that the sum no longer changes",
+        "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
+        call.site,
+    )
+
+
+def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of an addition in a low format the sum so far, the term, and the new sum."""
+    name = dispatch.op_name(call.facts.op)
+    if name not in ("add", "add_", "_foreach_add", "_foreach_add_") or len(call.args) < 2:
+        return []
+    lists = [value if isinstance(value, list | tuple) else [value] for value in call.args[:2]]
+    results = lists[0] if name.endswith("_") else call.results
+    rows = zip(*lists, results, strict=False)
+    return [
+        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in LOW
+    ]
+
+
+def low_statistics(call: SeenCall) -> Found | None:
+    """Whether a call adds to statistics that are in a low format. Nothing is added to those of a frozen one."""
+    if "batch_norm" not in call.facts.id:
+        return None
+    names = [argument.name for argument in dispatch.schema_of(call.facts.op).arguments]
+    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+    if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
+        return None
+    for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
+        if name in ("running_mean", "running_var") and tensor.dtype in LOW:
+            return (
+                "batch norm statistics in a low format",
+                f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds to "
+                "it is soon lost in rounding",
+                "Keep the module in fp32 (module.float()): a region gives it what it needs.",
+                call.site,
+            )
+    return None

@@ -1,0 +1,155 @@
+"""Loops of training in which scaled gradients go where they should not, or state stands still; see `wrong_loops.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BF16, FP16 = torch.bfloat16, torch.float16
+Wrong = Callable[[Any], None]
+
+
+def scaled(loop: Any) -> None:
+    loop.scaler.scale(loop.loss(FP16)).backward()
+
+
+def slope(loop: Any) -> tuple[Tensor, Tensor]:
+    """A loss, and the gradient of it, scaled, with respect to the weights."""
+    loss = loop.loss(FP16)
+    gradients = torch.autograd.grad(loop.scaler.scale(loss), loop.weights, create_graph=True)
+    return loss, torch.cat([g.flatten() for g in gradients])
+
+
+def penalty_of_scaled(loop: Any) -> None:
+    loss, gradient = slope(loop)
+    loss = loss + 1e-3 * gradient.norm()  # HERE
+    loop.scaler.scale(loss).backward()
+    loop.end()
+
+
+def penalty_divided_once(loop: Any) -> None:
+    loss, gradient = slope(loop)
+    penalty = gradient.square().mean() / loop.scaler._scale
+    loop.scaler.scale(loss + penalty).backward()  # HERE
+    loop.end()
+
+
+def divided_again(loop: Any) -> None:
+    loss = loop.scaler.scale(loop.loss(FP16)) / loop.scaler.get_scale()
+    loss.backward()  # HERE
+    loop.end()
+
+
+def momentum_of_scaled(loop: Any) -> None:
+    scaled(loop)
+    held = [0.9 * kept.float() + p.grad for kept, p in zip(loop.kept, loop.weights, strict=True)]  # HERE
+    loop.scaler.unscale_(loop.optimizer)
+    for p, kept in zip(loop.weights, held, strict=True):
+        p.grad.copy_(kept)  # HERE
+    loop.end()
+
+
+def moved_by_hand(loop: Any) -> None:
+    scaled(loop)
+    with torch.no_grad():
+        for p in loop.weights:
+            p -= 1e-5 * p.grad  # HERE
+
+
+def assigned(loop: Any) -> None:
+    for p, g in zip(loop.weights, torch.autograd.grad(loop.scaler.scale(loop.loss(FP16)), loop.weights), strict=True):
+        p.grad = g
+    loop.optimizer.step()  # HERE
+
+
+def norm_of_scaled(loop: Any) -> None:
+    scaled(loop)
+    norm = nn.utils.get_total_norm([p.grad for p in loop.weights])
+    loop.scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grads_with_norm_(loop.weights, 1.0, norm)  # HERE
+    loop.end()
+
+
+def divided_by_the_tensor(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad = p.grad / loop.scaler._scale  # HERE
+    loop.end()
+
+
+def squashed(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad = p.grad.tanh()  # HERE
+    loop.end()
+
+
+def orthogonality(loop: Any) -> None:
+    scaled(loop)
+    first = loop.weights[0]
+    with torch.no_grad():
+        first.grad += 1e-3 * first @ first.T @ first  # HERE
+    loop.end()
+
+
+def hidden_infinities(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad.nan_to_num_()  # HERE
+    loop.end()
+
+
+def never_skipped(loop: Any) -> None:
+    scaled(loop)
+    loop.scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.weights, 1.0)
+    loop.optimizer.step()  # HERE
+    loop.scaler.update()
+
+
+def updated_between(loop: Any) -> None:
+    first, second = (torch.optim.SGD(part, lr=1e-3) for part in (loop.weights[:2], loop.weights[2:]))
+    scaled(loop)
+    loop.scaler.step(first)
+    loop.scaler.update()  # HERE
+    loop.scaler.step(second)
+    loop.scaler.update()
+
+
+def another_scaler(loop: Any) -> None:
+    loop.scaler.scale(torch.ones(()))
+    loop.other.scale(loop.loss(FP16)).backward()  # HERE
+    loop.end()
+
+
+def made_anew(loop: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loop.loss(FP16)).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()  # HERE
+
+
+def mean_of_losses(loop: Any) -> None:
+    loss = loop.loss()
+    loss.backward()
+    loop.optimizer.step()
+    loop.total = 0.999 * loop.total + 0.001 * loss.detach().to(BF16)  # HERE
+
+
+def counter(loop: Any) -> None:
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.total.add_(1)  # HERE
+
+
+WRONG_SCALES: dict[Wrong, str] = {
+    penalty_of_scaled: "scaled gradients in a loss", penalty_divided_once: "scaled gradients in a loss",
+    divided_again: "not scaled", momentum_of_scaled: "steps with scaled", moved_by_hand: "steps with scaled",
+    assigned: "steps with scaled", norm_of_scaled: "unscaled twice", divided_by_the_tensor: "unscaled twice",
+    squashed: "clip before", orthogonality: "added before", hidden_infinities: "hidden",
+    never_skipped: "never skipped", updated_between: "updated before", another_scaler: "another scale",
+    made_anew: "made in each", mean_of_losses: "average", counter: "sum",
+}  # fmt: skip
