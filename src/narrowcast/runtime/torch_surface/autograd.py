@@ -61,7 +61,7 @@ def numbers_before(root: Any) -> set[int]:
 
 
 def in_hook() -> bool:
-    """Whether a backward is where a leaf gets its gradient: what computes there is a hook of the user's."""
+    """Return whether a backward is where a leaf gets its gradient: what computes there is a hook of the user's."""
     return hasattr(current_autograd_node(), "variable")
 
 
