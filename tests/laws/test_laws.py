@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from narrowcast.core.decide import Argument, Call, Region, decide
 from narrowcast.core.ledger.identity import CallId
@@ -176,7 +176,17 @@ def test_the_text_of_a_snapshot_gives_it_back(snapshot):
     assert parse_snapshots(snapshots_text(both)).sections == both.sections
 
 
+def snapshot_of(*rows):
+    """Calls of one op each: where, and in which format."""
+    said = [((path, op), (dtype, dtype, dtype, "unlisted", (), 1)) for path, op, dtype in rows]
+    return Snapshot("cpu", "a net", "native", "01234567", "bf16", "2.13", False, tuple(numbered(said)))
+
+
+MM, GELU = "aten.mm.default", "aten.gelu.default"
+
+
 @given(snapshots, snapshots)
+@example(snapshot_of(("", MM, "fp32"), ("a", GELU, "bf16")), snapshot_of(("a", MM, "fp32")))
 def test_no_call_is_lost_when_snapshots_are_compared(was, now):
     """Each is as it was, changed, new, gone or moved; nothing is, where the calls are equal."""
     found = compare_snapshots(was, now)

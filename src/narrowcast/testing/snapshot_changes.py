@@ -132,19 +132,19 @@ def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCall
     for path, calls in new.items():
         waiting.setdefault(_signature(calls), []).append(path)
     counts: dict[tuple[str, str], int] = {}
-    moved: set[str] = set()
+    moved: set[tuple[str, str]] = set()
     for path, calls in gone.items():
         there = waiting.get(_signature(calls))
         if there and path not in new:
             to = there.pop(0)
-            moved |= {path, to}
+            moved |= {(GONE, path), (NEW, to)}
             src, dst = (name.split(".") if name else [] for name in (path, to))
             while src and dst and src[-1] == dst[-1]:  # `encoder.layer.0`, `enc.layer.0` -> `encoder`, `enc`
                 src.pop()
                 dst.pop()
             key = ".".join(src), ".".join(dst)
             counts[key] = counts.get(key, 0) + len(calls)
-    left = [c for c in changes if c.kind == CHANGED or c.id.module_path not in moved]
+    left = [change for change in changes if (change.kind, change.id.module_path) not in moved]
     return left, tuple(MovedCalls(src, dst, calls) for (src, dst), calls in counts.items())
 
 
