@@ -41,6 +41,7 @@ from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modu
 from narrowcast.reports.render.html import BUILT
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.saved import load
 
@@ -217,6 +218,14 @@ def test_a_ledger_says_what_is_worth_doing_with_the_rule():
     assert first.what == "open a region"
     assert "2 casts" in again.why and "1.8 KiB" in again.why
     assert most.rule == {"op": "aten.softmax.int", "action": "follow", "reason": "no casts to fp32"}
+
+
+def test_no_advice_is_against_a_rule_of_the_users_own():
+    """A list has a source; what a user's rule asks for is wanted."""
+    ledger = Ledger()
+    for cast in a_ledger().casts:
+        ledger.add(replace(cast, source=""))
+    assert not [todo for todo in page(ledger).todos if todo.rule]
 
 
 def test_a_run_shows_what_flows_through_views_and_which_tensors_were_cast():

@@ -138,10 +138,12 @@ def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
 
 
 def _dearest(copied: list[Cast]) -> list[Todo]:
-    """Return the op whose casts to a wider format move most, if that is much, and how it does without."""
+    """Return the op whose casts to a wider format move most, and how it does without; of lists, which have a source:
+    what the user's own rules ask for is wanted.
+    """
     moved = Counter[tuple[str, str, str]]()
     for cast in copied:
-        if cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
+        if cast.source and cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
             moved[cast.op, cast.src, cast.dst] += cast.moved_bytes
     if not moved:
         return []
