@@ -137,7 +137,6 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     "difference of running shares": ("bf16", running_share),
     "logarithm of one and little": ("bf16", lambda y: 1e4 * torch.log(1 + 1e-3 * y.abs())),
     "mean of what is far off": ("bf16", lambda y: centred(y + 100)),
-    "slope of a saturated tanh": ("bf16", lambda y: 1e4 * (1 - torch.tanh(y + 4).square())),
     "odds of what is nearly sure": ("bf16", lambda y: torch.log(torch.sigmoid(y + 6) / (1 - torch.sigmoid(y + 6)))),
     "loss by hand": ("bf16", lambda y: torch.log(1 - torch.sigmoid(9 + y) + 1e-7)),
     "geometric series": ("bf16", lambda y: torch.sigmoid(y + 5).pow(100) / (1 - torch.sigmoid(y + 5))),
