@@ -327,3 +327,14 @@ def test_a_limit_that_rounding_leads_to_is_named_where_something_comes_of_it(is_
     rows = [row for row in found.rows if row.id.op == "aten.log.default"]
     assert found.verdict == ("round-off" if is_masked else "not finite"), str(found)
     assert [row.verdict for row in rows] == ["passed on" if is_masked else "not finite"], str(found)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_op_whose_kernel_calls_listed_ops_computes_in_their_format(dtype):
+    """That of bilinear calls bmm, which autocast casts: a difference from fp32 is round-off of the low format."""
+    model, x = nn.Bilinear(16, 16, 4), (torch.randn(6, 16), torch.randn(6, 16))
+    low = nc.capture(model, x, under=dtype)
+    (call,) = [call for call in low.calls if call.id.op == "aten._trilinear.default"]
+    assert (call.came, call.computes) == ("fp32", dtype)
+    assert is_sound(nc.compare(model, x, under=dtype, backward=True))
+    assert nc.diff(nc.capture(model, x), low).verdict == "formats differ"

@@ -12,7 +12,7 @@ import torch
 
 from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.formats import Format
+from narrowcast.formats import Format, parse_format
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
@@ -32,9 +32,11 @@ def rounded_to(kept: KeptCall) -> list[torch.dtype]:
 
 
 def cast_formats(under: Keep) -> dict[CallId, Format]:
-    """Of each call that the policy casts arguments for: the coarsest of the formats that it casts to."""
-    plans = {identity: kept.call.plan for identity, kept in under.calls.items()}
-    formats = {identity: [f for f in plan.formats if f is not None] for identity, plan in plans.items() if plan}
+    """Return of each call that casts arguments, by the policy or in its kernel, the coarsest format it casts to."""
+    formats: dict[CallId, list[Format]] = {}
+    for identity, kept in under.calls.items():
+        planned = kept.call.plan.formats if kept.call.plan else ()
+        formats[identity] = [*(f for f in planned if f is not None), *map(parse_format, kept.call.inside)]
     return {identity: max(found, key=_epsilon) for identity, found in formats.items() if found}
 
 

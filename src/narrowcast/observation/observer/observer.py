@@ -23,7 +23,7 @@ from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import Turns, Who
-from narrowcast.observation.observer.words import deciding_rule
+from narrowcast.observation.observer.words import deciding_rule, planned_names
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import stack
@@ -62,6 +62,7 @@ class _ObserverState(threading.local):
     def __init__(self) -> None:
         self.decided: list[SeenCall | None] = []
         self.starts: list[int] = []
+        self.outer: SeenCall | None = None  # the call whose kernel runs with autocast on, as listed ops inside need it
         self.is_out = False
         self.looking = False
         self.is_inside = False  # of a module
@@ -156,6 +157,8 @@ class Observer(WatchingMode):
     def _begun(self, call: DecidedCall) -> SeenCall | None:
         """Return the call, if it is not part of another."""
         state = self._local
+        if state.outer is not None and self._executing.op not in (None, call.facts.op) and any(call.plan.formats):
+            state.outer.runs_inside(planned_names(call.plan, call.tensors))
         if call.facts.id == MODULE_CALL_OP or state.decided or self._executing.op or state.looking:
             return None
         if any(isinstance(t, FakeTensor) for _, t in call.tensors):
@@ -209,7 +212,11 @@ class Observer(WatchingMode):
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
         seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         on = () if decided or self._executing.op else self._autocast_on()
-        result = self._execute(func, args, kwargs, on)
+        try:
+            self._local.outer = seen if on else self._local.outer
+            result = self._execute(func, args, kwargs, on)
+        finally:
+            self._local.outer = None if on else self._local.outer
         if seen is None:
             if self.follows and not decided:
                 self._look(self.moved, facts.id, facts, args, kwargs, result)

@@ -23,6 +23,7 @@ class SeenCall:
     formats: those of its input tensors, and those that the op computes in; None: the same. forward: of
     a backward call, the forward call whose gradients it computes. policy: of the region that is open, or was at the
     forward. is_cast: a conversion between formats, of autocasting's or of the user's. is_lost: looking at it raised.
+    inside: the formats of listed ops that its kernel calls, as that of bilinear does.
     """
 
     who: Who
@@ -38,6 +39,7 @@ class SeenCall:
     notes: dict[str, Any] = field(default_factory=dict)
     policy: Policy | None = None
     is_lost: bool = False
+    inside: dict[str, None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Which call it is, and where."""
@@ -69,8 +71,14 @@ class SeenCall:
             inputs = computes = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
             if self.rule is not None and self.plan is not None:
                 computes = planned_names(self.plan, list(zip(slots_of(*given), gather(*given), strict=True)))
+            computes = ",".join(self.inside) or computes
             self.formats = inputs, computes
         return self.formats
+
+    def runs_inside(self, formats: str) -> None:
+        """Note that its kernel calls an op that computes in these formats."""
+        self.inside |= dict.fromkeys(formats.split(","))
+        self.formats = None
 
     def without_tensors(self) -> SeenCall:
         """Return the call for a caller that keeps it, and not its tensors."""
