@@ -214,7 +214,7 @@ class _Comparing:
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
-            if self._dtype is torch.float32:  # its code names the weights' formats, which are left then
+            if self._dtype is torch.float32:  # its code names the formats of weights: they are kept
                 self._dtype = None
                 return self._run_reference(observer)
             raise RunError(

@@ -251,9 +251,9 @@ def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -
     spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
     for put_off in reversed(calls):
         is_through = True
-        for number, lies in zip(put_off.gave, put_off.lies, strict=True):
+        for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
-            is_nothing = memory not in spoiled and lies.expired() and not read.has_nan([number])
+            is_nothing = memory not in spoiled and storage.expired() and not read.has_nan([number])
             is_through &= read.is_finite(number) or memory in masked or is_nothing
         # a cast without results is one to integers; the result of another call was not used
         for number in put_off.came if put_off.gave or put_off.call.is_cast else ():
