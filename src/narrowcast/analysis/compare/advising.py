@@ -1,9 +1,9 @@
 """What helps: rules, or lines in fp32. The model is run with each, and only what lowers the error is advised.
 
-Where a value is rounded is seldom where it hurts: a position that bf16 does not hold hurts in a cosine, an epsilon that
-fp16 does not hold in a root. So lines whose code asks for a low format itself are tried in fp32, since no rule reaches
-those; then the call most to blame and the low calls that it comes from, the nearest first: one alone, if one does about
-as much as all.
+A rounding seldom does harm where it happens: a position that bf16 cannot represent does in a cosine, an epsilon that
+fp16 cannot represent in a root. So first lines whose code asks for a low format itself are tried in fp32, since no rule
+applies to those; then rules about the call most at fault and the low calls from which its inputs come, the nearest
+first: a rule alone, if it does about as much as all.
 """
 
 from __future__ import annotations
@@ -27,73 +27,73 @@ from narrowcast.runtime.torch_bridge import FORMATS
 
 SOURCE = "narrowcast compare"
 VISIBLE = 4.0
-"""An output that is off by this many units in the last place of the low format is worth runs, be that round-off."""
+"""An output error of this many units in the last place of the low format is worth runs, even if it is round-off."""
 _HELPS = 0.5
 """A remedy leaves at most this part of the error."""
 _AS_GOOD = 2.0
 """One rule is as good as all that were tried together, if it leaves at most this many times their error."""
 _TRIES, _BLAMED, _ALONE, _TOGETHER, _LINES = 12, 3, 4, 3, 3
-"""How often the model may run for it, of how many calls the sources are tried; how many rules of a kind are tried
-alone, and how many together; and how many lines alone.
+"""The most runs of the model; the most calls whose sources are tried; how many rules of a kind are tried alone, and
+how many together; and how many lines alone.
 """
 RunIn = Callable[[autocast, Observer | None], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What is off: the output, or the gradient of a parameter; and by how much, infinity where it is not finite."""
+    """The error to reduce: of the output, or of a parameter's gradient; infinity where that is not finite."""
 
     parameter: str
     error: float
 
     def left(self, expected: Outcome, outcome: Outcome) -> float:
-        """The same error of another run."""
+        """Return the same error of another run."""
         if self.parameter:
-            found = outcome.gradients.get(self.parameter)
-            error = math.inf if found is None else gradient_error(expected.gradients[self.parameter], found)
+            gradient = outcome.gradients.get(self.parameter)
+            error = math.inf if gradient is None else gradient_error(expected.gradients[self.parameter], gradient)
         else:
             error = max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=math.inf)
         return math.inf if math.isnan(error) else error
 
     def is_helped_by(self, error: float) -> bool:
-        """Whether so much is left that it was worth it."""
+        """Return whether a remedy that leaves this error helps."""
         return error <= _HELPS * min(self.error, 1.0)
 
 
-def harm_of(found: Differences, low_epsilon: float) -> Harm | None:
-    """What a comparison found to be off, if something is; the output first."""
-    if found.verdict in (verdicts.KERNEL, verdicts.NONDETERMINISTIC, verdicts.NOT_COMPARED):
-        return None  # a kernel is proved to be off by itself
-    if found.verdict == verdicts.FAULT and found.unmatched and not found.faults:
-        return None  # the two are other programs
-    worst = max((math.inf if math.isnan(o.relative_error) else o.relative_error for o in found.outputs), default=0.0)
+def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
+    """Return the error that is worth reducing after a comparison, if there is one: of the output first."""
+    if result.verdict in (verdicts.KERNEL, verdicts.NONDETERMINISTIC, verdicts.NOT_COMPARED):
+        return None  # a kernel is at fault by itself
+    if result.verdict == verdicts.FAULT and result.unmatched and not result.faults:
+        return None  # the two are different programs
+    worst = max((math.inf if math.isnan(o.relative_error) else o.relative_error for o in result.outputs), default=0.0)
     if worst > VISIBLE * low_epsilon:
         return Harm("", worst)
-    lost = [g for g in found.gradients if g.verdict in verdicts.AT_FAULT]
+    lost = [g for g in result.gradients if g.verdict in verdicts.AT_FAULT]
     if not lost:
-        return Harm("", worst) if found.verdict == verdicts.FAULT and worst else None
+        return Harm("", worst) if result.verdict == verdicts.FAULT and worst else None
     errors = {g.parameter: math.inf if math.isnan(g.relative_error) else g.relative_error for g in lost}
     parameter = max(errors, key=errors.__getitem__)
     return Harm(parameter, errors[parameter])
 
 
 class Advising:
-    """Looks for what helps. run: the model in a region, watched by an observer, with its gradients if these are off."""
+    """Looks for what helps. run: runs the model in a region under an observer, with gradients if those are at fault."""
 
-    def __init__(self, run: RunIn, region: autocast, expected: Outcome, found: Differences, harm: Harm) -> None:
-        self._run, self._region, self._expected, self._found, self._harm = run, region, expected, found, harm
+    def __init__(self, run: RunIn, region: autocast, expected: Outcome, result: Differences, harm: Harm) -> None:
+        self._run, self._region, self._expected, self._result, self._harm = run, region, expected, result, harm
 
     def run(self, around: autocast) -> None:
-        """Note what helps, or how often something was tried in vain. around: the reference's region."""
+        """Note what helps, or how many runs were tried in vain. around: the reference's region."""
         flow = LowFlow((self._region.policy,))
         self._run(self._region, flow)
-        self._found.growth = flow.growth(self._found.rows, VISIBLE * self._epsilon)
-        self._found.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
+        self._result.growth = flow.growth(self._result.rows, VISIBLE * self._epsilon)
+        self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
 
     # -- lines that ask for a low format -------------------------------------------------------------------------------
 
     def _high_lines(self, asked: Sequence[AskedFormat], around: autocast) -> Remedy | None:
-        """Lines that ask for a low format here, and not in the reference, in fp32: one, if one is enough."""
+        """Try lines in fp32 that ask for a low format here, and not in the reference; return one, if one is enough."""
         if not asked:
             return None
         in_reference = AsksHigh()
@@ -112,7 +112,7 @@ class Advising:
     # -- rules ---------------------------------------------------------------------------------------------------------
 
     def _rules(self, flow: LowFlow) -> Remedy | None:
-        """Rules about a call that is to blame, and about what it comes from."""
+        """Try rules about a call that is at fault, and about the calls from which its inputs come."""
         for blamed in self._to_blame():
             calls = {i: passed for i, passed in flow.upstream(blamed).items() if not writes(i.op)}
             rules = list(dict.fromkeys(map(_rule, calls)))
@@ -123,7 +123,7 @@ class Advising:
         return None
 
     def _fewest(self, choices: Iterable[list[Rule]], rules: list[Rule], whole: float) -> Remedy | None:
-        """The first choice that is as good as all rules together, or else the best."""
+        """Return the first choice that is as good as all rules together, or else the best."""
         best: tuple[float, list[Rule]] = (math.inf, [])
         for choice in choices:
             error = whole if choice == rules else self._try_rules(choice)
@@ -133,11 +133,11 @@ class Advising:
         return self._remedy(*best) if self._harm.is_helped_by(best[0]) else None
 
     def _to_blame(self) -> list[CallId]:
-        """The first call at fault, where the error grows, and what is most to blame; of a backward call its forward."""
-        found, growth = self._found, self._found.growth
-        rows = [*found.faults[:1], *(row for row in found.worst if row.verdict not in verdicts.AT_FAULT)]
+        """Return the first call at fault, that where the error grows, and the worst; of a backward call its forward."""
+        result, growth = self._result, self._result.growth
+        rows = [*result.faults[:1], *(row for row in result.worst if row.verdict not in verdicts.AT_FAULT)]
         blamed = [row.forward or row.id for row in rows]
-        blamed[len(found.faults[:1]) : 0] = [growth.id] if growth is not None else []
+        blamed[len(result.faults[:1]) : 0] = [growth.id] if growth is not None else []
         return list(dict.fromkeys(blamed))[:_BLAMED]
 
     # -- trying --------------------------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ class Advising:
         return self._try(None, autocast(self._region.device, self._region.fast_dtype, policy=policy))
 
     def _try(self, observer: Observer | None, region: autocast | None = None) -> float:
-        """The error that is left; infinity for what does not run, or may not."""
-        if self._found.tried >= _TRIES:
+        """Run, and return the error that is left; infinity if it raises, or no run is left."""
+        if self._result.tried >= _TRIES:
             return math.inf
-        self._found.tried += 1
+        self._result.tried += 1
         try:
             outcome = self._run(region or self._region, observer)
-        except Exception:  # formats may meet that the model never has
+        except Exception:  # formats may meet that never do in the model
             return math.inf
         return self._harm.left(self._expected, outcome)
 
@@ -178,8 +178,8 @@ def _result_rule(identity: CallId) -> Rule:
 
 
 def _choices(calls: dict[CallId, int], flow: LowFlow) -> Iterator[list[Rule]]:
-    """The rules to try, the cheapest first: about calls that only follow what they read; about what calls give that
-    rules lowered, so that what follows is high; about how these compute; and about all between.
+    """Yield the rules to try, the cheapest first: about calls that only follow their inputs; about results of calls
+    that rules lowered, so that followers are in fp32; about the compute of these; and about all followers.
     """
     followers = _unique(_rule(i) for i in calls if not flow[i].is_decided)
     near, far = ([i for i, passed in calls.items() if flow[i].is_decided and passed == n] for n in (0, 1))
@@ -204,7 +204,7 @@ def _unique(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def _lines_lifted(rules: Iterable[Rule], calls: Iterable[CallId], flow: LowFlow) -> tuple[tuple[str, int], ...]:
-    """Where those of the calls are made that are no longer low with the rules: they are named, or read what is."""
+    """Return the lines of the calls that the rules put into fp32: those named, and those that follow their inputs."""
     rules = set(rules)
     is_followed = any(rule.argument is not None for rule in rules)
     lifted = [i for i in calls if _rule(i) in rules or (is_followed and not flow[i].is_decided)]

@@ -1,4 +1,4 @@
-"""How far round-off may go: runs of a reference in which everything moves by one unit in the last place."""
+"""Rounding bounds, measured: runs of a reference in which every result is perturbed by one unit in the last place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _epsilon = attrgetter("epsilon")
 
 
 def rounded_to(kept: KeptCall) -> list[torch.dtype]:
-    """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
+    """Return the formats that a call rounds to: its results', and its inputs' if it cannot be run alone."""
     return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
 
 
@@ -37,17 +37,18 @@ def cast_formats(under: Keep) -> dict[CallId, Format]:
     for identity, kept in under.calls.items():
         planned = kept.call.plan.formats if kept.call.plan else ()
         formats[identity] = [*(f for f in planned if f is not None), *map(parse_format, kept.call.inside)]
-    return {identity: max(found, key=_epsilon) for identity, found in formats.items() if found}
+    return {identity: max(cast_to, key=_epsilon) for identity, cast_to in formats.items() if cast_to}
 
 
 class Moved(Observer):
-    """A run in which each result moves by up to one unit in the last place of the format that the policy gives it, and
-    what the policy casts for a call by as much: where terms cancel, that moves a result by far more than its own unit.
+    """A run in which each result is perturbed by up to one unit in the last place of the format that it has under the
+    policy, and arguments that the policy casts likewise: where terms cancel, that changes a result by far more.
 
     formats: of results. cast_formats: of the arguments of calls that the policy casts. kept: samples of the reference's
-    results; `errors` are how far those of this run are from them. keeps_exact: what comes of whole numbers alone
-    (lengths, positions, tables of them) stays, where the policy gives it no lower format: it is the same in each run of
-    this model, and shapes may be read from it. underflows: what is near the end of a format moves as that makes it.
+    results; `errors` holds the errors of this run's against them. keeps_exact: results computed from whole numbers
+    alone (lengths, positions, tables of them) are left, unless the policy gives them a lower format: they are the same
+    in each run of the model, and shapes may depend on them. underflows: values near the smallest number of a format are
+    perturbed by as much as underflow changes them.
     """
 
     sees_inside = True
@@ -63,19 +64,19 @@ class Moved(Observer):
         self.errors: dict[CallId, float] = {}
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """The result, moved."""
+        """Return the result, perturbed."""
         format, cast_format = self._formats.get(seen.id), self._cast_formats.get(seen.id)
         if format is None or not facts.computes or is_random(facts.op):
             return result
         if cast_format is None and self._is_exact(format, args, kwargs, result):
             return result
         if cast_format is not None and not facts.writes and not reads_opaque(facts):
-            with suppress(RuntimeError):  # of a kernel that takes its arguments as they lie in memory
+            with suppress(RuntimeError):  # of a kernel that needs the memory layout of its arguments
                 result = facts.op(*self._moved(args, cast_format), **self._moved(kwargs, cast_format))
         return self._moved(result, format)
 
     def _is_exact(self, format: Format, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-        """Whether a result comes of whole numbers alone; noted then with its version, since it may be written to."""
+        """Return whether a result is computed from whole numbers alone; note it with its version: writes may follow."""
         if self._exact is None:
             return False
         results = [t for t in tensors_in(result) if is_floating(t)]
@@ -101,19 +102,19 @@ class Moved(Observer):
         return tree_map(moved, values)
 
     def after(self, call: SeenCall) -> None:
-        """How far it is from the reference's."""
+        """Note the error of the results against the reference's."""
         reference = self._kept.get(call.id)
         if reference is None or call.is_cast:
             return
         results = [t for t in call.results if is_floating(t)]
         pairs = [(sample_like(t, r), r.double()) for t, r in zip(results, reference, strict=False)]
-        found = [(t, r) for t, r in pairs if t is not None]
-        self.errors[call.id] = error_of([t for t, _ in found], [r for _, r in found])
+        sampled = [(t, r) for t, r in pairs if t is not None]
+        self.errors[call.id] = error_of([t for t, _ in sampled], [r for _, r in sampled])
 
 
 def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> dict[CallId, Format]:
-    """The format to which the results of each call of the reference are to move. low: the region's. The same program
-    may cast them to a low one itself, which is no cast in the reference; casts of another are its own fault.
+    """Return by call of the reference the format by whose unit its results are perturbed. low: the region's. The same
+    program may cast them to a low format itself, which is no cast in the reference; casts of another do not count.
     """
     formats = {
         identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_own else ())]), key=_epsilon)
@@ -123,14 +124,14 @@ def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> di
     if not is_own:
         others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
         low = max((FORMATS[d] for kept in others for d in rounded_to(kept)), key=_epsilon, default=low)
-    # what computes otherwise under the policy rounds there as often as not
+    # a call without a partner under the policy is assumed to round there
     return formats | dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
 
 
 @dataclass(slots=True)
 class Bands:
-    """How far round-off may go: the largest relative errors of runs in which everything moved, of calls, of the output,
-    and of gradients by parameter. runs: those that went through.
+    """Rounding bounds: the largest relative errors of calls, of the output, and of gradients by parameter, over runs in
+    which every result was perturbed. runs: how many of these counted.
     """
 
     calls: dict[CallId, float] = field(default_factory=dict)
@@ -139,14 +140,14 @@ class Bands:
     runs: int = 0
 
     def add_calls(self, errors: dict[CallId, float]) -> None:
-        """The errors of calls in one more run; where it is not finite, nothing is beyond round-off."""
+        """Add the errors of calls in one more run; where one is not finite, no error is beyond round-off."""
         for identity, error in errors.items():
             band = math.inf if math.isnan(error) else error
             self.calls[identity] = max(self.calls.get(identity, 0.0), band)
 
     def add(self, expected: Outcome, moved: Outcome) -> None:
-        """What one more run gave; nothing, if its outputs are not finite where the reference's are, or have other
-        shapes (lengths that come of values).
+        """Add the errors of outputs and gradients of one more run, unless its outputs are not finite where the
+        reference's are, or have other shapes (which depend on values).
         """
         errors = [e.relative_error for e in output_errors(expected.output, moved.output)]
         if any(map(math.isnan, errors)) or len(errors) < len(output_errors(expected.output, expected.output)):

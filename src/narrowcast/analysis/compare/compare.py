@@ -1,9 +1,9 @@
 """`nc.compare`: a model under a policy against a reference, call by call: which op adds which error, and is it a fault.
 
 The model runs twice as the reference (what differs there is nondeterminism; in the second run each call also runs alone
-in its low formats), under the policy, where kernels are judged by what bounds their errors (`kernel_bounds`), and with
-everything moved by one unit in the last place of the formats that the policy gives it: that says how far round-off may
-go in outputs (TTrace, arXiv 2506.09280). Where something is off, it runs on to find what helps (`advising`).
+in its low formats), under the policy, where kernels are judged by bounds of their errors (`kernel_bounds`), and with
+every result perturbed by one unit in the last place of its format under the policy: that measures the rounding bounds
+of outputs (TTrace, arXiv 2506.09280). Where an error is larger, more runs show what helps (`advising`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 REFERENCES = {"fp32": None, "fp64": torch.float64}
 BY = ("op", "module")
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
-"""Where two runs leave a doubt, this many more decide: of a scalar, two say little."""
+"""Where two runs leave a doubt, this many more decide: of a scalar, two show little."""
 
 
 def compare(
@@ -69,7 +69,7 @@ def compare(
             that has its own (compiled, exported) or where the reference is another model.
     reference: `fp32`, the same model in a region that casts nothing: a copy in fp32 of one whose weights are low, the
             original of one that was compiled; `fp64`, a copy of it in fp64; or another model that takes the same
-            arguments, run in the same region if it has none of its own: exported code against what it was made of.
+            arguments, run in the same region if it has none of its own: exported code against its source.
     by:     what the first screen lists: `op` or `module`.
     backward: also differentiate, as for `capture`; then gradients are compared, too.
     isolate: the model runs this many times more, unobserved, with single ops of single modules alone in the low format,
@@ -78,10 +78,10 @@ def compare(
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
     Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
-    two where one is not finite, to find where, and at most 14 where something is off, to find what helps (`remedy`):
-    rules, or lines in fp32 whose code asks for a low format itself. Nothing of it is left behind: weights that it
-    changes itself are put back. Raises RunError for a model that gives no tensor, or a reference whose output is
-    nothing but NaN.
+    two where one is not finite, to find where, and at most 14 where an error is too large, to find what helps
+    (`remedy`): rules, or lines in fp32 whose code asks for a low format itself. The model is unchanged afterwards:
+    weights that it changes itself are restored. Raises RunError for a model that returns no tensor, or a reference
+    whose output is nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, inputs, backward)
@@ -89,23 +89,23 @@ def compare(
     default = "native" if is_own and not trial.is_made else None
     opened = observed_region("compare", trial, under, default)
     other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
-    found = _nothing_yet(trial.name, opened, str(reference) if is_own else "another model", by)
+    result = _empty_result(trial.name, opened, str(reference) if is_own else "another model", by)
     around = autocast(opened.device, policy=NOTHING) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
-    _Comparing(trial, other, opened, around, dtype, limit_bytes, found).run(isolate)
-    return found
+    _Comparing(trial, other, opened, around, dtype, limit_bytes, result).run(isolate)
+    return result
 
 
 def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
-    """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
-    found = _nothing_yet(trial.name, region, "fp32", "op")
+    """Compare with fp32 in a prepared region, without ops alone, whatever fp32's output is: NaN, no tensor."""
+    result = _empty_result(trial.name, region, "fp32", "op")
     other, around = trial.original(), autocast(region.device, policy=NOTHING)
     dtype = other.fp32_for_low()
-    _Comparing(trial, other, region, around, dtype, limit_bytes, found, accepts_any=True).run(isolate=0)
-    return found
+    _Comparing(trial, other, region, around, dtype, limit_bytes, result, accepts_any=True).run(isolate=0)
+    return result
 
 
-def _nothing_yet(name: str, region: autocast, reference: str, by: str) -> Differences:
+def _empty_result(name: str, region: autocast, reference: str, by: str) -> Differences:
     low, nothing = str(FORMATS[region.fast_dtype]), region.policy is NOTHING
     return Differences(
         subject=name, device_type=region.device, policy="" if nothing else region.policy.name,
@@ -127,30 +127,30 @@ def _check(reference: Any, by: str) -> None:
 class _Comparing:
     def __init__(
         self, trial: Trial, other: Trial, region: autocast, around: autocast, dtype: torch.dtype | None,
-        limit_bytes: int, found: Differences, accepts_any: bool = False,
+        limit_bytes: int, result: Differences, accepts_any: bool = False,
     ) -> None:  # fmt: skip
         self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._around = trial, other, region, around
         self._is_own = other.model is trial.model
-        self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
+        self._dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
         self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
         self._step: Step = lambda: None
         self._bands, self._underflow = Bands(), frozenset[str]()
-        self._door = Door(found.notes)
+        self._door = Door(result.notes)
 
     def run(self, isolate: int) -> None:
-        with long_work(f"comparing {self._found.subject}", 6 + isolate * self._is_own) as self._step:
+        with long_work(f"comparing {self._result.subject}", 6 + isolate * self._is_own) as self._step:
             self._run_all(isolate)
 
     def _run_all(self, isolate: int) -> None:
-        found = self._found
+        result = self._result
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         expected = self._run_reference(reference)
         if not self._accepts_any:
-            check_reference(expected, self._found.reference)
+            check_reference(expected, self._result.reference)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
@@ -160,23 +160,23 @@ class _Comparing:
         self._move(reference, under, expected, _SEEDS)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)
-            if found.unmatched:
-                found.notes.append(judging.about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+            if result.unmatched:
+                result.notes.append(judging.about_unmatched(result.unmatched, under.saw_scripts and self._is_own))
         is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
         if self._trial.is_compiled and not any(is_random(kept.call.facts.op) for kept in under.calls.values()):
             with quietly():
-                found.compiled = judging.off_by_compiler(seen, actual, self._bands)
+                result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
             self._conclude(is_beyond, expected, repeated)
-            judging.name_cause(found, reference, under)
+            judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
-        if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
+        if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
             self._isolate(isolate, expected)
         if self._is_own and self._casts and not (under.saw_scripts or self._trial.is_compiled):
             self._advise(expected)
-        if found.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in found.rows):
+        if result.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in result.rows):
             self._note(
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
@@ -186,10 +186,10 @@ class _Comparing:
             )
 
     def _note(self, note: str) -> None:
-        self._found.notes += [note] * (note not in self._found.notes)
+        self._result.notes += [note] * (note not in self._result.notes)
 
     def _observed(self, observer: Observer) -> AbstractContextManager[None]:
-        """What a run is watched by, which keeps the weights that are written to, too."""
+        """Return the context that observes a run, and keeps the weights that are written to."""
         observer.weights, observer.door = self._weights, self._door
         return observer.observing()
 
@@ -202,19 +202,19 @@ class _Comparing:
         finally:
             with quietly():
                 self._changed.update(self._weights.put_back())
-        self._found.runs += 1
+        self._result.runs += 1
         self._step()
         return outcome
 
     def _run_reference(self, observer: Observer) -> Outcome:
-        """A run of the reference. RunError if it is to be in fp64, and does not run there."""
+        """Run the reference. RunError if it is to be in fp64, and does not run there."""
         observer.casts_scripts = self._casts and not self._is_own
         try:
             return self._run(self._other, self._around, self._observed(observer), self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
-            if self._dtype is torch.float32:  # it names the formats of its weights: they stay, and nothing is compared
+            if self._dtype is torch.float32:  # its code names the formats of weights: they are kept
                 self._dtype = None
                 return self._run_reference(observer)
             raise RunError(
@@ -224,23 +224,23 @@ class _Comparing:
             ) from error  # fmt: skip
 
     def _find_not_finite(self, expected: Outcome) -> None:
-        """Where an output is not finite: the first call that makes it so here, and not in the reference."""
-        found, has_nan_itself = self._found, has_nan(expected.output)
+        """Find, where an output is not finite, the first call that makes it so here, and not in the reference."""
+        result, has_nan_itself = self._result, has_nan(expected.output)
         floating = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
         if any(not bool(torch.isfinite(t).all()) for t in floating):
-            found.notes.append(f"The reference ({found.reference}) itself has values that are not finite.")
-        if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in found.outputs):
+            result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")
+        if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in result.outputs):
             return
         reference, here = watch(at="op"), watch(at="op")
         self._run(self._other, self._around, reference, self._dtype)
         self._run(self._trial, self._region, here)
-        found.not_finite, found.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
+        result.not_finite, result.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
 
     def _move(
         self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False
     ) -> None:
-        """The reference with each call's results moved by one unit in the last place. Where that raises, values decide
-        of shapes, and the runs that are compared went through.
+        """Run the reference with each call's results perturbed by one unit in the last place. That may raise if shapes
+        depend on values; the runs that are compared did not.
         """
         formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
         kept = {identity: kept.samples for identity, kept in reference.calls.items()}
@@ -259,7 +259,7 @@ class _Comparing:
             self._bands.add_calls(moved.errors)
 
     def _look_closer(self, reference: Keep, under: Keep, expected: Outcome, actual: Outcome) -> bool:
-        """Whether outputs or gradients are beyond round-off after more runs; noted, if underflow explains them."""
+        """Return whether outputs or gradients are beyond round-off after more runs; note if underflow explains them."""
         self._move(reference, under, expected, _MORE_SEEDS)
         is_beyond = self._read_outputs(expected, actual)
         small = [f for f in moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own).values()
@@ -267,7 +267,7 @@ class _Comparing:
         if not is_beyond or not small:
             return is_beyond
         scale = judging.scale_of_loss(reference.calls, under.calls)
-        if scale > 1.0 and any(g.verdict == verdicts.FAULT for g in self._found.gradients):
+        if scale > 1.0 and any(g.verdict == verdicts.FAULT for g in self._result.gradients):
             scaled = self._run(replace(self._trial, scale=scale), self._region if self._casts else autocast_off(), None)
             with quietly():
                 rows = judging.judge_gradients(expected, scaled, self._bands, frozenset())
@@ -278,7 +278,7 @@ class _Comparing:
             self._move(reference, under, expected, _SEEDS, underflows=True)
             is_beyond = self._read_outputs(expected, actual)
         if not is_beyond:
-            self._note(judging.about_underflow(self._found.rows, small[0]))
+            self._note(judging.about_underflow(self._result.rows, small[0]))
         return is_beyond
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -286,76 +286,76 @@ class _Comparing:
     def _read_calls(
         self, reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall], again: dict[CallId, Alone]
     ) -> None:
-        found = self._found
+        result = self._result
         reference, under = judging.without_sums(reference), judging.without_sums(under)
         elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
         for identity, kept in under.items():
             expected, alone = reference.get(identity), again.get(identity)
             if expected is None:
-                found.unmatched.append(f"{identity}: only under the policy")
+                result.unmatched.append(f"{identity}: only under the policy")
                 continue
             is_same = judging.has_same_shapes(kept, expected) and not judging.other_arguments(kept, expected)
             if not is_same and identity.module_path in elsewhere:
-                found.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
+                result.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
                 continue
             band = self._bands.calls.get(identity)
-            found.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
-        found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
-        shaky = [row for row in found.rows if row.verdict == verdicts.NONDETERMINISTIC]
+            result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
+        result.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
+        shaky = [row for row in result.rows if row.verdict == verdicts.NONDETERMINISTIC]
         if shaky:
             first = shaky[0]
-            found.notes.append(
+            result.notes.append(
                 f"{len(shaky)} calls differ between two runs of the reference with the same random state, the first "
                 f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
             )
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
-        """The errors of outputs and gradients; whether one is beyond its band."""
-        found, bands = self._found, self._bands
+        """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""
+        result, bands = self._result, self._bands
         with quietly():
-            found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
-            found.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
-        worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
+            result.outputs, result.band = output_errors(expected.output, actual.output), bands.output
+            result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
+        worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         is_beyond = bool(bands.runs) and worst > max(judging.OUTPUT_FACTOR * bands.output, judging.TINY)
-        return is_beyond or any(g.verdict == verdicts.FAULT for g in found.gradients)
+        return is_beyond or any(g.verdict == verdicts.FAULT for g in result.gradients)
 
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
-        found = self._found
-        is_lost = any(math.isnan(o.sqnr_db) for o in found.outputs)
-        if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in found.gradients):
-            found.rows = list(map(judging.came_to_something, found.rows))
-        of_calls = {row.verdict for row in found.rows}
-        is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in found.gradients}
-        worst = max((o.relative_error for o in found.outputs), default=0.0)
-        is_beyond = is_beyond or bool(found.compiled) or verdicts.FAULT in of_calls
-        is_off = bool(worst or found.differing)
-        found.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
+        result = self._result
+        is_lost = any(math.isnan(o.sqnr_db) for o in result.outputs)
+        if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
+            result.rows = list(map(judging.came_to_something, result.rows))
+        of_calls = {row.verdict for row in result.rows}
+        is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in result.gradients}
+        worst = max((o.relative_error for o in result.outputs), default=0.0)
+        is_beyond = is_beyond or bool(result.compiled) or verdicts.FAULT in of_calls
+        is_off = bool(worst or result.differing)
+        result.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
         lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
-        if lost and found.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
-            found.verdict = verdicts.NOT_COMPARED
+        if lost and result.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
+            result.verdict = verdicts.NOT_COMPARED
             self._note(
                 f"Gradients are not finite in the reference, too ({lost[0]}, in all {len(lost)}): nothing is said of "
                 "them. nc.watch() around forward and backward names the call that makes them."
             )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
-        is_low = judging.is_low_in_both(found.rows, self._trial.is_made)
-        is_shaky = bool(shaky) and not found.faults and worst <= judging.OUTPUT_FACTOR * shaky
-        if is_shaky and found.verdict in (verdicts.ROUND_OFF, verdicts.FAULT):
-            found.verdict = verdicts.NONDETERMINISTIC
-            found.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
-        elif found.verdict == verdicts.ROUND_OFF and not self._bands.runs and found.outputs and worst > judging.TINY:
-            found.verdict = verdicts.NOT_JUDGED
+        is_low = judging.is_low_in_both(result.rows, self._trial.is_made)
+        is_shaky = bool(shaky) and not result.faults and worst <= judging.OUTPUT_FACTOR * shaky
+        if is_shaky and result.verdict in (verdicts.ROUND_OFF, verdicts.FAULT):
+            result.verdict = verdicts.NONDETERMINISTIC
+            result.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
+        elif result.verdict == verdicts.ROUND_OFF and not self._bands.runs and result.outputs and worst > judging.TINY:
+            result.verdict = verdicts.NOT_JUDGED
             self._note("No run says how far round-off carries to the output: only kernels were judged.")
-        elif found.verdict == verdicts.EXACT and is_low and found.reference in REFERENCES:
-            found.verdict = verdicts.NOT_COMPARED
+        elif result.verdict == verdicts.EXACT and is_low and result.reference in REFERENCES:
+            result.verdict = verdicts.NOT_COMPARED
             self._note(
                 "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
                 "Give reference=the model without them."
             )
 
     def _advise(self, expected: Outcome) -> None:
-        """Where something is off, find by runs what helps."""
-        harm = harm_of(self._found, FORMATS[self._region.fast_dtype].epsilon)
+        """Find by runs what helps where an error is too large."""
+        harm = harm_of(self._result, FORMATS[self._region.fast_dtype].epsilon)
         if harm is None:
             return
         trial = self._trial if harm.parameter else replace(self._trial, backward=False)
@@ -365,17 +365,17 @@ class _Comparing:
             watching = None if observer is None else self._observed(observer)
             return self._run(trial, region, watching, self._dtype if reference else None)
 
-        Advising(run, self._region, expected, self._found, harm).run(self._around)
+        Advising(run, self._region, expected, self._result, harm).run(self._around)
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         def run(region: autocast) -> float | None:
             try:
-                made = self._run(replace(self._trial, backward=False), region, None)
-            except Exception:  # alone it may meet formats that the model never has
+                outcome = self._run(replace(self._trial, backward=False), region, None)
+            except Exception:  # formats may meet that never do in the model
                 return None
-            return max((e.relative_error for e in output_errors(expected.output, made.output)), default=None)
+            return max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=None)
 
-        failed = low_alone(self._found.rows, often, self._region, run)
+        failed = low_alone(self._result.rows, often, self._region, run)
         if failed:
             path, op = failed[0]
             self._note(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")

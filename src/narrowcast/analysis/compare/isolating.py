@@ -1,7 +1,7 @@
-"""Which ops are tried low alone: those that may move the output most, found by trying groups of modules first.
+"""Which ops are tried low alone: those that may change the output most, found by trying groups of modules first.
 
-An op's own error says little of what it does to the output, and a model has more ops than one likes to try. So where
-they are too many, the modules that hold them are tried as groups, and then the ops of the groups that moved it most.
+An op's local error says little about its effect on the output, and a model may have more ops than runs allow. Then the
+modules that hold them are tried as groups first, and after them the ops of the groups that changed the output most.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Place = tuple[str, str]
 def low_alone(
     rows: list[CallError], budget: int, region: autocast, run: Callable[[autocast], float | None]
 ) -> list[Place]:
-    """Note at the rows what their ops alone in the region's low format do to the output; what could not run so.
+    """Note at the rows what their ops alone in the region's low format do to the output; return those that raise.
 
-    budget: how often the model may run. run: the model in a region; the output's error, None where it cannot run.
+    budget: how often the model may run. run: runs the model in a region; returns the output's error, None if it raises.
     """
     places = _low_places(rows)
     ranked = sorted(places, key=lambda place: -max(rows[n].own for n in places[place]))
@@ -48,7 +48,7 @@ def low_alone(
 
 
 def _low_in(places: list[Place], region: autocast) -> autocast:
-    """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
+    """Return a region in which these ops of these modules are low, and their results have the reference's format."""
     rules = []
     for path, op in places:
         rules.append(Rule(op, Action(Kind.LOWER), module=naming(path)))
@@ -57,23 +57,23 @@ def _low_in(places: list[Place], region: autocast) -> autocast:
 
 
 def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
-    """The ops of modules that are low in the forward and have an error of their own, with the numbers of their rows."""
-    found: dict[Place, list[int]] = {}
+    """Return the ops of modules that are low in the forward and have a local error, with the numbers of their rows."""
+    places: dict[Place, list[int]] = {}
     for n, row in enumerate(rows):
         is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not writes(row.id.op)
         if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
-            found.setdefault((row.id.module_path, row.id.op), []).append(n)
-    return found
+            places.setdefault((row.id.module_path, row.id.op), []).append(n)
+    return places
 
 
 def writes(op: str) -> bool:
-    """Whether an op gives what it writes to: no rule is about its result."""
+    """Return whether an op returns an argument that it writes to: no rule applies to its result."""
     overload = find_op(op)
     return overload is None or any(slot.written for slot in op_facts(overload).slots)
 
 
 def _groups(places: list[Place], most: int) -> dict[str, list[Place]]:
-    """The places by the modules that hold them, as deep as gives at most this many groups."""
+    """Group places by the modules that hold them, at the deepest level with at most this many groups."""
     depth = max(path.count(".") + 1 for path, _ in places)
     for parts in range(depth, 0, -1):
         grouped: dict[str, list[Place]] = {}

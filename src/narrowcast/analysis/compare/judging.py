@@ -1,5 +1,5 @@
-"""Is an error round-off, a kernel's, or neither? Kernels are judged by bounds (`kernel_bounds`), what is inherited by
-bands that are measured (TTrace, arXiv 2506.09280).
+"""Is an error round-off, a kernel's, or neither? Kernels are judged by bounds (`kernel_bounds`), propagated errors by
+rounding bounds that are measured (TTrace, arXiv 2506.09280).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from narrowcast.reports.results.lines import number_text
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
 OUTPUT_FACTOR = 4.0
-"""What inherits, and whole outputs, are beyond round-off from this many times the band on."""
+"""Propagated errors, and those of outputs, are beyond round-off from this many times the rounding bound on."""
 TINY = 8 * FORMATS[torch.float32].epsilon
-"""What two orders of summation in fp32 make."""
+"""The difference that two orders of summation in fp32 may make."""
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
@@ -44,10 +44,10 @@ _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has n
 def judge_call(
     identity: CallId, kept: KeptCall, expected: KeptCall, alone: Alone | None, band: float | None, is_own: bool
 ) -> CallError:
-    """The errors of one call under the policy (`kept`) against the reference, and the verdict.
+    """Return the errors of one call under the policy (`kept`) against the reference, and the verdict.
 
-    band: how far runs in which everything moved were off here; None without any. is_own: both are the same program,
-    where other shapes come of other values, and other numbers are a fault only if what they give is beyond the band.
+    band: the rounding bound of the call; None without one. is_own: both are the same program: then other shapes are due
+    to other values, and other numbers as arguments are a fault only if the result is beyond the rounding bound.
     """
     r = [s.double() for s in expected.samples]
     call = kept.call
@@ -75,7 +75,7 @@ def judge_call(
 
 
 def came_to_something(row: CallError) -> CallError:
-    """The row, where outputs or gradients are not finite: a limit of an op is then what made them so."""
+    """Return the row for outputs or gradients that are not finite: a limit of an op is then at fault."""
     return replace(row, verdict=verdicts.NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
 
 
@@ -94,7 +94,7 @@ def _verdict(
     if alone is not None and not alone.is_same:
         return verdicts.NONDETERMINISTIC, ""
     is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
-    is_formula = is_own and kept.call.forward is not None  # autograd's, which adds up other axes in other formats
+    is_formula = is_own and kept.call.forward is not None  # of autograd, which sums other axes in other formats
     other = other_arguments(kept, expected) if row.total and (is_far or not is_own) and not is_formula else []
     if other:
         (name, was), (_, now) = other[0]
@@ -113,23 +113,23 @@ def _verdict(
     return verdicts.NOT_JUDGED, ""
 
 
-def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
-    """Where outputs of two models are further apart than their band, and no call is at fault: name the casts that one
-    alone makes, to formats in which it computes nothing, or else the first call that leaves its band. Nothing where a
-    call has no partner, which is told of as such.
+def name_cause(result: Differences, reference: Keep, under: Keep) -> None:
+    """Name a cause where outputs of two models differ beyond round-off, and no call is at fault: the casts that one
+    alone makes, to formats in which it computes nothing, or else the first call beyond its rounding bound. Not where a
+    call has no partner, which is reported as such.
     """
-    if found.verdict != verdicts.FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
+    if result.verdict != verdicts.FAULT or result.faults or result.unmatched or result.reference in ("fp32", "fp64"):
         return
     there, here = ({call.id: (call, short_type(d)) for call, d in keep.strange_casts()} for keep in (reference, under))
     for casts, others, where in ((there, here, "in the reference"), (here, there, "here")):
         for call, format in (casts[identity] for identity in casts if identity not in others):
             formats, why = (format, "-") if casts is here else ("-", format), f"only {where} it rounds to {format}"
-            found.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, verdicts.FAULT, why))
-    far = (n for n, row in enumerate(found.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
+            result.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, verdicts.FAULT, why))
+    far = (n for n, row in enumerate(result.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
     first = next(far, None)
-    if not found.faults and first is not None:
+    if not result.faults and first is not None:
         why = "it is the first beyond what round-off may make, and not by its kernel: it reads something else"
-        found.rows[first] = replace(found.rows[first], verdict=verdicts.FAULT, why=why)
+        result.rows[first] = replace(result.rows[first], verdict=verdicts.FAULT, why=why)
 
 
 def _about_kernel(judged: Judged) -> str:
@@ -142,16 +142,16 @@ def _about_kernel(judged: Judged) -> str:
 
 
 def has_same_shapes(kept: KeptCall, expected: KeptCall) -> bool:
-    """Whether two calls gave results of the same shapes."""
+    """Return whether two calls have results of the same shapes."""
     y = _at_places_of(kept, expected)
     return all(x is not None for x in y) and len(kept.samples) == len(expected.samples)
 
 
 def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-    """Arguments that are no tensors, nor dtypes, and differ: as the reference has them, and as they are here.
+    """Return arguments that are no tensors, nor dtypes, and differ: those of the reference, and those here.
 
-    None where the tensors are others, too: a mask is given where the reference says `is_causal`. Numbers that are alike
-    in the formats of the call, or what masks are filled with, are the same.
+    Empty where other tensors are passed, too: a mask where the reference has `is_causal`. Numbers that are equal in the
+    formats of the call, or that masks are filled with, count as the same.
     """
     if len(kept.dtypes) != len(expected.dtypes):
         return []
@@ -175,7 +175,7 @@ def _at_places_of(kept: KeptCall, expected: KeptCall) -> list[torch.Tensor | Non
 
 
 def _with_shares(row: CallError, got: Samples, r: Samples, kept: KeptCall) -> CallError:
-    """The row with the shares of elements that the format lost."""
+    """Return the row with the shares of elements that the format lost."""
     elements = sum(x.numel() for x in r) or 1
     over = under = saturated = 0
     for x, want, dtype in zip(got, r, kept.output, strict=False):
@@ -186,19 +186,19 @@ def _with_shares(row: CallError, got: Samples, r: Samples, kept: KeptCall) -> Ca
 
 
 def _lost(got: Samples, r: Samples) -> bool:
-    """Whether a value is not finite where the reference's is; what masks are filled with is no matter."""
+    """Return whether a value is not finite where the reference's is; fill values of masks do not count."""
     pairs = [(difference(want, x), want) for x, want in zip(got, r, strict=False)]
     return any(bool((~torch.isfinite(off) & torch.isfinite(want)).any()) for off, want in pairs)
 
 
 def root_mean_square(gradient: torch.Tensor) -> float:
-    """Of a gradient, which may be sparse or empty."""
+    """Return the root mean square of a gradient, which may be sparse or empty."""
     values = flat(gradient)
     return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
 
 
 def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str]) -> list[GradientError]:
-    """A row for each parameter. underflow: those that are within their bands where the loss is scaled."""
+    """Return a row for each parameter. underflow: those whose error is round-off if the loss is scaled."""
     largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
     rows = [
         judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
@@ -210,8 +210,8 @@ def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow:
 
 
 def scale_of_loss(expected: Mapping[CallId, KeptCall], calls: Mapping[CallId, KeptCall]) -> float:
-    """The scale, a power of two, with which the largest gradient in fp16 is 4,096: nothing that matters is lost then,
-    and sums have room. 1, where there is none. expected: the reference's, of which none is lost.
+    """Return the power of two that scales the largest gradient in fp16 to 4,096: no gradient of weight underflows then,
+    and sums do not overflow. 1, where there is none. expected: the reference's calls, in which none underflows.
     """
     backward = [
         (kept, expected.get(identity, kept)) for identity, kept in calls.items() if identity.direction == BACKWARD
@@ -223,8 +223,8 @@ def scale_of_loss(expected: Mapping[CallId, KeptCall], calls: Mapping[CallId, Ke
 
 
 def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, largest: float) -> GradientError:
-    """The error of a parameter's gradient x against the reference's r. band: how far it is off where every call's
-    result moves. largest: the root mean square of the model's largest gradient.
+    """Return the error of a parameter's gradient x against the reference's r. band: its rounding bound. largest: the
+    root mean square of the model's largest gradient.
     """
     ref, got = flat(r), flat(x)
     error = gradient_error(r, x)
@@ -243,8 +243,8 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, lar
 
 
 def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
-    """How far what a compiled program gave is from what its calls gave one by one, where that is named: both compute in
-    the same formats, and a compiler may but round less often. 0 where nothing is.
+    """Return the difference of a compiled program's outputs from those of its calls run one by one, if it is reported:
+    both compute in the same formats, and a compiler may only round less often. Else 0.
     """
     pairs = [(e.relative_error, bands.output) for e in output_errors(seen.output, actual.output)]
     pairs += [(gradient_error(gradient, actual.gradients[name]), bands.gradients.get(name, 0.0))
@@ -253,14 +253,14 @@ def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
 
 
 def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
-    """Whether no call is lower than in the reference, and the reference is low, or nothing is known of it (is_made)."""
+    """Return whether no call is lower than in the reference, which is low itself, or unknown (is_made)."""
     formats = {name for row in rows for name in row.reference.split(",")}
     low = any(name in FORMATS_BY_NAME and FORMATS_BY_NAME[name].bits < fp32.bits for name in formats)
     return not any(row.is_low for row in rows) and (low or (is_made and not rows))
 
 
 def about_underflow(rows: list[CallError], format: Format) -> str:
-    """That values below what a format holds explain the error, who makes them, and what helps."""
+    """Return a note that values below the range of a format explain the error, with the first call, and what helps."""
     lost = next((row for row in rows if row.underflow >= 0.01), None)
     where, advice = "", "Use bf16; in a backward scale the loss (nc.Scaler)."
     if lost is not None:
@@ -274,12 +274,12 @@ def about_underflow(rows: list[CallError], format: Format) -> str:
 
 
 def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
-    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
+    """Return all calls but the sums of a tensor's gradients, whose order in autograd depends on the casts."""
     return {identity: kept for identity, kept in calls.items() if not identity.is_sum_of_gradients}
 
 
 def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
-    """What a reader has to know of calls that one side alone made."""
+    """Return a note about calls that one side alone made."""
     first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
     if in_scripts:
         return first + (

@@ -1,6 +1,6 @@
-"""Kernels judged: what a call of a run really gave, element by element, against its op in fp64 on the same inputs.
+"""Kernels judged: the results of a call in a run, element by element, against its op in fp64 on the same inputs.
 
-The bounds are those of `ops.bounds`. A call that nothing bounds, and one whose op has no kernel in fp64, is not judged.
+The bounds are those of `ops.bounds`. A call without a bound, or whose op has no kernel in fp64, is not judged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from narrowcast.observation.trial.rerun import can_run_again
 from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
 
 _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
-"""A mean error of as many units in the last place, as many standard errors from zero, over as many different values at
-least, is no accident: a systematic sign is what breaks attention in bf16 (arXiv 2510.04212).
+"""A mean error is a bias from this many units in the last place, this many standard errors from zero, and this many
+different values on: biased rounding is what breaks attention in bf16 (arXiv 2510.04212).
 """
 _PROBED = 32
-"""Products of this size are the library's own."""
+"""Products of this size are computed by the library's kernels."""
 _ROUNDING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A kernel. share: the largest error over its bound; of samples: error, relative, L2; the largest and mean error
-    in units in the last place; sign: the mean of roundings that have one, in the same; overflows: it gives infinity or
-    NaN where fp64 does not.
+    in units in the last place; sign: the mean of biased roundings, in the same; overflows: its results are infinite or
+    NaN where fp64's are not.
     """
 
     share: float = 0.0
@@ -46,19 +46,19 @@ class Judged:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is named."""
+        """Whether it is reported."""
         return self.share >= bounds.NAMED or self.sign != 0.0
 
 
 def is_low(call: SeenCall) -> bool:
-    """Whether it reads or gives a format of less than 32 bits."""
+    """Return whether an input or a result has a format of less than 32 bits."""
     planned = call.plan.formats if call.plan is not None else ()
-    found = [FORMATS[t.dtype] for t in [*tensors_in(call.args, call.kwargs), *call.results] if t.dtype in FORMATS]
-    return any(format.bits < fp32.bits for format in [*found, *(f for f in planned if f is not None)])
+    formats = [FORMATS[t.dtype] for t in [*tensors_in(call.args, call.kwargs), *call.results] if t.dtype in FORMATS]
+    return any(format.bits < fp32.bits for format in [*formats, *(f for f in planned if f is not None)])
 
 
 def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged | None:
-    """Judge a call that has run. args, kwargs: as it read them, before it wrote to any."""
+    """Judge a call that has run. args, kwargs: its inputs, before it wrote to any."""
     kind = bounds.bound_kind(call.facts.id, is_pointwise(call.facts.op))
     if not kind or not can_run_again(call):
         return None
@@ -81,16 +81,16 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether values below the smallest normal become zero here: units for products do that, and a mode does."""
+    """Return whether subnormal values are flushed to zero here: by hardware for products, or in a mode."""
     if device.type != "cpu":
         return False
     size = (_PROBED, _PROBED) if kind == bounds.PRODUCT else (_PROBED,)
     tiny = torch.full(size, FORMATS[dtype].smallest_normal / 4, dtype=torch.float64).to(dtype)
     try:
-        found = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == bounds.PRODUCT else tiny * 1.0
+        product = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == bounds.PRODUCT else tiny * 1.0
     except (RuntimeError, NotImplementedError):  # a format of 8 bits
         return False
-    return not bool(found.any())
+    return not bool(product.any())
 
 
 # -- against the bound -------------------------------------------------------------------------------------------------
@@ -123,19 +123,19 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
 
 
 def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor:
-    """The distance between neighbours of a format at each value."""
+    """Return the distance between neighbours of a format at each value."""
     _, exponents = torch.frexp(reference)
     steps = (exponents.to(torch.int64) - 1).clamp(min=format.min_exponent, max=format.max_exponent)
     return torch.ldexp(torch.ones_like(reference), steps - format.mantissa_bits)
 
 
 def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Format, is_twice: bool) -> float:
-    """The mean of what sets results apart from the exact ones rounded once, to nearest, ties to even, where it is no
-    accident: in units in the last place, towards +infinity or away from zero, whichever is the larger; else 0.
+    """Return the mean difference of results from the exact ones rounded once, to nearest, ties to even, if significant:
+    in units in the last place, towards +infinity or away from zero, whichever is the larger; else 0.
 
-    What is so near to a tie that the kernel's slack takes it across says nothing, unless it is one and fp32 has it; nor
-    do values that come twice. Those that are off by more than one and a half units are no matter of rounding. is_twice:
-    what is rounded on the way, too, is set apart from the exact result itself: to nearest, no rounding has a sign.
+    Left out are values so near to a tie that the kernel's slack may cross it, unless they are a tie that fp32 holds;
+    repeated values; and differences of more than one and a half units, which no rounding makes. is_twice: results that
+    are rounded in between, too, are compared with the exact ones: rounding to nearest has no bias.
     """
     if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
         return 0.0
@@ -146,7 +146,7 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
         return 0.0
     away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
     is_tie = (away_from_tie == 0) & (slack <= 4 * bounds.unit(fp32) * y64.abs())
-    is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
+    is_normal = y64.abs() >= format.smallest_normal  # smaller ones may be flushed to zero
     is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
     settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
     e, y64, x = e[settled], y64[settled], x[settled]
@@ -154,7 +154,7 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     e, y64, x = e[firsts], y64[firsts], x[firsts]
     if e.numel() < _VALUES:
         return 0.0
-    means, steps = [], torch.unique(x).numel()  # what is rounded to one number is rounded the same way
+    means, steps = [], torch.unique(x).numel()  # values rounded to one number count once
     for signed in (e, torch.where(y64 < 0, -e, e)):
         mean, spread = float(signed.mean()), float(signed.std()) / math.sqrt(steps)
         means.append(mean if abs(mean) > max(_BIAS, _SIGMAS * spread) else 0.0)

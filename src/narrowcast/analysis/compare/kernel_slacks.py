@@ -1,4 +1,4 @@
-"""What a sound kernel may be off before it rounds its result, by what bounds it (`ops.bounds`)."""
+"""The error that a sound kernel may have before it rounds its result, by kind of bound (`ops.bounds`)."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Samples = list[torch.Tensor]
 
 
 def shapes_of(*trees: Any) -> list[tuple[int, ...]]:
-    """The shapes of the tensors in nested arguments."""
+    """Return the shapes of the tensors in nested arguments."""
     return [tuple(t.shape) for t in tensors_in(*trees)]
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A call's op with what it read."""
+    """A call's op with its inputs."""
 
     facts: OpFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def run(self, dtype: torch.dtype = torch.float64, change: Change | None = None) -> list[torch.Tensor] | None:
-        """The floating results in a wide format, each tensor changed before."""
-        found = run_wide(self.facts, self.args, self.kwargs, dtype, change)
-        return None if found is None else [t for t in found if is_floating(t)]
+        """Run the op in a wide format, on tensors changed by `change`; return its floating-point results."""
+        results = run_wide(self.facts, self.args, self.kwargs, dtype, change)
+        return None if results is None else [t for t in results if is_floating(t)]
 
     def on_absolute_values(self, more: float = 0.0) -> list[torch.Tensor] | None:
-        """The op on the absolute values of all that it adds up, and so much more."""
+        """Run the op on the absolute values of all that it adds up, each increased by `more`."""
         kwargs = {k: abs(v) if k in ("alpha", "beta") else v for k, v in self.kwargs.items()}
         return Inputs(self.facts, self.args, kwargs).run(change=lambda t: t.abs() + more if more else t.abs())
 
     def with_rounded_numbers(self, dtype: torch.dtype) -> Inputs | None:
-        """The same with numbers, which tensors without a dimension are, too, in a low format, as some kernels read
+        """Return the same with numbers, and tensors without a dimension, rounded to a low format, as some kernels read
         them; None where that changes none.
         """
 
@@ -60,7 +60,7 @@ class Inputs:
         return Inputs(self.facts, args, kwargs) if is_changed else None
 
     def given(self, name: str) -> Any:
-        """A tensor, by its argument's name."""
+        """Return an argument by its name."""
         position = next((slot.position for slot in self.facts.slots if slot.name == name), len(self.args))
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
 
@@ -70,15 +70,15 @@ def _is_number(value: Any) -> bool:
 
 
 _MASKED_OUT = 200.0
-"""What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
+"""A mask that adds a value of this size or more makes a weight zero, however it is rounded."""
 _SPLITS = 32
-"""Into this many parts an inner dimension is split at most."""
+"""An inner dimension is split into at most this many parts."""
 _BLOCK = 32
-"""How many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
+"""A block has at least this many rows of scores; what each block adds to a gradient is rounded."""
 _LOST = 1.0
-"""Scores that are off by more leave nothing of the weights that their differences make."""
+"""With a larger error of scores, nothing is left of the weights, which their differences determine."""
 _MOVED = 4 * fp32.epsilon
-"""So far inputs are moved to see what cancels."""
+"""Inputs are perturbed by this much to see what cancels."""
 
 
 def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
@@ -96,20 +96,20 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
         return size
     low, shapes = bounds.unit(FORMATS[results[0].dtype]), shapes_of(inputs.args, inputs.kwargs)
     terms = bounds.terms_of(inputs.facts.id, shapes, shapes_of(results))
-    # below the smallest normal units for products have no numbers
-    found = [s * bounds.accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
+    # hardware for products has no subnormal numbers
+    slack = [s * bounds.accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
     if _splits_sums(results[0]):
-        found = [f + s * bounds.gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
+        slack = [f + s * bounds.gamma(_SPLITS, low) for f, s in zip(slack, size, strict=False)]
     is_transposed = ("transposed", "True") in others_as_text(inputs.facts, inputs.args, inputs.kwargs)
     steps = bounds.steps_in_between(inputs.facts.id, shapes, is_transposed) if results[0].is_cpu else 0
     if steps:
         least = FORMATS[results[0].dtype].smallest
-        found = [f + s * bounds.gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
+        slack = [f + s * bounds.gamma(steps, low) + steps * least / 2 for f, s in zip(slack, size, strict=False)]
     bias, weight = inputs.given("bias"), inputs.given("weight")
-    if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the product was rounded before
+    if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the bias is added to a rounded product
         wide = bias.detach().double().abs().view(-1, *[1] * (weight.dim() - 2))
-        found[0] = found[0] + low * (exact[0].abs() + wide)
-    return found
+        slack[0] = slack[0] + low * (exact[0].abs() + wide)
+    return slack
 
 
 def _slack_of_scattered(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
@@ -123,7 +123,7 @@ def _slack_of_scattered(inputs: Inputs, exact: Samples, results: Samples) -> Sam
 
 
 def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
-    """Each factor's product is rounded; nothing bounds what leaves the format on its way."""
+    """Return the slack of repeated products, each rounded; None where one may leave the range of the format."""
     format = FORMATS[results[0].dtype]
     if "backward" not in inputs.facts.id:
         small = inputs.run(change=lambda x: torch.where(x == 0, 1.0, x.abs().clamp(max=1.0)))
@@ -137,18 +137,18 @@ def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples
 
 
 def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
-    """How far the op in fp32 is off, at most over all elements, and what it makes that numbers are rounded."""
+    """Return the largest error of the op in fp32 over all elements, with the effects of rounded numbers."""
     others = [inputs.run(torch.float32)]
     if bounds.cancels(inputs.facts.id):
         others.append(inputs.run(change=lambda t: _noise().moved(t, _MOVED)))
-    if any(found is None for found in others):
+    if any(run is None for run in others):
         return None
     low = bounds.unit(FORMATS[results[0].dtype])
     more = bounds.absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
     between = bounds.rounded_between(inputs.facts.id, low)
     slack = []
     for n, y64 in enumerate(exact):
-        off = [_distance(found[n], y64) for found in others if found is not None]
+        off = [_distance(run[n], y64) for run in others if run is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
         slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
     if "layer_norm_backward" in inputs.facts.id:
@@ -166,39 +166,39 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in.
-    Where gradients are next to nothing, each term is off by half the smallest number, of the input's gradient too.
+    """Add the slack of the gradients of a norm's weight and bias: sums over all rows, in their format or the input's.
+    Of tiny gradients each term has an error of half the smallest number; that of the input, too.
     """
     names = ("grad_out", "input", "mean", "rstd")
     grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
     leading = tuple(range(x.dim() - len(inputs.args[2])))
     size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
-    came, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
+    incoming, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
     for n, result in enumerate(results):
         if result.shape == x.shape:
-            slack[n] = slack[n] + came.smallest * (1 + rstd)
+            slack[n] = slack[n] + incoming.smallest * (1 + rstd)
         elif leading and result.shape == size.shape:
-            factor = bounds.gamma(rows, max(bounds.unit(FORMATS[result.dtype]), bounds.unit(came)))
-            slack[n] = slack[n] + factor * size + rows * came.smallest
+            factor = bounds.gamma(rows, max(bounds.unit(FORMATS[result.dtype]), bounds.unit(incoming)))
+            slack[n] = slack[n] + factor * size + rows * incoming.smallest
 
 
 def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """What a batch norm's backward takes away from an input's gradient: the cpu holds it in that gradient's format."""
-    given = [inputs.given(name) for name in ("grad_out", "input", "save_mean", "save_invstd")]
-    if any(t is None or not t.numel() for t in given) or results[0].shape != given[1].shape:
+    """Add the rounding of what a batch norm's backward subtracts from an input's gradient: the cpu holds it as low."""
+    tensors = [inputs.given(name) for name in ("grad_out", "input", "save_mean", "save_invstd")]
+    if any(t is None or not t.numel() for t in tensors) or results[0].shape != tensors[1].shape:
         return
-    grad, x, mean, scale = (t.detach().double() for t in given)
+    grad, x, mean, scale = (t.detach().double() for t in tensors)
     weight = inputs.given("weight")
     size = (1, -1, *[1] * (x.dim() - 2))
     others = [axis for axis in range(x.dim()) if axis != 1]
     normal = (x - mean.view(size)) * scale.view(size)
-    taken = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
-    held = taken * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
+    subtracted = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
+    held = subtracted * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
     slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * held.abs()
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
-    """What a batch norm is off that holds means, deviations, or what it makes of them, in the format of its result."""
+    """Return the error of a batch norm that holds means, deviations, or what it computes of them, in its low format."""
     y64, mean, scale = exact[:3]
     if not mean.numel():
         mean = inputs.given("running_mean").detach().double()
@@ -210,7 +210,7 @@ def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
 
 
 def _distance(x: torch.Tensor, y64: torch.Tensor) -> torch.Tensor:
-    """|x - y64|, 0 where that is not finite."""
+    """Return |x - y64|, 0 where that is not finite."""
     return (x.double() - y64).abs_().nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -220,7 +220,7 @@ def _noise() -> Noise:
 
 
 def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
-    """Attention: its weights are rounded to the low format, and its scores are off as sums of products are."""
+    """Return the slack of attention: weights are rounded to the low format, scores have errors as products do."""
     query, key, mask = (inputs.given(name) for name in ("query", "key", "attn_mask"))
     position = next(slot.position for slot in inputs.facts.slots if slot.name == "value")
     if position >= len(inputs.args) or not query.numel() or not key.numel():
@@ -241,7 +241,7 @@ def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Sampl
 
 
 def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
-    """Attention's backward: its weights, and what their gradients are, are rounded before they are multiplied."""
+    """Return the slack of attention's backward: weights and their gradients are rounded before they are multiplied."""
     names = ("grad_out", "query", "key", "value", "out", "logsumexp")
     grad, query, key, value, out, logsumexp = (inputs.given(name).detach().double() for name in names)
     mask, scale = inputs.kwargs.get("attn_mask"), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
@@ -252,7 +252,7 @@ def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples)
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     weights = (scores - logsumexp[..., None]).exp().nan_to_num(0.0)
     format, length = FORMATS[results[0].dtype], max(query.shape[-2], key.shape[-2])
-    least = max(format.smallest, fp32.smallest_normal)  # what weights and their gradients are off near zero
+    least = max(format.smallest, fp32.smallest_normal)  # the error of weights and their gradients near zero
     lengths = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * abs(scale)
     off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * bounds.accumulated(query.shape[-1] + 4)
     if off > _LOST:
@@ -274,9 +274,9 @@ SLACK: dict[str, Callable[[Inputs, Samples, Samples], Samples | None]] = {
 
 
 def with_flushed_inputs(inputs: Inputs, slack: Samples, format: Format) -> Samples | None:
-    """The slack of a product whose inputs below the smallest normal count as zero."""
-    given = [t for t in tensors_in(inputs.args, inputs.kwargs) if is_floating(t)]
-    if not any(bool(((t != 0) & (t.abs() < format.smallest_normal)).any()) for t in given):
+    """Return the slack of a product whose subnormal inputs count as zero."""
+    tensors = [t for t in tensors_in(inputs.args, inputs.kwargs) if is_floating(t)]
+    if not any(bool(((t != 0) & (t.abs() < format.smallest_normal)).any()) for t in tensors):
         return slack
     size, more = inputs.on_absolute_values(), inputs.on_absolute_values(format.smallest_normal)
     if size is None or more is None:
@@ -285,7 +285,7 @@ def with_flushed_inputs(inputs: Inputs, slack: Samples, format: Format) -> Sampl
 
 
 def _splits_sums(result: torch.Tensor) -> bool:
-    """Whether a product on cuda may add partial sums in its low format: a setting, on unless it is turned off."""
+    """Return whether a product on cuda may add partial sums in its low format: a setting, on by default."""
     name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(result.dtype)
     if not result.is_cuda or name is None:
         return False

@@ -1,4 +1,4 @@
-"""Who rounds: the low calls that a call comes from, and the lines whose code asks for a low format itself."""
+"""What rounds: the low calls from which a call's inputs come, and lines whose code asks for a low format itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEVERAL = 3.0
 
 
 class AsksHigh(Observer):
-    """A run in which some lines get fp32 where their code asks for a low format: casts, and memory that is filled.
+    """A run in which some lines get fp32 where their code asks for a low format: casts, and factory functions.
 
     high: these lines.
     """
@@ -53,12 +53,12 @@ class AsksHigh(Observer):
         return result
 
     def _is_the_codes_own(self, args: Any) -> bool:
-        """Whether no kernel of ours, no call that is decided, and no backward asks, and what is read is wider."""
+        """Return whether the code itself asks, not a kernel, decided call or backward; and its inputs are not low."""
         inside = self._local.looking or self._local.decided or self._executing.op
         return not inside and current_graph_task() == -1 and not any(t.dtype in LOW for t in tensors_in(args))
 
     def _note(self, site: Site, format: Format, args: Any, result: Any) -> None:
-        """A line that asks. What is made of no floating tensor may be whole numbers that the format does not hold."""
+        """Note a line that asks; also whether its result is whole numbers that the format cannot represent."""
         known = self._asked.get((site.file, site.line))
         rounds = not any(map(is_floating, tensors_in(args))) and _holds_whole_beyond(result, 2 / format.epsilon)
         rounds = rounds or (known is not None and known.rounds_whole)
@@ -66,15 +66,15 @@ class AsksHigh(Observer):
 
 
 def _holds_whole_beyond(tensor: torch.Tensor, largest: float) -> bool:
-    """Whether all is whole numbers, and some are so large that a format has not each."""
+    """Return whether all values are whole numbers, and some exceed the largest up to which a format has each."""
     with without_modes():
         return bool(tensor.numel() and (tensor == tensor.round()).all() and tensor.abs().max() > largest)
 
 
 @dataclass(frozen=True, slots=True)
 class LowCall:
-    """A call of the forward, its line, and those that gave what it reads. is_low: it computes in a low format;
-    is_decided: since a rule has put its arguments there.
+    """A call of the forward, its line, and the calls that made its inputs. is_low: it computes in a low format;
+    is_decided: because a rule casts its arguments to it.
     """
 
     is_low: bool
@@ -84,7 +84,7 @@ class LowCall:
 
 
 class LowFlow(AsksHigh):
-    """A run under the policy: what each call of the forward comes from."""
+    """A run under the policy: from which calls the inputs of each call of the forward come."""
 
     def __init__(self, policies: tuple[Policy, ...]) -> None:
         super().__init__(policies)
@@ -92,7 +92,7 @@ class LowFlow(AsksHigh):
         self._makers: ByStorage[CallId] = ByStorage()
 
     def after(self, call: SeenCall) -> None:
-        """Who made what it read; what it gave is its own, or its source's if it is a cast."""
+        """Note the calls that made the inputs; and of the results, the call itself, or the source's if it is a cast."""
         sources = tuple(dict.fromkeys(maker for t in came_in(call) if (maker := self._makers.get(t)) is not None))
         results = [t for t in call.results if is_floating(t)]
         if call.id.direction == FORWARD and not call.is_cast:
@@ -104,10 +104,10 @@ class LowFlow(AsksHigh):
                 self._makers.put(tensor, maker)
 
     def upstream(self, start: CallId) -> dict[CallId, int]:
-        """The low calls that one comes from, itself included, nearest first; with how many between them a rule lowered.
-        Behind two of these there are none.
+        """Return the low calls from which one's inputs come, itself included, nearest first; each with how many calls
+        before it on the way were lowered by a rule, at most one.
         """
-        found: dict[CallId, int] = {}
+        low: dict[CallId, int] = {}
         waiting, seen = [(start, 0)], {start}
         while waiting:
             identity, passed = waiting.pop(0)
@@ -115,19 +115,19 @@ class LowFlow(AsksHigh):
             if call is None:
                 continue
             if call.is_low:
-                found[identity] = passed
+                low[identity] = passed
             passed += call.is_decided
             if passed <= 1:
                 waiting += [(source, passed) for source in call.sources if source not in seen]
                 seen.update(call.sources)
-        return found
+        return low
 
     def __getitem__(self, identity: CallId) -> LowCall:
         return self._calls[identity]
 
     def growth(self, rows: Iterable[CallError], least: float) -> Growth | None:
-        """The call of which the error is the largest multiple of that of what it reads, of those above the least; none,
-        if it is not several times that.
+        """Return the call whose error, above `least`, is the largest multiple of that of its inputs; None, if it is not
+        several times that.
         """
         errors = {row.id: row.total for row in rows if math.isfinite(row.total) and row.id in self._calls}
         best, most = None, _SEVERAL

@@ -1,5 +1,5 @@
-"""What a comparison keeps of a reference run: samples of what each call gave, and checksums; and its calls, run again
-alone in the formats that they have under the policy.
+"""What a comparison keeps of a reference run: samples and checksums of the results of each call; and its calls, run
+again alone in the formats that they have under the policy.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")
-"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
+"""Arguments that a forward kernel saves for its backward, in its own formats: unreadable in others."""
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
-"""How many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
+"""How many elements of each result are compared; SMALL once those kept take half of the bytes allowed."""
 
 
 @dataclass(slots=True)
 class KeptCall:
-    """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
+    """Of one call: its place, formats, arguments that are no tensors, and samples of its floating-point results.
 
-    judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
-    whether it MADE that, PASSED it on, whether it is MEANT, or a LIMIT of the op, which fp64 has, too. cast_to: the
-    low formats that the code itself casts its results to.
+    judged: its kernel, where that was requested and a bound is known. nonfinite: where its results are not finite,
+    whether it MADE that, PASSED it on, whether it is intentional (MEANT), or a LIMIT of the op, which fp64 has, too.
+    cast_to: the low formats that the code itself casts its results to.
     """
 
     call: SeenCall
@@ -53,7 +53,7 @@ class KeptCall:
 
 
 class Keep(Observer):
-    """Keeps what each call of a run gave. judges: also how good the kernels of those in low formats are."""
+    """Keeps samples of the results of each call of a run. judges: and judges the kernels of those in low formats."""
 
     def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
         super().__init__(policies)
@@ -64,12 +64,12 @@ class Keep(Observer):
         self._checksums, self._judges = checksums, judges
 
     def before(self, call: SeenCall) -> None:
-        """What it reads, before it writes to that."""
+        """Keep copies of inputs that the call writes to."""
         if self._judges and call.facts.overwrites and not call.is_cast:
             call.notes["read"] = rerun.copies_of_written(call.facts, *rerun.planned_arguments(call))
 
     def after(self, call: SeenCall) -> None:
-        """What it gave."""
+        """Keep samples of the results."""
         results = [t for t in call.results if is_floating(t)]
         if not results:
             return
@@ -90,10 +90,10 @@ class Keep(Observer):
                 with suppress(RuntimeError, NotImplementedError, ValueError):  # of an op that has no such kernel
                     kept.judged = judge_kernel(call, *read)
             if not all(map(is_finite, results)):
-                kept.nonfinite = _who_made(call, results, kept.judged)
+                kept.nonfinite = _made_by(call, results, kept.judged)
 
     def strange_casts(self) -> list[tuple[SeenCall, torch.dtype]]:
-        """Casts to formats in which no call of the run computes, nor gives a result."""
+        """Return the casts to formats in which no call of the run computes, nor returns a result."""
         known = {dtype for kept in self.calls.values() for dtype in (*kept.dtypes, *kept.output)}
         return [cast for cast in self._casts if cast[1] not in known]
 
@@ -104,14 +104,14 @@ class Keep(Observer):
         return sample
 
 
-def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:
-    """Of a call whose results are not finite, who made them so."""
+def _made_by(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:
+    """Return what made the results of a call not finite."""
     if numbers_not_finite(call) or mask_like(call, results):
         return MEANT
     if judged is not None and judged.overflows:
         return MADE
-    came = call.notes.get("read", (call.args, call.kwargs))
-    if not all(is_finite(t) for t in tensors_in(came) if is_floating(t)):
+    inputs = call.notes.get("read", (call.args, call.kwargs))
+    if not all(is_finite(t) for t in tensors_in(inputs) if is_floating(t)):
         return PASSED
     args, kwargs = call.notes.get("read") or rerun.planned_arguments(call)
     exact = rerun.run_wide(call.facts, args, kwargs, torch.float64) if rerun.can_run_again(call) else None
@@ -121,38 +121,38 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
 def kept_of(
     call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
 ) -> KeptCall:
-    """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
+    """Return what is kept of a call: the formats of inputs and results, with these samples and checksums."""
     args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty(0, dtype=t.dtype), (call.args, call.kwargs))
-    light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # of these dtypes alone are left
+    light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # tensors keep their dtypes alone
     read = tensors_by_name(call.facts, *rerun.planned_arguments(light))
-    given = others_as_text(call.facts, call.args, call.kwargs)
-    return KeptCall(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
+    others = others_as_text(call.facts, call.args, call.kwargs)
+    return KeptCall(light, [t.dtype for _, t in read], others, samples or [], sums, [t.dtype for t in results])
 
 
 def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
-    """The sample of a tensor at the places of another's, in fp64; None if the two are not of one size."""
+    """Return the sample of a tensor at the places of another sample, in fp64; None if their sizes differ."""
     for elements in (WHOLE, SMALL):
-        found = sample_of(tensor.detach(), elements)
-        if found.shape == kept.shape:
-            return found.double()
+        sample = sample_of(tensor.detach(), elements)
+        if sample.shape == kept.shape:
+            return sample.double()
     return None
 
 
 def reads_opaque(facts: OpFacts) -> bool:
-    """Whether an op reads what only a forward in the same formats can have left."""
+    """Return whether an op reads what only a forward in the same formats can have saved."""
     return any(slot.name in _OPAQUE for slot in facts.slots)
 
 
 @dataclass(slots=True)
 class Alone:
-    """What a call gave alone: samples in fp64 of its results in low formats. is_same: as in the first reference run."""
+    """A call run alone: samples in fp64 of its results in low formats. is_same: two reference runs agree on it."""
 
     is_same: bool
     low: Samples
 
 
 class RunAlone(Observer):
-    """The reference again, each call also alone as the policy has it."""
+    """Runs the reference again, each call also alone as the policy has it."""
 
     def __init__(
         self, policies: tuple[Any, ...], reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall]
@@ -162,7 +162,7 @@ class RunAlone(Observer):
         self.found: dict[CallId, Alone] = {}
 
     def before(self, call: SeenCall) -> None:
-        """Run it alone before it may write to its arguments."""
+        """Run the call alone before it may write to its arguments."""
         kept, wanted = self._reference.get(call.id), self._under.get(call.id)
         if call.is_cast or kept is None or wanted is None:
             return
@@ -171,7 +171,7 @@ class RunAlone(Observer):
             call.notes["alone"] = [sample for sample in samples if sample is not None]
 
     def after(self, call: SeenCall) -> None:
-        """Whether it gave what it gave the first time."""
+        """Note whether the results are those of the first run."""
         kept = self._reference.get(call.id)
         if call.is_cast or kept is None:
             return
@@ -180,7 +180,7 @@ class RunAlone(Observer):
 
 
 def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
-    """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
+    """Run a call again in the formats of another run; return its floating-point results, None if it cannot run."""
     if not rerun.can_run_again(call) or reads_opaque(call.facts):
         return None
     dtypes = [dtype if dtype in FORMATS else None for dtype in wanted.dtypes]

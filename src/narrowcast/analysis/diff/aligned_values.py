@@ -1,4 +1,4 @@
-"""What two runs kept of calls that are pairs, compared: results, inputs, and how much rounding explains."""
+"""Values that two runs kept of paired calls, compared: results, inputs, and the rounding bounds of differences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
-from narrowcast.analysis.diff.alignment import TOLD_APART, Aligned, ranges_apart
+from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned, range_difference
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
@@ -29,12 +29,12 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord
 
 BAND = 4.0
-"""A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,
-sums are taken in another order, and its results are rounded.
+"""A call's results may differ by this many unit roundoffs of both sides' formats: its inputs are rounded to them, sums
+are taken in another order, and its results are rounded.
 """
 GAIN, GAIN_OF_PASSING = 16.0, 4.0
-"""How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
-what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
+"""How many times larger the relative difference of a sound call's results may be than that of its inputs, besides the
+growth that sizes explain; what exceeds that and local rounding is a fault. The second: of ops that pass it on.
 """
 _ORDERED, _UNLIKE, _NEAR = 3, 0.5, 0.25
 LEAST_BAND = 2.0**-21
@@ -52,30 +52,30 @@ class Values:
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
     def results(self, pair: Aligned, is_equal: bool = False) -> Distance:
-        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
-        they read the same bits in the same formats.
+        """Compare the results of the calls: of one op all that not only a backward reads, of two ops the first.
+        is_equal: they read the same bits in the same formats.
         """
         if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
             return Distance()
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
         count = min(len(call.outputs) for call in first) if is_same else 1
-        found = []
+        distances = []
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
                 pick = Side.with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
                 for turn in turns_of(pair):
-                    apart = self._between(turn, pick, beside)
-                    found.append(replace(apart, growth=self._growth(turn, n, is_equal)))
-        known = [one for one in found if one.is_known]
+                    difference = self._between(turn, pick, beside)
+                    distances.append(replace(difference, growth=self._growth(turn, n, is_equal)))
+        known = [one for one in distances if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Distance())
 
     def band_of(self, side: int, bundle: Bundle) -> float:
-        """What rounding explains of one call's result."""
+        """Return the rounding bound of one call's result."""
         return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle.call))])
 
     def band_of_inputs(self, pair: Aligned) -> float:
-        """What rounding explains of what both read: casts are no pairs."""
+        """Return the rounding bound of inputs of both calls: casts are no pairs."""
         numbers = [(side, n) for side, bundles in self._both(pair)
                    for _, n in (*bundles[0].call.inputs, *bundles[0].call.outputs)]  # fmt: skip
         formats = [side.runs[0].tensors[n].format for side, n in numbers]
@@ -84,107 +84,108 @@ class Values:
 
     @staticmethod
     def gain(*bundles: Bundle) -> float:
-        """By how much differences may grow in calls."""
+        """Return by how much differences may grow in calls."""
         return GAIN_OF_PASSING if all(passes_on(bundle.id.op) for bundle in bundles) else GAIN
 
     def growth_of(self, side: int, call: CallRecord, position: int = 0) -> float:
-        """How many times larger errors come out of one call of a first rank, in the result at that position."""
+        """Return how many times errors grow in one call of the first rank, in the result at that position."""
         if position >= len(call.outputs):
             return 1.0
-        came = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
-        gave = self.sides[side].piece(0, call.outputs[position][1])
-        return growth(call.id.op, position, came, gave, gave.rms, call.id.direction == BACKWARD)
+        inputs = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
+        result = self.sides[side].piece(0, call.outputs[position][1])
+        return growth(call.id.op, position, inputs, result, result.rms, call.id.direction == BACKWARD)
 
     def growth_in_rows(self, pair: Aligned) -> float:
-        """By how much errors of single rows may grow beside the largest element, in the first rank's run of a."""
+        """Return by how much errors of rows may grow relative to the largest element, in the first rank's run of a."""
         call, side = pair.a[0].call, self.sides[0]
         read = [side.piece(0, number) for _, number in call.inputs]
         return growth_in_rows(call.id.op, read, side.piece(0, call.outputs[0][1])) if call.outputs else 1.0
 
     def _is_read(self, pair: Aligned, position: int) -> bool:
-        """Whether a call of a forward reads the result at that position."""
+        """Return whether a call of a forward reads the result at that position."""
         return any(bundle.call.outputs[position][1] in side.read_forward
                    for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
 
     def _growth(self, pair: Aligned, position: int, is_equal: bool) -> float:
-        """The larger of both sides'."""
+        """Return the growth of errors in the result at that position, the larger of both sides'."""
         known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
                  if position < len(bundle.call.outputs)]  # fmt: skip
-        gave = [side.piece(bundle.turns[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known]
-        out = max((piece.rms for piece in gave), default=0.0)
-        found = [1.0]
-        for (side, bundle), piece in zip(known, gave, strict=True):
-            came = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
+        results = [side.piece(bundle.turns[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known]
+        out = max((piece.rms for piece in results), default=0.0)
+        factors = [1.0]
+        for (side, bundle), piece in zip(known, results, strict=True):
+            inputs = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
             is_backward = bundle.id.direction == BACKWARD
-            found.append(growth(bundle.id.op, position, came, piece, out, is_backward, is_equal))
-        return max(found)
+            factors.append(growth(bundle.id.op, position, inputs, piece, out, is_backward, is_equal))
+        return max(factors)
 
     def inputs(self, pair: Aligned) -> dict[str, Distance]:
-        """Of what the calls were given besides weights, by name; without a name of what two ops compute on."""
+        """Compare inputs besides weights, by name; of two ops the main input, without a name."""
         a, b = pair.a[0], pair.b[0]
         if len(pair.a) == len(pair.b) == 1 and a.id.op == b.id.op:
             names = [name for name in self._names(pair) if not self._is_given(pair, name)]
             return {name: self._between(pair, _input(name), _first) for name in names}
-        if a.family == b.family and a.family in TOLD_APART:
+        if a.family == b.family and a.family in INTERCHANGEABLE:
             return {"": self._between(pair, _read, _first)}
         return {}
 
     def given(self, pair: Aligned, before: float) -> tuple[tuple[str, str, str], ...]:
-        """Numbers and weights that differ: name, in a, in b. before: how far apart calls' results were so far; so may
-        be what they keep for the backward.
+        """Return numbers and weights that differ: name, in a, in b. before: the largest difference of earlier results,
+        which values saved for the backward may have, too.
         """
         a, b = pair.a[0].call, pair.b[0].call
-        is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in TOLD_APART
+        is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in INTERCHANGEABLE
         numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
-        found = [(n, x, y) for n, x in numbers_a.items()
+        rows = [(n, x, y) for n, x in numbers_a.items()
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
-        if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be in what comes after it
+        if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be part of a later call
             names = [{n for n, _ in call.inputs if n in ("weight", "bias")} for call in (a, b)]
             there = ["there", "not there"]
-            found += [(n, there[n not in names[0]], there[n not in names[1]]) for n in sorted(names[0] ^ names[1])]
+            rows += [(n, there[n not in names[0]], there[n not in names[1]]) for n in sorted(names[0] ^ names[1])]
         if a.id.op != b.id.op:
-            return (*found, *self._other_weight(pair.a, pair.b))
+            return (*rows, *self._other_weight(pair.a, pair.b))
         before = before if a.id.direction == BACKWARD else 0.0
         for name in self._names(pair):
             if self._is_given(pair, name):
-                apart = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
+                difference = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
                 formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
                            for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
-                if apart.is_known and apart.relative > max(before, _band(formats)):
-                    found.append(_apart(name, formats[0], formats[1], apart.relative))
-        return tuple(found)
+                if difference.is_known and difference.relative > max(before, _band(formats)):
+                    rows.append(_row_of(name, formats[0], formats[1], difference.relative))
+        return tuple(rows)
 
     def _other_weight(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> tuple[tuple[str, str, str], ...]:
-        """The weights of two ops, by whatever names they take them; one may be turned, so ranges are compared."""
+        """Compare the weights of two ops, whatever their names: by ranges, since one may be transposed."""
         one, other = (_joined([bundle.weight for bundle in bundles]) for bundles in (a, b))
         if one is None or other is None or one.elements != other.elements:
             return ()
-        apart = ranges_apart(one, other)
-        return (_apart("weight", one.format, other.format, apart),) if apart > _band([one.format, other.format]) else ()
+        difference = range_difference(one, other)
+        is_far = difference > _band([one.format, other.format])
+        return (_row_of("weight", one.format, other.format, difference),) if is_far else ()
 
     def band(self, pair: Aligned) -> float:
-        """What rounding explains of the results' difference, where nothing cancels."""
+        """Return the rounding bound of the results' difference, where nothing cancels."""
         formats: list[str] = []
         for side, bundles in self._both(pair):
             coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
-        smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # one may have none left
+        smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # infinity if all 0
         return _band(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
 
     @staticmethod
     def _smallest(side: Side, bundle: Bundle) -> float:
-        """The smallest size of what a call reads and of what it gives first: what lies below a format's end is lost."""
+        """Return the smallest rms of inputs and first result: below a format's smallest number, values are lost."""
         first = bundle.turns[0][0]
         numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
     def between(self, a: int, b: int) -> Distance:
-        """Of two tensors, by their numbers in the first ranks' runs."""
+        """Compare two tensors, by their numbers in the first ranks' runs."""
         return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
-        """Of parameters, several of one side in the order in which they are one of the other; and by how much errors
-        grow where these are made: a bias before a norm has one that is zero, but for them.
+        """Compare gradients of parameters, several of one side in the order in which they are one of the other; also
+        return by how much errors grow where they are computed: that of a bias before a norm is zero but for errors.
         """
         sides = list(zip(self.sides, (a, b), strict=True))
         numbers = [[n for name in names if (n := side.runs[0].parameters[name].get("gradient", -1)) >= 0]
@@ -193,15 +194,15 @@ class Values:
         if not all(numbers):
             return Distance(), grown
         values = [[side.value(name) for name in names] for side, names in sides]
-        given = [[side.piece(0, number) for number in found] for (side, _), found in zip(sides, numbers, strict=True)]
-        if list(map(len, values)) != list(map(len, given)):
-            return self._in_order(*given), grown
-        tells = given if _are_constant(values) else values
-        orders = [(self._in_order(*_taken(tells, one)).relative, one) for one in _orders(*values)]
-        apart, order = min(orders, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
-        if not apart < _UNLIKE and self._are_of_one_value(*values):  # turned, by head, or in more parts than are tried
-            return self._in_any_order(*given), grown
-        return self._in_order(*_taken(given, order)), grown
+        pieces = [[side.piece(0, n) for n in of_side] for (side, _), of_side in zip(sides, numbers, strict=True)]
+        if list(map(len, values)) != list(map(len, pieces)):
+            return self._in_order(*pieces), grown
+        compared = pieces if _are_constant(values) else values
+        orders = [(self._in_order(*_reordered(compared, one)).relative, one) for one in _orders(*values)]
+        difference, order = min(orders, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+        if not difference < _UNLIKE and self._are_of_one_value(*values):  # transposed, by head, or in too many parts
+            return self._in_any_order(*pieces), grown
+        return self._in_order(*_reordered(pieces, order)), grown
 
     def _growth_where_made(self, side: int, number: int) -> float:
         placed = self.sides[side].place_in_maker(number)
@@ -212,8 +213,8 @@ class Values:
         return distance(join(a), join(b), self._whole)
 
     def are_parts(self, a: Sequence[str], b: Sequence[str]) -> bool:
-        """Whether the parameters of one side are those of the other, fused or in parts, in whatever order: their values
-        are. One number, as a bias begins with, tells none from others: then their gradients must be near, too.
+        """Return whether the parameters of one side are those of the other, fused or in parts, in any order: their
+        values are equal. Constant values, as of a new bias, identify none: then their gradients must be near, too.
         """
         values = [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
         if not self._are_of_one_value(*values):
@@ -230,16 +231,16 @@ class Values:
         return distance(in_any_order(a), in_any_order(b))
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
-        """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the
-        loss that each has of its own.
+        """Return whether results depend on the number of ranks: sums over each rank's part of a batch, and values
+        computed from its own loss.
         """
         if len(self.sides[0].runs) == len(self.sides[1].runs):
             return False
-        came, gave = ([self._turns(side, bundles[:1], pick, _first) for side, bundles in self._both(pair)]
+        inputs, outputs = ([self._turns(side, bundles[:1], pick, _first) for side, bundles in self._both(pair)]
                       for pick in (_read, _output(0)))  # fmt: skip
-        if pair.a[0].id.direction == BACKWARD or not all((*came, *gave)):
+        if pair.a[0].id.direction == BACKWARD or not all((*inputs, *outputs)):
             return True
-        (a, b), (x, y) = ([_size(turns[0][0]) for turns in found] for found in (came, gave))
+        (a, b), (x, y) = ([_size(turns[0][0]) for turns in kind] for kind in (inputs, outputs))
         return a != b and x == y
 
     def _both(self, pair: Aligned) -> tuple[tuple[Side, tuple[Bundle, ...]], tuple[Side, tuple[Bundle, ...]]]:
@@ -253,16 +254,16 @@ class Values:
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
         turns = ((side, turn) for side, bundles in self._both(pair) for turn in bundles[0].turns)
-        return all(side.is_given(turn[0], name) for side, turn in turns)  # an inner step may have made a later one
+        return all(side.is_given(turn[0], name) for side, turn in turns)  # later ones may be made by an inner step
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
-        """The largest distance over turns and ranks; of turns in other numbers, of all of them as one."""
+        """Return the largest distance over turns and ranks; if their numbers differ, that of all turns as one."""
         a, b = (self._turns(side, bundles, pick, join) for side, bundles in self._both(pair))
         if not a or not b:
             return Distance()
         if len(a) == len(b):
             return _worst(self._ranks(x, y) for x, y in zip(a, b, strict=True))
-        for at in (0, -1):  # the same in each turn; or what a cache has grown to
+        for at in (0, -1):  # the same in each turn; or a cache at its full length
             if 1 in (len(a), len(b)) and _size(a[at][0]) == _size(b[at][0]):
                 return self._ranks(a[at], b[at])
         whole_a, whole_b = ([stacked(ranks) for ranks in turns] for turns in (a, b))
@@ -279,8 +280,8 @@ class Values:
         return distance(stacked(a), stacked(b))
 
     def _turns(self, side: Side, bundles: Sequence[Bundle], pick: Pick, join: Join) -> list[list[Piece]]:
-        """By turn and rank; none if a part lacks anywhere."""
-        found = []
+        """Return pieces by turn and rank; none if a part is missing anywhere."""
+        by_turn = []
         for turn in zip(*(bundle.turns for bundle in bundles), strict=False):
             ranks = []
             for placed in zip(*turn, strict=False):
@@ -290,8 +291,8 @@ class Values:
                 if piece is None:
                     return []
                 ranks.append(piece)
-            found.append(ranks)
-        return found
+            by_turn.append(ranks)
+        return by_turn
 
 
 def _are_constant(sides: Sequence[Sequence[Piece]]) -> bool:
@@ -299,17 +300,17 @@ def _are_constant(sides: Sequence[Sequence[Piece]]) -> bool:
 
 
 def _orders(*sides: Sequence[Piece]) -> list[tuple[tuple[int, ...], ...]]:
-    """In which order the pieces of each side are tried: a few in each."""
+    """Return the orders in which the pieces of each side are tried: all orders of a few."""
     numbers = [tuple(range(len(side))) for side in sides]
     return list(product(*(permutations(of) if len(of) <= _ORDERED else [of] for of in numbers)))
 
 
-def _taken(sides: Sequence[Sequence[Piece]], order: Sequence[Sequence[int]]) -> list[list[Piece]]:
+def _reordered(sides: Sequence[Sequence[Piece]], order: Sequence[Sequence[int]]) -> list[list[Piece]]:
     return [[side[n] for n in numbers] for side, numbers in zip(sides, order, strict=True)]
 
 
 def turns_of(pair: Aligned) -> list[Aligned]:
-    """The turns of a pair one by one, where there are as many on both sides: a sum may cancel in one of them alone."""
+    """Split a pair by module call index, if both sides have as many: a sum may cancel in one turn alone."""
     bundles = (*pair.a, *pair.b)
     count = len(bundles[0].turns)
     if any(len(bundle.turns) != count for bundle in bundles):
@@ -332,7 +333,7 @@ def _read(_: Side, placed: RankCall) -> int | None:
 
 
 def _first(pieces: Sequence[Piece]) -> Piece | None:
-    """Parts of a fused projection read one tensor."""
+    """Return the first piece: parts of a fused projection read one tensor."""
     return pieces[0]
 
 
@@ -345,17 +346,17 @@ def _size(piece: Piece) -> tuple[int, int, int]:
     return piece.sequences, piece.tokens, piece.columns
 
 
-def _worst(found: Iterable[Distance]) -> Distance:
-    known = [one for one in found if one.is_known]
+def _worst(distances: Iterable[Distance]) -> Distance:
+    known = [one for one in distances if one.is_known]
     return max(known, key=lambda one: one.relative) if known else Distance()
 
 
-def _apart(name: str, a: str, b: str, apart: float) -> tuple[str, str, str]:
-    return name, a, f"{b}, {apart:.1e} apart"
+def _row_of(name: str, a: str, b: str, difference: float) -> tuple[str, str, str]:
+    return name, a, f"{b}, {difference:.1e} apart"
 
 
 def _is_number(a: str, b: str) -> bool:
-    """Whether both say another float, flag or word; whole numbers are sizes and dimensions, which layouts change."""
+    """Return whether two texts are different floats, flags or words; whole numbers are sizes, which layouts change."""
     for text in (a, b):
         if text.startswith("'"):
             return True
@@ -372,7 +373,7 @@ def _formats_of(run: Run, call: CallRecord) -> list[str]:
 
 
 def _tf32(run: Run, bundle: Bundle) -> list[str]:
-    """`tf32`, where an accelerator may take products in it."""
+    """Return `tf32` in a list, where an accelerator may compute products in it."""
     flags = run.environment.get("flags") or {}
     if run.environment.get("device_type") != "cuda" or bundle.family not in (GEMM, CONV):
         return []
@@ -384,8 +385,8 @@ def _tf32(run: Run, bundle: Bundle) -> list[str]:
 
 
 def _coarsest(names: Sequence[str]) -> str:
-    found: Format = max((FORMATS[name] for name in names), key=lambda format: format.epsilon)
-    return found.name
+    coarsest: Format = max((FORMATS[name] for name in names), key=lambda format: format.epsilon)
+    return coarsest.name
 
 
 def _band(formats: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""Which calls of one run are those of another: by hand, by module path, weights, order and op, and by values."""
+"""Which calls of two runs are pairs: by hand, by module path, weights, order and op, and by values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import MappingLine, RunMapping
 
 BY_HAND, BY_PATH, BY_WEIGHTS, BY_ORDER, BY_VALUES = "mapping", "path", "weights", "order", "values"
-TOLD_APART = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
-"""Families whose members do the same by different names; pointwise ops do not."""
+INTERCHANGEABLE = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
+"""Families whose members may be the same call under different names; pointwise ops are not."""
 _CLOSE = 0.05
 """By how much of the largest magnitude the ranges of equal values may differ, faults upstream included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """Calls of a that are calls of b: one of each, or several on one side. by: what says so."""
+    """Calls of a that are calls of b: one of each, or several on one side. by: what identifies them."""
 
     a: tuple[Bundle, ...]
     b: tuple[Bundle, ...]
@@ -32,18 +32,18 @@ class Aligned:
 
 
 def align(a: Side, b: Side, mapping: RunMapping | None = None) -> tuple[list[Aligned], dict[Bundle, str]]:
-    """The pairs, in the order of a; and the calls that a line of the mapping leaves without a partner, with that line.
+    """Return the pairs, in the order of a; and the calls that a line of the mapping leaves unpaired, with that line.
 
-    RunError where the mapping names what is not there.
+    RunError where the mapping names a module or call that does not exist.
     """
-    made = _Aligner(a, b)
+    aligner = _Aligner(a, b)
     if mapping is not None:
-        made.by_hand(mapping)
-    backward = made.without_backward()
-    made.one_by_one()
-    made.with_backward(backward)
-    made.one_by_one()
-    return sorted(made.pairs, key=lambda pair: pair.a[0].position), made.left_out
+        aligner.by_hand(mapping)
+    backward = aligner.without_backward()
+    aligner.one_by_one()
+    aligner.with_backward(backward)
+    aligner.one_by_one()
+    return sorted(aligner.pairs, key=lambda pair: pair.a[0].position), aligner.left_out
 
 
 class _Aligner:
@@ -55,14 +55,14 @@ class _Aligner:
         self.left_out: dict[Bundle, str] = {}
 
     def one_by_one(self) -> None:
-        """What says most comes first."""
+        """Pair the calls that are left, by the strongest evidence first."""
         self.by_equal_modules()
         self.by_weights()
         self.by_modules()
         self.in_gaps()
 
     def without_backward(self) -> tuple[list[Bundle], list[Bundle]]:
-        """Keep what the backwards made for later, and give it."""
+        """Take the calls of backwards out, and return them for later."""
         a, b = ([x for x in free if x.id.direction == BACKWARD] for free in (self._free_a, self._free_b))
         for free, bundles in ((self._free_a, a), (self._free_b, b)):
             for bundle in bundles:
@@ -70,7 +70,7 @@ class _Aligner:
         return a, b
 
     def with_backward(self, kept: tuple[list[Bundle], list[Bundle]]) -> None:
-        """In which order an engine computes gradients, that is its own: they belong to pairs of the forward."""
+        """Pair the calls of backwards by the pairs of the forward: each engine has an order of its own."""
         self._free_a.update(dict.fromkeys(kept[0]))
         self._free_b.update(dict.fromkeys(kept[1]))
         partner = {p.a[0].id: p.b[0].id for p in self.pairs if len(p.a) == len(p.b) == 1}
@@ -79,10 +79,10 @@ class _Aligner:
             waiting.setdefault((x.call.forward, x.id.op, x.elements, x.columns), []).append(x)
         for bundle in kept[0]:
             forward = partner.get(bundle.call.forward) if bundle.call.forward else None
-            found = waiting.get((forward, bundle.id.op, bundle.elements, bundle.columns)) if forward else None
-            if found:  # the first; or, where two losses come from one call, the first that is like it
-                best = min(found, key=lambda b: ranges_apart(bundle, b) > _CLOSE)
-                found.remove(best)
+            candidates = waiting.get((forward, bundle.id.op, bundle.elements, bundle.columns)) if forward else None
+            if candidates:  # the first; or, with two losses of one call, the first with a close range
+                best = min(candidates, key=lambda b: range_difference(bundle, b) > _CLOSE)
+                candidates.remove(best)
                 self._pair([bundle], [best], BY_ORDER)
 
     def _pair(self, a: Iterable[Bundle], b: Iterable[Bundle], by: str) -> None:
@@ -116,11 +116,11 @@ class _Aligner:
         a = [[x for x in self._a.by_path[path] if x in self._free_a] for path in entry.a]
         b = [[x for x in self._b.by_path[path] if x in self._free_b] for path in entry.b]
         if not a or not b:
-            self._leave_out([x for found in (*a, *b) for x in found], mapping, entry.line)
+            self._leave_out([x for bundles in (*a, *b) for x in bundles], mapping, entry.line)
         elif len(a) == len(b) == 1:
             self._in_order(a[0], b[0], BY_HAND)
         else:
-            for sides in zip(*a, *b, strict=False):  # the n-th call of each part is that of the whole
+            for sides in zip(*a, *b, strict=False):  # the n-th call of each part belongs to that of the whole
                 if len({bundle.family for bundle in sides}) == 1:
                     self._pair(sides[: len(a)], sides[len(a) :], BY_HAND)
 
@@ -140,7 +140,7 @@ class _Aligner:
                 yield a, b
 
     def by_equal_modules(self) -> None:
-        """Modules of one path that make the same calls, one after the other."""
+        """Pair the calls of modules with one path that make the same calls in the same order."""
         for a, b in self._shared_modules():
             if [(x.id.op, x.id.direction) for x in a] == [(x.id.op, x.id.direction) for x in b]:
                 for pair in zip(a, b, strict=True):
@@ -155,7 +155,7 @@ class _Aligner:
             self._pair([a[i]], [b[j]], by or (BY_ORDER if a[i].id.op == b[j].id.op else BY_VALUES))
 
     def in_gaps(self) -> None:
-        """What lies between calls that have their partner."""
+        """Pair the calls that lie between paired ones."""
         known = sorted((p.a[0].position, p.b[0].position) for p in self.pairs)
         at_a = at_b = -1
         for end_a, end_b in [*in_order_on_both(known), (len(self._a.bundles), len(self._b.bundles))]:
@@ -171,18 +171,18 @@ class _Aligner:
     # -- by weights ----------------------------------------------------------------------------------------------------
 
     def by_weights(self) -> None:
-        """Products with the same weight, also where one run has several in one."""
+        """Pair products with the same weight, also where one run has several fused in one."""
         for a in [x for x in self._free_a if x.weight is not None]:
-            found = [b for b in self._free_b if _same_direction(a, b) and _same_weight(a.weight, b.weight)]
-            if found:
-                self._pair([a], [min(found, key=lambda b: _apart(a.weight, b.weight))], BY_WEIGHTS)
+            candidates = [b for b in self._free_b if _same_direction(a, b) and _same_weight(a.weight, b.weight)]
+            if candidates:
+                self._pair([a], [min(candidates, key=lambda b: _weight_distance(a.weight, b.weight))], BY_WEIGHTS)
         for parts in _siblings(self._free_a):
             self._fused(parts, list(self._free_b), True, _same_weights)
         for parts in _siblings(self._free_b):
             self._fused(parts, list(self._free_a), False, _same_weights)
 
     def _fused(self, parts: list[Bundle], wholes: list[Bundle], is_a: bool, is_same: _IsFused) -> None:
-        """Pair neighbours among parts with the one product of the other run that they are."""
+        """Pair neighbours among parts with the product of the other run into which they are fused."""
         free, others = (self._free_a, self._free_b) if is_a else (self._free_b, self._free_a)
         for whole in wholes:
             left = [p for p in parts if p in free]
@@ -198,13 +198,13 @@ _IsFused = Callable[[Sequence[Bundle], Bundle], bool]
 
 
 def _same_weights(parts: Sequence[Bundle], whole: Bundle) -> bool:
-    """Whether the weights of the parts, one under the other, are that of the whole."""
+    """Return whether the weights of the parts, concatenated by rows, are that of the whole."""
     weight = stacked([p.weight for p in parts if p.weight is not None])
     return _same_direction(parts[0], whole) and _same_weight(weight, whole.weight)
 
 
 def _same_size(parts: Sequence[Bundle], whole: Bundle) -> bool:
-    """Whether the results of the parts, side by side, are as wide as that of the whole, whatever the weights are."""
+    """Return whether the results of the parts together are as wide as that of the whole, whatever the weights are."""
     sizes = [(sum(p.columns for p in parts), sum(p.elements for p in parts)), (whole.columns, whole.elements)]
     return _same_direction(parts[0], whole) and sizes[0] == sizes[1]
 
@@ -217,64 +217,64 @@ def _same_weight(a: Piece | None, b: Piece | None) -> bool:
     if a is None or b is None or a.elements != b.elements:
         return False
     coarsest = max(FORMATS[p.format].epsilon for p in (a, b))
-    return ranges_apart(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
+    return range_difference(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
 
 
-def _apart(a: Piece | None, b: Piece | None) -> float:
-    """The distance of two weights; far for those whose rows are not the same ones (one is transposed)."""
-    found = distance(a, b)
-    return found.relative if found.is_known else math.inf
+def _weight_distance(a: Piece | None, b: Piece | None) -> float:
+    """Return the distance of two weights; infinity if their rows do not match (one is transposed)."""
+    result = distance(a, b)
+    return result.relative if result.is_known else math.inf
 
 
 def _siblings(free: Iterable[Bundle]) -> list[list[Bundle]]:
-    """Products that read the same tensor, as those for q, k and v do."""
-    found: dict[tuple[int, str, str], list[Bundle]] = {}
+    """Return the groups of products that read the same tensor, as those for q, k and v do."""
+    groups: dict[tuple[int, str, str], list[Bundle]] = {}
     for bundle in free:
         if bundle.weight is not None:
-            found.setdefault((bundle.read, bundle.id.op, bundle.id.direction), []).append(bundle)
-    return [group for group in found.values() if len(group) > 1]
+            groups.setdefault((bundle.read, bundle.id.op, bundle.id.direction), []).append(bundle)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def likeness(a: Bundle, b: Bundle, same_module: bool = False) -> float:
-    """How much two calls look like the same one; 0 if they cannot be.
+    """Return how likely two calls are the same one, as points; 0 if they cannot be.
 
-    Calls of one op; or of two, if they belong to one family, or give the same values.
+    Calls of one op may be; or of two, if they belong to one family, or have the same values.
     """
     if a.id.direction != b.id.direction:
         return 0.0
     same_op, same_elements, same_columns = a.id.op == b.id.op, a.elements == b.elements, a.columns == b.columns
-    alike = same_elements and _tells(a) and _tells(b) and ranges_apart(a, b) < _CLOSE
-    is_told_apart = a.family == b.family and a.family in TOLD_APART
-    if not (same_op or alike or (is_told_apart and same_elements)):
+    alike = same_elements and _has_range(a) and _has_range(b) and range_difference(a, b) < _CLOSE
+    same_family = a.family == b.family and a.family in INTERCHANGEABLE
+    if not (same_op or alike or (same_family and same_elements)):
         return 0.0
-    if same_op and not (is_told_apart or alike or same_module or (same_elements and same_columns)):
+    if same_op and not (same_family or alike or same_module or (same_elements and same_columns)):
         return 0.0
     same_name = a.path.rpartition(".")[2] == b.path.rpartition(".")[2] != ""
-    points = 4.0 * same_op + is_told_apart + same_elements + 0.5 * same_columns + 2 * alike
+    points = 4.0 * same_op + same_family + same_elements + 0.5 * same_columns + 2 * alike
     points += 1.0 if a.path == b.path else 0.5 * same_name
-    clash = same_elements and _tells(a) and ranges_apart(a, b) > 0.5
+    clash = same_elements and _has_range(a) and range_difference(a, b) > 0.5
     return points - clash
 
 
-def _tells(x: Bundle) -> bool:
+def _has_range(x: Bundle) -> bool:
     return x.low < x.high
 
 
-def ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
-    """How far apart the smallest and the largest values are, relatively to the largest magnitude."""
+def range_difference(a: Bundle | Piece, b: Bundle | Piece) -> float:
+    """Return the difference of the smallest and the largest values, relative to the largest magnitude."""
     largest = max(abs(a.low), abs(a.high), abs(b.low), abs(b.high))
     return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
 
 
 def is_by_values(pair: Aligned) -> bool:
-    """Whether calls of two ops are a pair for nothing but their values: no module but the root has both."""
+    """Return whether calls of two ops are a pair by their values alone: no module but the root has both."""
     a, b = pair.a[0], pair.b[0]
-    is_said = pair.by == BY_HAND or a.path == b.path != "" or {a.family, b.family} <= TOLD_APART  # attention in steps
-    return a.id.op != b.id.op and not is_said
+    is_known = pair.by == BY_HAND or a.path == b.path != "" or {a.family, b.family} <= INTERCHANGEABLE  # as attention
+    return a.id.op != b.id.op and not is_known
 
 
 def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
-    """Entries from which the same pairs come: modules, and the calls whose modules do not say it."""
+    """Return entries that yield the same pairs: modules, and the calls that these do not pair."""
     votes = Counter((_paths(pair.a), _paths(pair.b)) for pair in pairs)
     taken_a: set[str] = set()
     taken_b: set[str] = set()
@@ -284,17 +284,17 @@ def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
             modules.append(MappingLine(a, b))
             taken_a.update(a)
             taken_b.update(b)
-    said = {(entry.a, entry.b) for entry in modules}
+    covered = {(entry.a, entry.b) for entry in modules}
     order = {key: n for n, key in enumerate(votes)}
     modules.sort(key=lambda entry: order[entry.a, entry.b])
     calls = [MappingLine(_ids(p.a), _ids(p.b)) for p in pairs
-             if (_paths(p.a), _paths(p.b)) not in said or not _is_told_apart(p)]  # fmt: skip
+             if (_paths(p.a), _paths(p.b)) not in covered or not _is_same_kind(p)]  # fmt: skip
     return (*modules, *calls)
 
 
-def _is_told_apart(pair: Aligned) -> bool:
+def _is_same_kind(pair: Aligned) -> bool:
     families = {x.family for x in (*pair.a, *pair.b)}
-    return len({x.id.op for x in (*pair.a, *pair.b)}) == 1 or (len(families) == 1 and families <= TOLD_APART)
+    return len({x.id.op for x in (*pair.a, *pair.b)}) == 1 or (len(families) == 1 and families <= INTERCHANGEABLE)
 
 
 def _paths(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
@@ -307,23 +307,23 @@ def _ids(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
 
 Pairs = list[tuple[int, int]]
 Score = Callable[[int, int], float]
-"""What a pair of positions is worth; not above zero where the two cannot be a pair."""
+"""Returns the score of a pair of positions; not above zero where the two cannot be a pair."""
 
 CELLS = 1_000_000
-"""Of sequences with more possible pairs (the product of their lengths) those near the diagonal are looked at."""
+"""Of sequences with more possible pairs (the product of their lengths) only those near the diagonal are tried."""
 _NARROWEST = 64
 
 
 def aligned_sequences(length_a: int, length_b: int, score: Score) -> Pairs:
-    """The pairs of positions, in order, by dynamic programming; of equal totals those that come first."""
+    """Return the best pairs of positions, in order, by dynamic programming; of equal totals the first ones."""
     if not length_a or not length_b:
         return []
     is_whole = length_a * length_b <= CELLS
     reach = length_b if is_whole else max(_NARROWEST, abs(length_a - length_b), CELLS // (2 * length_a))
-    rows: list[tuple[int, list[float]]] = [(0, [])] * (length_a + 1)  # first position looked at, totals from there on
+    rows: list[tuple[int, list[float]]] = [(0, [])] * (length_a + 1)  # first position tried, totals from there on
 
     def best(i: int, j: int) -> float:
-        """The best total from a pair of positions on; 0 beyond those that are looked at."""
+        """Return the best total from a pair of positions on; 0 beyond those that are tried."""
         first, totals = rows[i]
         return totals[j - first] if 0 <= j - first < len(totals) else 0.0
 
@@ -350,7 +350,7 @@ def aligned_sequences(length_a: int, length_b: int, score: Score) -> Pairs:
 
 
 def in_order_on_both(pairs: Pairs) -> Pairs:
-    """The most of these pairs, sorted by the first, whose seconds rise as well."""
+    """Return the longest chain of these pairs, sorted by the first, whose seconds increase as well."""
     ends: list[int] = []  # of the best chain of each length: the index of its last pair
     before: list[int] = []
     for n, (_, j) in enumerate(pairs):

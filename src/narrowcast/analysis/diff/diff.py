@@ -1,4 +1,4 @@
-"""`nc.diff`: two runs that need not be alike, call by call: formats, values, who makes a difference."""
+"""`nc.diff`: two runs that need not be alike, call by call: formats, values, and where differences begin."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def diff(
 def diff(
     a: Any, b: Any, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
 ) -> Any:
-    """Say where two runs differ that need not be alike: eager and compiled, two policies, versions or devices, a
-    trainer and its inference engine. Of two policies, ledgers or snapshots the changes from a to b.
+    """Find where two runs differ, which need not be alike: eager and compiled, two policies, versions or devices, a
+    trainer and its inference engine. For two policies, ledgers or snapshots: the changes from a to b.
 
     a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
     batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
-    runs, in what is printed, if not those of the files.
+    runs, in the output, if not those of the files.
 
     Calls are paired by module path, by weights, by order and op, by values; several with one where a projection is
-    fused, and one with several where a cache divides a sequence (turns of a module). Each pair is compared as well as
-    what both runs kept allows: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not
-    needed. Raises RunError for what is no run, and for a mapping that names what is not there.
+    fused, and one with several where a cache divides a sequence (calls of one module). Each pair is compared by the
+    best that both runs kept: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not needed.
+    Raises RunError for objects that are no runs, and for a mapping that names a module or call that does not exist.
     """
     if hasattr(a, "diff"):
         return a.diff(b)
@@ -62,62 +62,62 @@ def diff(
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
-    found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
+    result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     while True:
         judging = Judging(Values(sides[0], sides[1], kept), pairs)
-        found.rows = [judging.row(pair) for pair in pairs]
-        differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, found.rows, strict=True)]
+        result.rows = [judging.row(pair) for pair in pairs]
+        differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, result.rows, strict=True)]
         if not any(differ):
             break
         pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
-    _let_agree(found, judging, pairs, left_out)
-    found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
-    found.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
-    found.notes = [*_notes(sides, found), *kept.notes]
-    comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
-    found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
-    found.by_hand = asked or RunMapping()
-    found.compared_runs = tuple(side.runs[0] for side in sides)
-    return found
+    _compare_ends(result, judging, pairs, left_out)
+    result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
+    result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(result.rows))
+    result.notes = [*_notes(sides, result), *kept.notes]
+    comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
+    result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
+    result.by_hand = asked or RunMapping()
+    result.compared_runs = tuple(side.runs[0] for side in sides)
+    return result
 
 
-def _let_agree(found: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
-    """Compare what the programs come to; where that is alike, what differs on the way is another step."""
+def _compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
+    """Compare outputs and gradients; where these are alike, differences before them are other steps, no faults."""
     sides = judging.values.sides
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
-    is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in found.rows)
-    are_others = are_written_otherwise(pairs, found.rows, unpaired, is_low)
-    found.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
+    is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in result.rows)
+    are_others = are_written_otherwise(pairs, result.rows, unpaired, is_low)
+    result.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    are_gradients_alike = gradients_are_alike(found.gradients, parameters)
-    are_others |= are_gradients_alike and not any(row.difference for row in found.gradients)
-    ends = judging.outputs(found.rows, not (are_others and are_gradients_alike))
-    if are_gradients_alike:  # a loss in other parts, or times a number, trains alike
+    are_gradients_alike = gradients_are_alike(result.gradients, parameters)
+    are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
+    ends = judging.outputs(result.rows, not (are_others and are_gradients_alike))
+    if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
-        judging.apart = {x: one for x, one in judging.apart.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
+        judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
     outcomes = Outcomes(ends, are_others, judging.widest)
-    found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
+    result.rows, judging.unpaired = outcomes.forward(result.rows, is_low), outcomes.alone(judging.unpaired, is_low)
     if outcomes.are_alike and are_gradients_alike:
-        found.rows, judging.apart = outcomes.backward(
-            found.rows,
-            judging.apart,
+        result.rows, judging.unpaired = outcomes.backward(
+            result.rows,
+            judging.unpaired,
             judging.of_inputs(pairs),
-            min(judging.widest, max(g.difference for g in found.gradients)),
+            min(judging.widest, max(g.difference for g in result.gradients)),
         )
     else:
-        found.gradients = gradients(judging.values, pairs, band_along(found.rows))
-        if all(parameters) and not any(row.differs_in_format for row in found.rows):
-            found.gradients += in_one_alone(judging.values)
+        result.gradients = gradients(judging.values, pairs, band_along(result.rows))
+        if all(parameters) and not any(row.differs_in_format for row in result.rows):
+            result.gradients += in_one_alone(judging.values)
 
 
-def _name_of(given: Runs, otherwise: str) -> str:
-    several = [given] if isinstance(given, Run | str | Path) else given
+def _name_of(runs_or_files: Runs, otherwise: str) -> str:
+    several = [runs_or_files] if isinstance(runs_or_files, Run | str | Path) else runs_or_files
     return " + ".join(Path(one).name for one in several if not isinstance(one, Run)) or otherwise
 
 
-def _runs_of(given: Runs, name: str) -> list[Run]:
-    several = [given] if isinstance(given, Run | str | Path) else list(given)
+def _runs_of(runs_or_files: Runs, name: str) -> list[Run]:
+    several = [runs_or_files] if isinstance(runs_or_files, Run | str | Path) else list(runs_or_files)
     runs = [one if isinstance(one, Run) else load(one, Run) for one in several]
     if not runs or not any(run.calls for run in runs):
         raise RunError(f"diff: {name}", "a run without calls", advice="Capture the model while it runs.")
@@ -125,9 +125,9 @@ def _runs_of(given: Runs, name: str) -> list[Run]:
 
 
 def _unaligned(
-    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], apart: dict[Bundle, float]
+    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], unpaired: dict[Bundle, float]
 ) -> list[Unaligned]:
-    found = []
+    rows = []
     has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
         paired = {bundle for pair in pairs for bundle in (pair.a, pair.b)[n]}
@@ -139,11 +139,11 @@ def _unaligned(
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle]}" if bundle in left_out else why
             format, before = formats_of([bundle]), "" if bundle.call.is_cast else after
-            found.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, apart.get(bundle, 0.0)))
-    return found
+            rows.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, unpaired.get(bundle, 0.0)))
+    return rows
 
 
-def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
+def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     notes = []
     a, b = sides
     if a.casts or b.casts:
@@ -155,12 +155,12 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a calls its modules up to {often[0]}, b up to {often[1]}")
-    parts = sum(row.is_part for row in found.rows)
+    parts = sum(row.is_part for row in result.rows)
     if parts:
         notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
     if len(a.runs) != len(b.runs):
         notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
-    missing = sum(row.verdict == NOT_COMPARED for row in found.rows)
+    missing = sum(row.verdict == NOT_COMPARED for row in result.rows)
     if missing:
         notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
     if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
@@ -169,46 +169,46 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
 
 
 def environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """In what two environments differ, by name; versions first."""
+    """Return the entries in which two environments differ, by name; versions first."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
-    found = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
-    return [row for row in found if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
+    rows = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+    return [row for row in rows if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
 
 
 def _device(text: str) -> str:
-    """Without the version of torch, which its text ends with, and which is told as such."""
+    """Return a device's text without the version of torch at its end, which is reported separately."""
     return text.rpartition(", torch ")[0] or text
 
 
 def _rank(name: str) -> int:
-    """What is told first: that of which one expects most."""
+    """Return the rank of an entry: what matters most is reported first."""
     return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
                 len(_FIRST))  # fmt: skip
 
 
 def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for name, value in facts.items():
-        found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
-    return found
+        pairs += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
+    return pairs
 
 
 def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
-    """Log-probabilities of the same tokens; None of runs that kept none. band: what the differences of the calls
-    explain of the rms.
+    """Compare log-probabilities of the same tokens; None of runs that kept none. band: the rms that the differences of
+    calls explain.
     """
     pairs = list(zip(a.tokens, b.tokens, strict=False))
     if not pairs:
         return None
     first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
     count = len(pairs) if first_other < 0 else first_other
-    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
-    apart = [math.inf if math.isnan(value) else value for value in apart]
-    if not apart:
+    differences = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
+    differences = [math.inf if math.isnan(value) else value for value in differences]
+    if not differences:
         return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
-    sizes = sorted(map(abs, apart))
+    sizes = sorted(map(abs, differences))
     rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
     p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
-    at = max(range(count), key=lambda n: abs(apart[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)
+    at = max(range(count), key=lambda n: abs(differences[n]))
+    return TokenDifference(count, rms, p99, sizes[-1], sum(differences) / count, at, first_other, band)

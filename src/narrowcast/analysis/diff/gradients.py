@@ -12,23 +12,23 @@ from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 _STEPS, _WIDEST = 8.0, 0.05
-"""Rounding explains of gradients this many times what it explains of one call; in low formats so much at most."""
+"""The rounding bound of gradients is this many times that of one call, and at most the second."""
 _PARTS = 64
-"""Of a fused weight at most: of the experts of a layer, two each."""
+"""The most parts of a fused weight: of the experts of a layer, two each."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
 _MOST = 0.25
-"""However far apart calls are, of runs in the same formats: a micro-batch that one run lacks is more."""
+"""The largest bound for runs in the same formats, whatever their calls: a missing micro-batch makes more."""
 
 
 def band_along(rows: list[RunRow]) -> float:
-    """They are made of all calls, one after the other."""
+    """Return the bound of gradients, which are computed by all calls, one after the other."""
     differences = [row.difference for row in rows if not math.isnan(row.difference)]
     band = GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
     return band if any(row.differs_in_format for row in rows) else min(band, _MOST)
 
 
 def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
-    """Of parameters with one name, of modules that are pairs, or of one value."""
+    """Compare the gradients of parameters with one name, of paired modules, or of one value."""
     a, b = (side.runs[0].parameters for side in values.sides)
     modules = {
         x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b))
@@ -45,8 +45,8 @@ def gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradien
             rows[names[0], names[1]] = None
     rows |= _of_one_value(values, *([name for name in side if not any(name in names[n] for names in rows)]
                                     for n, side in enumerate((a, b))))  # fmt: skip
-    found = [(row, *values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
+    compared = [(row, *values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, d.relative, d.by, band * grown) for row, d, grown in compared if d.is_known]
 
 
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:
@@ -63,7 +63,7 @@ def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, No
                     names = ((name,), parts) if whole == 0 else (parts, (name,))
                     if values.are_parts(*names):
                         rows[names] = None
-                        left = [[n for n in side if n not in found] for side, found in zip(left, names, strict=True)]
+                        left = [[n for n in side if n not in paired] for side, paired in zip(left, names, strict=True)]
                         break
     return rows
 
@@ -82,10 +82,10 @@ def _next_to_each_other(side: Side, names: list[str], other: Side, whole: str, m
 
 
 def in_one_alone(values: Values) -> list[GradientRow]:
-    """Parameters, of modules that both runs call, of which one run alone has a gradient that is not zero: it is off by
-    all of itself.
+    """Return rows of parameters, of modules that both runs call, of which one run alone has a gradient other than zero:
+    a difference of 1.
     """
-    found: list[GradientRow] = []
+    rows: list[GradientRow] = []
     for side, other in (values.sides, values.sides[::-1]):
         there = other.runs[0].parameters
         for name, row in side.runs[0].parameters.items():
@@ -93,17 +93,17 @@ def in_one_alone(values: Values) -> list[GradientRow]:
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
             if "gradient" in row and "gradient" not in there.get(name, {}) and reads:
                 if side.piece(0, row["gradient"]).rms > 0:
-                    found.append(GradientRow((name,), (name,), 1.0, "", 0.0))
-    return found
+                    rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
+    return rows
 
 
 def band_of_alike(widest: float) -> float:
-    """What rounding explains of gradients, which are made of all calls. widest: of the bands of these calls."""
+    """Return the rounding bound of gradients, which all calls compute. widest: the widest bound of these calls."""
     return min(_STEPS * widest, _WIDEST)
 
 
-def gradients_are_alike(found: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
-    """Whether each parameter of either run that has a gradient is compared, and is alike. parameters: their names."""
-    compared = ({n for row in found for n in row.a}, {n for row in found for n in row.b})
+def gradients_are_alike(rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
+    """Return whether each parameter of either run with a gradient is compared, and alike. parameters: their names."""
+    compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
     are_all = all(set(names) <= those for names, those in zip(parameters, compared, strict=True))
-    return bool(found) and are_all and all(row.difference <= row.band for row in found)
+    return bool(rows) and are_all and all(row.difference <= row.band for row in rows)

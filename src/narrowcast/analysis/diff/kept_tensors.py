@@ -16,11 +16,11 @@ from narrowcast.reports.results.run_records import TensorFacts
 _NAME = re.compile(r"tensor-\d+\.npy")
 _MAGIC = b"\x93NUMPY"
 ELEMENTS = 1 << 24
-"""Larger tensors are compared by what stands in the run."""
+"""Larger tensors are compared by their statistics in the run."""
 
 
 class KeptTensors:
-    """The folders of two runs. notes: what was not there any more, or is not what the run says."""
+    """The folders of two runs. notes: folders that cannot be read, or do not belong to the run."""
 
     def __init__(self, a: Run, b: Run) -> None:
         self._folders = [str(run.environment.get("tensors", "")) for run in (a, b)]
@@ -32,7 +32,7 @@ class KeptTensors:
         return [f"tensors kept in {what}: compared by what is in the run" for what in self._lacks]
 
     def distance(self, a: TensorFacts, b: TensorFacts) -> float | None:
-        """The relative distance (L2) of two tensors; None if one was not kept, is not there, or is not finite."""
+        """Return the relative distance (L2) of two tensors; None if one was not kept, is unreadable, or not finite."""
         if not (a.file and b.file and all(self._folders)) or a.elements > ELEMENTS:
             return None
         read = [self._read(folder, facts) for folder, facts in zip(self._folders, (a, b), strict=True)]
@@ -40,8 +40,8 @@ class KeptTensors:
         if one is None or other is None or len(one) != len(other):
             return None
         length = max(math.hypot(*one), math.hypot(*other))
-        apart = math.dist(one, other)
-        return None if not math.isfinite(apart + length) else apart / length if length else 0.0
+        difference = math.dist(one, other)
+        return None if not math.isfinite(difference + length) else difference / length if length else 0.0
 
     def _read(self, folder: str, facts: TensorFacts) -> array[float] | None:
         format = FORMATS.get(facts.format)
@@ -61,15 +61,15 @@ class KeptTensors:
 
 
 def _numbers(content: bytes, format: str) -> array[float]:
-    """Little-endian numbers; bf16 is the upper half of fp32."""
+    """Decode little-endian numbers; bf16 is the upper half of fp32."""
     if format == "fp16":
         return array("d", struct.unpack(f"<{len(content) // 2}e", content))
     if format == "bf16":
         wide = bytearray(2 * len(content))
         wide[2::4], wide[3::4] = content[::2], content[1::2]
         content = bytes(wide)
-    found: array[float] = array("d" if format == "fp64" else "f")
-    found.frombytes(content)
+    numbers: array[float] = array("d" if format == "fp64" else "f")
+    numbers.frombytes(content)
     if sys.byteorder == "big":
-        found.byteswap()
-    return found
+        numbers.byteswap()
+    return numbers

@@ -1,8 +1,8 @@
-"""Where two programs come to the same: what differs on the way is then a step of one of them, and no fault.
+"""Where two programs have the same outcome: differences before it are then other steps, and no faults.
 
-A cache, a fused projection, a factor that stands elsewhere: programs that are written otherwise have other quantities
-inside. Whether they are the same is said by what they come to, outputs and gradients of parameters. A difference so
-large that it would be seen there, and is not, is made up for.
+A cache, a fused projection, a factor applied elsewhere: programs that are written differently have other intermediate
+values. Whether they are equivalent, their outputs and gradients of parameters show. A difference that is so large that
+it would be visible there, and is not, is compensated by another step.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ OF_OTHERS = "its inputs are outputs of other calls"
 OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
 UNLIKE = 0.5
-"""Calls whose results have nothing to do with each other are 1.4 apart."""
+"""The distance of unrelated results is 1.4."""
 _PLAIN = 8.0
-"""A difference of this many times the widest band of what programs come to would be seen there."""
+"""A difference of this many times the widest rounding bound of the outcome would be visible there."""
 _BAND_OF_LOW, WIDEST = 1e-3, 0.05
-"""Bands of low formats are wider than that, and a fault may lie within; within one that is wider still, anything."""
+"""Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndDifference:
-    """How far apart an output is, relative, and what rounding explains of that. Infinite: not known, or not the same
+    """The relative difference of an output, and the rounding bound of that. Infinite: not known, or not the same
     output.
     """
 
@@ -40,13 +40,13 @@ class EndDifference:
 
     @classmethod
     def of(cls, difference: float, band: float, growth: float) -> EndDifference:
-        """growth: how many times larger errors come out of what makes it; it is asked where they need that."""
+        """Make one whose bound is multiplied by `growth`, the growth of errors in its call, only if needed."""
         return cls(difference, band if difference <= band else band * growth)
 
 
 class Outcomes:
-    """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise; widest: the
-    widest band of a call.
+    """The outcome of two programs. outputs: of the forward; are_others: whether they are written differently; widest:
+    the widest rounding bound of a call.
     """
 
     def __init__(self, outputs: Sequence[EndDifference], are_others: bool, widest: float) -> None:
@@ -60,10 +60,10 @@ class Outcomes:
         )
 
     def forward(self, rows: Sequence[RunRow], is_low: bool) -> list[RunRow]:
-        """Where outputs are alike: calls that may be no pair, or a choice that is made up for elsewhere (another factor
-        of a product), since of their inputs nothing is known, or they differ, too; or they were given something else.
-        Of other programs, all calls, and what have nothing in common are no pair. is_low: in low formats a fault may
-        hide in what rounding makes.
+        """Return the rows; if outputs are alike, with differences that are other steps marked as such: where inputs are
+        unknown, or others, calls may be no pair, or compensated elsewhere (a factor of a product). In programs that are
+        written differently, so is every visible difference, and unrelated results are no pair. is_low: in low formats
+        rounding may hide a fault.
         """
         are_steps = ((_differs(row, False) and self._is_a_step(row, is_low)) or self._is_no_pair(row) for row in rows)
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, are_steps, strict=True)]
@@ -80,24 +80,24 @@ class Outcomes:
     def _would_be_seen(self, difference: float) -> bool:
         return difference > _PLAIN * self._band
 
-    def alone(self, apart: dict[Bundle, float], is_low: bool) -> dict[Bundle, float]:
-        """Of how far apart is what comes of calls without a partner, what does not end in the same outputs."""
+    def alone(self, of_unpaired: dict[Bundle, float], is_low: bool) -> dict[Bundle, float]:
+        """Return the differences due to calls without a partner that the outputs do not rule out as faults."""
         if self.are_exact and not is_low:
-            return {bundle: one for bundle, one in apart.items() if bundle.id.direction == BACKWARD}
+            return {bundle: one for bundle, one in of_unpaired.items() if bundle.id.direction == BACKWARD}
         if not self.are_alike or not (self._are_others or self._are_equal):
-            return apart
+            return of_unpaired
         least = _PLAIN * (self._band if self._are_others else self._widest)
-        return {bundle: one for bundle, one in apart.items() if bundle.id.direction == BACKWARD or one <= least}
+        return {bundle: one for bundle, one in of_unpaired.items() if bundle.id.direction == BACKWARD or one <= least}
 
     @staticmethod
     def backward(
-        rows: Sequence[RunRow], apart: dict[Bundle, float], of_inputs: Collection[object], band: float
+        rows: Sequence[RunRow], of_unpaired: dict[Bundle, float], of_inputs: Collection[object], band: float
     ) -> tuple[list[RunRow], dict[Bundle, float]]:
-        """The same of a backward whose gradients are alike. of_inputs: rows, and calls, that give the gradient of an
-        input: nothing is known of what that comes to. band: how far apart gradients are, at most the widest band.
+        """Return both for a backward whose gradients are alike. of_inputs: rows, and calls, that compute an input's
+        gradient, whose effect is unknown. band: the difference of gradients, at most the widest rounding bound.
         """
         least = _PLAIN * band
-        kept = {b: d for b, d in apart.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
+        kept = {b: d for b, d in of_unpaired.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
         steps = (_differs(row, True) and row.a not in of_inputs and row.difference > least for row in rows)
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
 
@@ -105,9 +105,9 @@ class Outcomes:
 def are_written_otherwise(
     pairs: Sequence[Aligned], rows: Sequence[RunRow], unpaired: Sequence[int], is_low: bool
 ) -> bool:
-    """Whether the forwards of two programs are: either has calls that the other lacks, or what is a pair is no longer
-    the same call. In low formats one that has all of the other's calls, and more, is the same with a step put in, if
-    nothing else is given to them. unpaired: how many calls of each have no partner.
+    """Return whether the forwards of two programs are written differently: either has calls that the other lacks, or
+    a pair is not the same call. In low formats one with all of the other's calls, and more, is the same program with an
+    added step, unless their arguments differ. unpaired: how many calls of each have no partner.
     """
     if any(unpaired) and (not is_low or any(row.given for row in rows)):
         return True
@@ -118,7 +118,7 @@ def _is_otherwise(pair: Aligned, row: RunRow) -> bool:
     sides, is_backward = (pair.a, pair.b), row.a[0].direction == BACKWARD
     ops = {tuple(bundle.id.op.split(".")[1] for bundle in bundles) for bundles in sides}
     turns = {tuple(len(bundle.turns) for bundle in bundles) for bundles in sides}
-    sizes = {sum(bundle.elements for bundle in bundles) for bundles in sides}  # a part: rows are taken in chunks
+    sizes = {sum(bundle.elements for bundle in bundles) for bundles in sides}  # a part: rows in chunks
     return not is_backward and (len(ops) > 1 or len(turns) > 1 or len(sizes) > 1 or row.why == OF_OTHERS)
 
 

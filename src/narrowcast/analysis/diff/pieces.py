@@ -1,8 +1,7 @@
-"""Tensors of two runs compared that are not shaped alike: parts that lie side by side, one after the other, on ranks.
+"""Tensors of two runs compared that have different shapes: parts concatenated by columns or by rows, or on ranks.
 
-A piece is a tensor, or several that are one in the other run. Its rows (what lies along the last dimension) are named
-by two numbers, the position in all leading dimensions but the last of them, and the position in that: sequence and
-token.
+A piece is a tensor, or several that are one in the other run. Its rows (along the last dimension) are named by two
+numbers: the position in all leading dimensions but the last of them (sequence), and the position in that (token).
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ smallest and largest value; not at all.
 """
 _Rows = Mapping[tuple[int, int], sketch.Row]
 _UNLIKE = 0.5
-"""Rows that have nothing to do with each other are 1.4 apart."""
+"""The distance of unrelated rows is 1.4."""
 _LOWEST_OF_8 = -0.99 * bf16.max
 NINE_DIGITS = 1e-8
-"""A run in a file has its statistics with nine digits; one in memory has all of them."""
+"""A run in a file has nine digits of its statistics; one in memory has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One tensor, or several as one. sequences, tokens: how many rows there are, by the two numbers that name one.
 
-    rows: the sketches of those that were looked at. is_seen: values were looked at (of integers they are not).
+    rows: the sketches of those that were sampled. is_seen: values were inspected (of integers they are not).
     is_whole: mean and rms are of all elements. is_finite: without NaN and infinities. facts: of one tensor.
     """
 
@@ -62,7 +61,7 @@ class Piece:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it holds about the lowest value of a format, which masks are filled with, and which says nothing."""
+        """Whether it holds about the lowest value of a format, with which masks are filled."""
         return self.low <= _LOWEST_OF_8 or -fp16.max <= self.low <= -0.99 * fp16.max
 
     @property
@@ -72,7 +71,7 @@ class Piece:
 
 
 def piece_of(facts: TensorFacts) -> Piece:
-    """The piece that is one tensor."""
+    """Return one tensor as a piece."""
     rows, columns = sketch.rows_and_columns(facts.shape)
     tokens = facts.shape[-2] if len(facts.shape) > 1 else 1
     sketches = {divmod(number, tokens): row for number, row in sketch.sketch_rows(facts.sketch, facts.shape).items()}
@@ -83,7 +82,7 @@ def piece_of(facts: TensorFacts) -> Piece:
 
 
 def beside(pieces: Sequence[Piece]) -> Piece | None:
-    """Side by side, as a fused projection gives them; None where the rows are not the same ones."""
+    """Concatenate by columns, as a fused projection returns them; None where the rows are not the same ones."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -97,8 +96,8 @@ def beside(pieces: Sequence[Piece]) -> Piece | None:
 
 
 def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
-    """One after the other: along all rows, or inside each of this many parts that all have, as a cache makes a model be
-    called with a batch; None where widths differ or a piece has no such parts.
+    """Concatenate by rows: after all rows, or within each of `outer` parts that all have, as with a cache and a batch;
+    None where widths differ or a piece has no such parts.
     """
     first = pieces[0]
     if len(pieces) == 1:
@@ -117,34 +116,34 @@ def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
 
 
 def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
-    """The distance of two sides in other numbers of turns, in that order of rows that brings them closest: how rows
-    that were flattened lie in a batch, shapes do not say. Nothing where one side has rows that the other has not, and
-    it is not the end of each sequence that lacks.
+    """Return the distance of two sides with different numbers of turns, in the order of rows that brings them closest:
+    shapes do not show how flattened rows lie in a batch. Nothing where one side has rows that the other has not, unless
+    it is the end of each sequence that is missing.
     """
     if sum(p.count for p in a) != sum(p.count for p in b) and len({p.sequences for p in (*a, *b)}) > 1:
         return Distance()
     shared = math.gcd(*(piece.count for piece in (*a, *b)))
-    found: list[tuple[int, Distance]] = []
+    distances: list[tuple[int, Distance]] = []
     for outer in _divisors(shared):
         one, other = ((stacked(side, outer) if len(side) > 1 else _parted(side[0], outer)) for side in (a, b))
         if one is not None and other is not None:
-            found.append((len(one.rows.keys() & other.rows.keys()), distance(one, other, whole)))
-    known = [(count, each) for count, each in found if each.is_known]
+            distances.append((len(one.rows.keys() & other.rows.keys()), distance(one, other, whole)))
+    known = [(count, each) for count, each in distances if each.is_known]
     most = max((count for count, _ in known), default=0)
     return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
 
 
 def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
-    """The same of sides that both have several turns: all of them one after the other; or, where a module is called
-    more than once in each step, each of its calls by itself. Where no order brings them together nothing is known.
+    """Return the same of sides that both have several turns: all concatenated; or, where a module is called more than
+    once in each step, each of its calls by itself. Nothing is known where they are unrelated in each order.
     """
-    found = [in_best_order(a, b, whole)]
+    distances = [in_best_order(a, b, whole)]
     fewer = min(len(a), len(b))
     if fewer > 1 and not (len(a) % fewer or len(b) % fewer):
         each = [in_best_order(a[n::fewer], b[n::fewer], whole) for n in range(fewer)]
         if all(one.is_known for one in each):
-            found.append(max(each, key=lambda one: one.relative))
-    best = min((one for one in found if one.is_known), key=lambda one: one.relative, default=Distance())
+            distances.append(max(each, key=lambda one: one.relative))
+    best = min((one for one in distances if one.is_known), key=lambda one: one.relative, default=Distance())
     return best if fewer == 1 or best.relative < _UNLIKE else Distance()
 
 
@@ -154,7 +153,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _parted(piece: Piece, outer: int) -> Piece:
-    """The same rows under other names, of this many parts."""
+    """Rename the rows of a piece, as those of this many parts."""
     inner = max(1, piece.count // outer)
     rows = {divmod(sequence * piece.tokens + token, inner): row for (sequence, token), row in piece.rows.items()}
     return replace(piece, sequences=outer, tokens=inner, rows=rows)
@@ -178,11 +177,11 @@ def _joined(pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
+    """The relative distance of two pieces (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
-    other has not. row: the largest relative distance of a row, where rows are known. growth: of what calls gave, how
-    many times larger relative errors come out of them than they went in.
+    other has not. row: the largest relative distance of a row, where rows are known. growth: of results, by how much
+    relative errors grow in their calls.
     """
 
     relative: float = math.nan
@@ -198,17 +197,17 @@ class Distance:
 
 
 Whole = Callable[[TensorFacts, TensorFacts], float | None]
-"""The relative distance of two tensors that the runs kept; None if one of them is not there."""
+"""Returns the relative distance of two tensors that the runs kept; None if one of them was not."""
 
 
 def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
-    """How far apart two pieces are, from the best that both runs kept."""
+    """Return the distance of two pieces, from the best that both runs kept."""
     if a is None or b is None or not (a.is_seen and b.is_seen) or _are_masks(a, b):
         return Distance()
     if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
-        found = whole(a.facts, b.facts)
-        if found is not None:
-            return Distance(found, TENSORS)
+        relative = whole(a.facts, b.facts)
+        if relative is not None:
+            return Distance(relative, TENSORS)
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
@@ -224,18 +223,18 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
 
 
 def distance_in_all(a: Piece, b: Piece) -> Distance:
-    """How far apart two pieces are in whatever order their elements lie: by their statistics."""
+    """Return the distance of two pieces whatever the order of their elements: by their statistics."""
     return distance(replace(a, rows={}), replace(b, rows={}))
 
 
 def _are_masks(a: Piece, b: Piece) -> bool:
-    """Whether both are filled with what says nothing, a lowest value or infinity: at least one with a lowest value."""
+    """Return whether both are filled as masks are, with a lowest value or infinity, but not both with infinity."""
     return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))
 
 
 def _in_same_order(a: Piece, b: Piece) -> list[tuple[_Rows, _Rows]]:
-    """Return the rows of both under the same names, in each order in which they may be the same: which of sequence and
-    token comes first in rows that were flattened, shapes do not say. None where it is not known which are the same.
+    """Return the rows of both under the same names, in each order in which they may be the same: shapes do not show
+    which of sequence and token comes first in flattened rows. Empty where it is not known which are the same.
     """
     if a.columns != b.columns:
         return []
@@ -260,7 +259,7 @@ def _turned(piece: Piece) -> Piece:
 
 
 def _leading(piece: Piece) -> list[int] | None:
-    """The sizes of all dimensions but the last, those of one left out."""
+    """Return the sizes of all dimensions but the last, without those of 1."""
     return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
 
 
@@ -272,7 +271,7 @@ def _of_statistics(a: Piece, b: Piece) -> float:
     largest = max(a.largest, b.largest)
     if not largest:
         return 0.0
-    apart = max(abs(a.low - b.low), abs(a.high - b.high)) / largest
+    difference = max(abs(a.low - b.low), abs(a.high - b.high)) / largest
     if a.is_whole and b.is_whole:
-        apart = max(apart, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
-    return apart if apart > NINE_DIGITS else 0.0
+        difference = max(difference, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
+    return difference if difference > NINE_DIGITS else 0.0

@@ -1,4 +1,4 @@
-"""The rows of a comparison of two runs: whether a pair of calls differs, and whether what it read explains that."""
+"""The rows of a comparison of two runs: whether paired calls differ, and whether their inputs explain that."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
 _BAND_OF_LOW, _OF_SAMPLES, _OTHERS = 1e-3, 4.0, 0.3
-"""Of low formats; how many times larger an error may look in the rows of a view than in those of what it is a view of;
-how far apart other parts of a tensor are at least, where that is rounded.
+"""Rounding bounds of low formats exceed the first; an error may look this many times larger in the sampled rows of a
+view than in those of its base; the least difference of other parts of a rounded tensor.
 """
 
 
 class Judging:
-    """Rows, one after the other: what earlier ones differed by represents inputs that cannot be compared."""
+    """Rows, one after the other: differences of earlier ones serve for inputs that cannot be compared."""
 
     def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
         self.values = values
-        self.apart: dict[Bundle, float] = {}
-        """Of calls without a partner that make a difference: how far apart is what comes of them."""
+        self.unpaired: dict[Bundle, float] = {}
+        """By call without a partner that makes a difference: the difference of values computed from it."""
         self._makers = Makers(values.sides[0]), Makers(values.sides[1])
         self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
-        self._found: dict[Aligned, float] = {}
+        self._of_pairs: dict[Aligned, float] = {}
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
         self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
-        """The widest band of a call, as far as it says anything."""
+        """The widest rounding bound of a call, at most WIDEST."""
 
     def row(self, pair: Aligned) -> RunRow:
-        """The row of a pair."""
+        """Return the row of a pair."""
         given, band = self.values.given(pair, self._largest), self.values.band(pair)
         inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
         (format_a, format_b), (place_a, place_b) = (
@@ -47,51 +47,52 @@ class Judging:
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
         names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
         is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
-        gave = self.values.results(pair, is_one and is_equal)
+        result = self.values.results(pair, is_one and is_equal)
         of_rows = self.values.growth_in_rows(pair)
         is_by_row = pair.a[0].family == NORM or of_rows > 1  # rows of any size become alike there
         known = [max(one.relative * of_rows, one.row * is_by_row) for one in inputs.values() if one.is_known]
-        is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
-        came = max(known) if known and not is_of_a_part else math.nan
+        is_of_a_part = any(one.is_part for one in inputs.values()) and not result.is_part  # the result has other parts
+        input_difference = max(known) if known and not is_of_a_part else math.nan
         reads_other = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]
-        before = max(self._largest if math.isnan(came) else came, self._jumped)
-        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
+        before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
+        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
             before = max(before, self._largest)
-        if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
+        if pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
         self._read[pair] = before
-        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
-        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
+        chosen_by = max(self._chosen_by(pair), default=0.0)
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(input_difference) else input_difference, chosen_by)
+        if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)
         before = max(before, jumped)
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
-            band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
-        band *= gave.growth
+            band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
+        band *= result.growth
         reason = next(filter(None, reads_other), "")
-        verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
-        self._found[pair] = gave.relative if gave.is_known else math.nan
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
+        verdict, why = self._verdict(pair, result, band, before, bool(given), bool(given) and is_equal, reason)
+        self._of_pairs[pair] = result.relative if result.is_known else math.nan
+        self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
         return RunRow(
-            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
-            band, gave.by, gave.is_part, given, why,
+            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, result.relative,
+            input_difference, band, result.by, result.is_part, given, why,
         )  # fmt: skip
 
     def _verdict(
-        self, pair: Aligned, gave: Distance, band: float, came: float, is_given: bool, is_proved: bool, reads_other: str
+        self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str
     ) -> tuple[str, str]:
-        if not gave.is_known:
+        if not result.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
-        if gave.relative == 0:
+        if result.relative == 0:
             return EQUAL, ""
-        if gave.relative <= band and not is_proved:
+        if result.relative <= band and not is_proved:
             return ROUND_OFF, ""
         if pair.a[0].id.direction == RECOMPUTATION:
             return INHERITED, "it repeats a call of the forward, which is compared"
-        if reads_other:
-            return DIFFERS, reads_other
-        if is_given and gave.relative > came:
+        if reason:
+            return DIFFERS, reason
+        if is_given and result.relative > before:
             return DIFFERS, "it was given something else"
-        if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
+        if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
@@ -100,52 +101,52 @@ class Judging:
         return DIFFERS, UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
-        """How far apart the floats are of which the conditions and places were made that the calls read."""
-        made = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
-        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in made]
+        """Return the differences of floats from which conditions and indices that the calls read were computed."""
+        choosers = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
+        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in choosers]
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
-        """Whether later turns choose by what comes of the first, which agrees."""
+        """Return whether later turns select by values computed from the first, which agrees."""
         later = any(x.position > of.position for n, of in enumerate((pair.a[0], pair.b[0]))
                     for x in self._makers[n].choosers(of))  # fmt: skip
         return later and self.values.results(turns_of(pair)[0]).relative <= band
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 
-    def _reads_other(self, pair: Aligned, name: str, came: Distance) -> str:
-        """Why an argument differs by more than what made it explains: because of calls without a partner, which are
-        noted; or, as the text says, since another call made it, or none. Of a part alone (one run expands it) nothing
-        is said.
+    def _reads_other(self, pair: Aligned, name: str, inputs: Distance) -> str:
+        """Return why an argument differs by more than the calls that made it explain: empty if due to calls without a
+        partner, which are noted; else as text, since another call made it, or none. Empty, too, for a part alone (one
+        run expands it).
         """
-        apart = came.relative
+        difference = inputs.relative
         read = [makers.read(bundles[0], name or read_name(bundles[0].call))
                 for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
         a, b = self._upstream(read)
         explained = self._explained(pair, a, b)
-        if apart <= explained or self._is_by_casts(read, apart):
+        if difference <= explained or self._is_by_casts(read, difference):
             return ""
         if a.alone or b.alone:
             for bundle in (*a.alone, *b.alone):
-                self.apart.setdefault(bundle, apart)
+                self.unpaired.setdefault(bundle, difference)
             return ""
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
-        made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
-        is_compared = made[0] | made[1] <= self._found.keys()  # not a later call, in a turn before
+        made_by = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
+        is_compared = made_by[0] | made_by[1] <= self._of_pairs.keys()  # not a later call, of an earlier turn
         is_compared &= not any(side.are_whole(numbers) for side, numbers in zip(self.values.sides, read, strict=True))
-        if pair.a[0].id.direction == FORWARD and (is_compared or not all(made)):
-            if made[0] != made[1]:
+        if pair.a[0].id.direction == FORWARD and (is_compared or not all(made_by)):
+            if made_by[0] != made_by[1]:
                 return OF_OTHERS
-            if came.is_part:
+            if inputs.is_part:
                 return ""
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
-            return OF_PARTS if apart > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
-        return "" if made[0] & made[1] or not all(made) else OF_OTHERS
+            return OF_PARTS if difference > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
+        return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
 
-    def _of_whole(self, read: Sequence[int], made: Upstream) -> float:
-        """How many times larger a part's relative error may be than that of what it is a part of, in the first run."""
+    def _of_whole(self, read: Sequence[int], upstream: Upstream) -> float:
+        """Return how many times larger a part's relative error may be than that of the whole, in the first run."""
         pieces = [[self.values.sides[0].piece(0, n) for n in numbers]
-                  for numbers in (read, [n for x in made.known for _, n in x.call.outputs[:1]])]  # fmt: skip
+                  for numbers in (read, [n for x in upstream.known for _, n in x.call.outputs[:1]])]  # fmt: skip
         parts, wholes = ([math.sqrt(p.elements) * p.rms for p in side if p.rms > 0] for side in pieces)
         return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
@@ -153,9 +154,9 @@ class Judging:
         (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
         return m.upstream(a, one), n.upstream(b, other)
 
-    def _is_by_casts(self, numbers: Sequence[Sequence[int]], apart: float) -> bool:
-        """Whether tensors are that far apart since one run alone rounds them to a format in which it computes nothing;
-        its casts are noted.
+    def _is_by_casts(self, numbers: Sequence[Sequence[int]], difference: float) -> bool:
+        """Return whether tensors differ since one run alone rounds them to a format in which it computes nothing; note
+        its casts then.
         """
         sides = self.values.sides
         casts = [side.strange_casts(read) for side, read in zip(sides, numbers, strict=True)]
@@ -163,23 +164,23 @@ class Judging:
             return False
         more = max((0, 1), key=lambda n: len(casts[n]))
         for cast in casts[more]:
-            self.apart.setdefault(sides[more].by_itself(cast), apart)
+            self.unpaired.setdefault(sides[more].by_itself(cast), difference)
         return True
 
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
-        """How far apart tensors may be that these calls made; those that no call made may be copies of any."""
+        """Return how much tensors made by these calls may differ; those that no call made may be copies of any."""
         if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
             return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
-        before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
-        came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
+        earlier = [self._of_pairs.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
+        before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
         bands = sum(self.values.band_of(n, x) for n, x in alone)
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
-        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
+        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)
 
     def outputs(self, rows: Sequence[RunRow], with_losses: bool) -> list[EndDifference]:
-        """What both runs come to, which models returned or no call reads. Where that is not made by calls that are
-        pairs, what else comes to it is noted.
+        """Compare the outputs of both runs, which models returned or no call reads. Where calls that made one are not
+        paired, note them.
         """
         ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self._makers]
         ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
@@ -187,52 +188,52 @@ class Judging:
         outcomes = []
         for a, b in self._nearest(*left):
             if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                outcomes.append(EndDifference(math.inf))  # one program goes on, to probabilities or a loss
+                outcomes.append(EndDifference(math.inf))  # one program continues, to probabilities or a loss
                 continue
             pair = Aligned((a,), (b,), "")
-            found = self.values.results(pair)
-            known = EndDifference.of(found.relative, self.values.band(pair), found.growth)
-            outcomes.append(known if found.is_known else EndDifference(math.inf))
-            made = self._upstream(
+            result = self.values.results(pair)
+            known = EndDifference.of(result.relative, self.values.band(pair), result.growth)
+            outcomes.append(known if result.is_known else EndDifference(math.inf))
+            upstream = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
-            if found.is_known and found.relative > self._explained(pair, *made):
-                for bundle in (*made[0].alone, *made[1].alone):
-                    self.apart.setdefault(bundle, found.relative)
+            if result.is_known and result.relative > self._explained(pair, *upstream):
+                for bundle in (*upstream[0].alone, *upstream[1].alone):
+                    self.unpaired.setdefault(bundle, result.relative)
         by_calls = {row.a: row for row in rows}
         for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
-            read, apart = [[number] for number in last], self.values.between(*last).relative
+            read, difference = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
-            if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
+            if difference > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, difference):
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self.values.band(pair)
                 outcomes.append(EndDifference.of(row.difference, band, row.band / band))
-            else:  # within what rounding makes in the formats before it, as a loss in fp32 is
+            else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
         return outcomes
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
-        """In order; where one run has more, for each of the other what it is nearest to: some may be read by nobody."""
+        """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""
         if len(a) == len(b):
             return list(zip(a, b, strict=True))
 
         def distance(x: Bundle, y: Bundle) -> float:
-            found = self.values.results(Aligned((x,), (y,), ""))
-            return found.relative if found.is_known and x.elements == y.elements else math.inf
+            result = self.values.results(Aligned((x,), (y,), ""))
+            return result.relative if result.is_known and x.elements == y.elements else math.inf
 
         if len(a) < len(b):
             return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
         return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
-        """The calls of a backward, and the names of those that are pairs, that give the gradient of an input."""
+        """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""
         calls: set[object] = set(self._makers[0].of_inputs | self._makers[1].of_inputs)
         return calls | {_ids(pair.a) for pair in pairs if any(x in calls for x in (*pair.a, *pair.b))}
 
     def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
-        """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
+        """Return how much log-probabilities may differ: as much as the logits, which are the last results compared."""
         forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
         if not forward:
             return math.inf
@@ -241,7 +242,7 @@ class Judging:
         return largest * (forward[-1].band + GAIN * max(row.difference for row in forward))
 
     def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
-        """Whether its partner is an output, too."""
+        """Return whether its partner is an output, too."""
         pair = self._paired[side].get(bundle)
         return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
 
@@ -251,10 +252,10 @@ def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
 
 
 def formats_of(bundles: Sequence[Bundle]) -> str:
-    """The formats in which calls compute."""
+    """Return the formats in which calls compute."""
     return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.came for bundle in bundles))
 
 
 def place_of(bundles: Sequence[Bundle]) -> str:
-    """The line of the first of them."""
+    """Return the line of the first of them."""
     return f"{bundles[0].call.file}:{bundles[0].call.line}"

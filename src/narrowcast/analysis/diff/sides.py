@@ -1,5 +1,5 @@
-"""One side of a comparison of two runs: a run, or those of all ranks, with the turns of each call in one place; and
-which of its calls made a tensor.
+"""One side of a comparison of two runs: a run, or those of all ranks, with each call at all module call indices as one
+bundle; and which of its calls made a tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord
 
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
-"""Arguments that may be a weight, if they are as flat as one and no call made them."""
+"""Arguments that may be a weight, if they have few dimensions and no call made them."""
 _NAMED = ("weight", "bias", "running_mean", "running_var")
 _SUMS = frozenset(["aten.add.Tensor", "aten.add_.Tensor"])
 _READ = ("input", "mat1", "batch1", "query", "self")
-"""What a product or a norm computes on, by the names of different ops; `self` of addmm is the bias."""
+"""The main input of a product or a norm, by the names of different ops; `self` of addmm is the bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class RankCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """A call in all turns of its module, and on all ranks. turns: in order; in each the ranks that made the call.
+    """A call at all module call indices, and on all ranks. turns: by that index; in each the ranks that made the call.
 
     elements, columns, low, high: of the first result, over all turns and ranks. weight: of the first turn, if there is
-    one; read: the number of the tensor that it computes on, on the first rank.
+    one; read: the number of its main input, on the first rank.
     """
 
     position: int
@@ -63,7 +63,7 @@ class Bundle:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is a call of a forward that gives one number."""
+        """Whether it is a call of a forward that returns one number."""
         return self.id.direction == FORWARD and self.elements == sum(map(len, self.turns))
 
     @property
@@ -73,24 +73,24 @@ class Bundle:
 
 
 def read_name(call: CallRecord) -> str:
-    """The name of the argument that a call computes on; empty for one that reads no tensor."""
+    """Return the name of a call's main input; empty for one that reads no tensor."""
     names = [name for name, _ in call.inputs]
     return next((name for name in _READ if name in names), names[0] if names else "")
 
 
 def has_bias(call: CallRecord) -> bool:
-    """Whether a call of a product adds a bias, which addmm and baddbmm name `self`."""
+    """Return whether a call of a product adds a bias, which addmm and baddbmm name `self`."""
     names = {name for name, _ in call.inputs}
     return "bias" in names or len(names & {"self", "mat1", "batch1"}) == 2
 
 
 def read_by(call: CallRecord) -> int | None:
-    """The number of the tensor that a call computes on."""
+    """Return the number of a call's main input."""
     return dict(call.inputs).get(read_name(call))
 
 
 class Side:
-    """Runs of one process each; casts are left out, since each call says in which formats it computes."""
+    """Runs of one process each, without casts, since each call has the formats in which it computes."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
@@ -105,7 +105,7 @@ class Side:
         self.casts = sum(call.is_cast for run in runs for call in run.calls)
 
     def piece(self, rank: int, number: int) -> Piece:
-        """A tensor of a rank's run."""
+        """Return a tensor of a rank's run."""
         key = (rank, number)
         if key not in self._pieces:
             self._pieces[key] = piece_of(self.runs[rank].tensors[number])
@@ -116,22 +116,22 @@ class Side:
         return self.piece(0, self.runs[0].parameters[parameter]["value"])
 
     def maker(self, rank: int, number: int) -> CallRecord | None:
-        """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
-        return next((call for call in self._made(rank, number) if not call.is_cast), None)
+        """Return the call that made a tensor, or wrote last into its memory; casts are skipped."""
+        return next((call for call in self._makers_of(rank, number) if not call.is_cast), None)
 
     def place_in_maker(self, number: int) -> tuple[CallRecord, int] | None:
-        """The call of the first rank's run that made a tensor, casts looked through, and which of its results it is."""
+        """Return the call of the first rank's run that made a tensor, casts skipped, and that result's position."""
         for n in self._before(0, number):
             call = self._makers[0].get(n)
             if call is not None and not call.is_cast:
-                return call, [made for _, made in call.outputs].index(n)
+                return call, [result for _, result in call.outputs].index(n)
         return None
 
-    def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
+    def _makers_of(self, rank: int, number: int) -> Iterator[CallRecord]:
         return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
 
     def _before(self, rank: int, number: int) -> Iterator[int]:
-        """A tensor, what it was cast from, and what was before in the memory where it lies."""
+        """Yield the number of a tensor, of what it was cast from, and of what was in its memory before."""
         seen: set[int] = set()
         while number >= 0 and number not in seen:
             seen.add(number)
@@ -141,13 +141,13 @@ class Side:
             number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
 
     def are_whole(self, numbers: Iterable[int]) -> bool:
-        """Whether some of these tensors were cast from whole numbers or flags."""
+        """Return whether some of these tensors were cast from whole numbers or flags."""
         formats = (self.runs[0].tensors[n].format for number in numbers for n in self._before(0, number))
         return any(name.startswith(("i", "u", "bool")) for name in formats)
 
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
-        """Casts to formats in which no call of the run computes, between these tensors and what made them."""
-        casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._made(0, n))]
+        """Return casts to formats in which no call of the run computes, between these tensors and the calls behind."""
+        casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._makers_of(0, n))]
         return [call for call in casts if self.runs[0].tensors[call.outputs[0][1]].format in self._strange]
 
     @cached_property
@@ -156,34 +156,34 @@ class Side:
         return frozenset(FORMATS).difference(*(call.computes.split(",") for call in calls))
 
     def by_itself(self, cast: CallRecord) -> Bundle:
-        """A cast as a bundle, which has no partner."""
+        """Return a cast as a bundle, which has no partner."""
         if id(cast) not in self.casts_alone:
             self.casts_alone[id(cast)] = self._bundle(len(self.bundles), {1: [RankCall(0, cast)]})
         return self.casts_alone[id(cast)]
 
     def with_bias(self, placed: RankCall) -> int:
-        """The number of what a product gives; where it adds no bias, and a call that reads it adds one, of the sum."""
-        made = placed.call.outputs[0][1]
-        return made if has_bias(placed.call) else self._with_bias.get((placed.rank, made), made)
+        """Return the number of a product's result, or if a call that reads it adds its bias, that of the sum."""
+        product = placed.call.outputs[0][1]
+        return product if has_bias(placed.call) else self._with_bias.get((placed.rank, product), product)
 
     @cached_property
     def _with_bias(self) -> dict[tuple[int, int], int]:
-        """By rank and number of what a sum adds a bias to: the number of the first such sum."""
-        found: dict[tuple[int, int], int] = {}
+        """By rank and number of a tensor to which a sum adds a bias: the number of the first such sum."""
+        sums: dict[tuple[int, int], int] = {}
         for rank, run in enumerate(self.runs):
             for call in run.calls:
                 read = {number for _, number in call.inputs} if call.id.op in _SUMS else ()
-                for made in read:
-                    if all(self._is_bias(rank, number) for number in read if number != made):
-                        found.setdefault((rank, made), call.outputs[0][1])
-        return found
+                for product in read:
+                    if all(self._is_bias(rank, number) for number in read if number != product):
+                        sums.setdefault((rank, product), call.outputs[0][1])
+        return sums
 
     def _is_bias(self, rank: int, number: int) -> bool:
         return self.maker(rank, number) is None and len(self.runs[rank].tensors[number].shape) == 1
 
     def is_given(self, placed: RankCall, name: str) -> bool:
-        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
-        alone is neither: autograd makes it where nobody looks.
+        """Return whether an argument is a weight or a buffer: no call made it, and it has few dimensions. One that only
+        a backward reads is neither: autograd makes it unobserved.
         """
         number = dict(placed.call.inputs).get(name, -1)
         if number < 0 or self.maker(placed.rank, number) is not None:
@@ -195,17 +195,17 @@ class Side:
 
     @cached_property
     def read_forward(self) -> frozenset[int]:
-        """What the calls of the first rank's forward read."""
+        """The numbers of the tensors that the calls of the first rank's forward read."""
         calls = [call for call in self.runs[0].calls if call.id.direction == FORWARD]
         return frozenset(number for call in calls for _, number in call.inputs)
 
     @cached_property
     def by_path(self) -> dict[str, list[Bundle]]:
         """The bundles of each module, in order."""
-        found: dict[str, list[Bundle]] = {}
+        by_path: dict[str, list[Bundle]] = {}
         for bundle in self.bundles:
-            found.setdefault(bundle.path, []).append(bundle)
-        return found
+            by_path.setdefault(bundle.path, []).append(bundle)
+        return by_path
 
     def _bundled(self) -> list[Bundle]:
         growing: dict[tuple[str, str, tuple[int, ...], str], dict[int, list[RankCall]]] = {}
@@ -216,20 +216,20 @@ class Side:
                 turn, number = call.id.turn, [call.id.number]
                 if steps and not call.id.module_path:
                     turn, *number = steps[n]
-                repeated[call.id] += 1  # modules that nothing tells apart
+                repeated[call.id] += 1  # modules that nothing distinguishes
                 number = [*number, repeated[call.id]]
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
                 growing.setdefault(key, {}).setdefault(turn, []).append(RankCall(rank, call))
-        return [self._bundle(n, found) for n, found in enumerate(growing.values())]
+        return [self._bundle(n, by_turn) for n, by_turn in enumerate(growing.values())]
 
     def _weights_of(self, placed: RankCall) -> tuple[int, ...]:
-        """What a call reads that is given and no number, as it was before casts."""
+        """Return the numbers of weights and buffers that a call reads, before casts, without scalars."""
         tensors = self.runs[placed.rank].tensors
         read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
         return tuple(list(self._before(placed.rank, number))[-1] for number in read)
 
-    def _bundle(self, position: int, found: dict[int, list[RankCall]]) -> Bundle:
-        turns = tuple(tuple(placed) for _, placed in sorted(found.items()))
+    def _bundle(self, position: int, by_turn: dict[int, list[RankCall]]) -> Bundle:
+        turns = tuple(tuple(placed) for _, placed in sorted(by_turn.items()))
         results = [self.piece(p.rank, p.call.outputs[0][1]) for turn in turns for p in turn if p.call.outputs]
         first = turns[0][0]
         weight = next(
@@ -243,7 +243,7 @@ class Side:
         )  # fmt: skip
 
     def _weight(self, placed: RankCall, name: str) -> Piece | None:
-        """The weight, if its values tell it from others."""
+        """Return the weight, if its values distinguish it from others."""
         if not name:
             return None
         piece = self.piece(placed.rank, dict(placed.call.inputs)[name])
@@ -255,21 +255,21 @@ Place = tuple[int, int, int]
 
 
 def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) -> dict[int, Place]:
-    """The place of each call, by its index; empty where no step comes again, or a backward goes between.
+    """Return the place of each call, by its index; empty where no step repeats, or there is a backward.
 
-    weights: the tensors that each call reads and none made.
+    weights: by call the numbers of the weights that it reads.
     """
     read = [n for n, numbers in enumerate(weights) if numbers]
-    said = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
-    period = next((p for p in range(1, len(said) // 2 + 1) if said[p:] == said[:-p]), 0)
+    keys = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
+    period = next((p for p in range(1, len(keys) // 2 + 1) if keys[p:] == keys[:-p]), 0)
     has_turns = any(call.id.turn > 1 for call in calls if not call.id.module_path)
-    if not period or len(said) % period or has_turns or any(call.id.direction != FORWARD for call in calls):
+    if not period or len(keys) % period or has_turns or any(call.id.direction != FORWARD for call in calls):
         return {}
     before = [[call.id.op for call in calls[last + 1 : n][::-1]]
               for last, n in zip([-1, *read[period - 1 :: period]], read[::period], strict=False)]  # fmt: skip
     lead = len(list(takewhile(lambda ops: len(set(ops)) == 1, zip(*before, strict=False))))
     starts, weight_at = {n - lead for n in read[::period]}, set(read)
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     step = weight = 0
     seen: Counter[str] = Counter()
     for n, call in enumerate(calls):
@@ -278,14 +278,14 @@ def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) ->
         if n in weight_at:
             weight, seen = weight + 1, Counter()
         seen[call.id.op] += 1
-        found[n] = (step, weight, seen[call.id.op])
-    return found
+        places[n] = (step, weight, seen[call.id.op])
+    return places
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """What made some tensors. alone: the calls without a partner, in order; known: those with one that they begin from;
-    both empty where the tensors came from outside of the run.
+    """The calls that made some tensors. alone: those without a partner, in order; known: the nearest before them with
+    one; both empty where the tensors are from outside of the run.
     """
 
     alone: tuple[Bundle, ...]
@@ -293,7 +293,7 @@ class Upstream:
 
 
 class Makers:
-    """Of one side; of several ranks the first, since all make the same calls."""
+    """Which calls made tensors of one side: on the first of several ranks, since all make the same calls."""
 
     def __init__(self, side: Side) -> None:
         self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
@@ -301,12 +301,12 @@ class Makers:
         self._of = {id(call): bundle for call, bundle in placed}
 
     def of(self, number: int) -> Bundle | None:
-        """What made a tensor."""
+        """Return the call that made a tensor."""
         call = self._side.maker(0, number)
         return None if call is None else self._of[id(call)]
 
     def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
-        """What made these, back to calls that have a partner."""
+        """Return the calls that made these tensors, back to calls that have a partner."""
         alone: dict[Bundle, None] = {}
         known: dict[Bundle, None] = {}
         waiting = [self.of(number) for number in numbers]
@@ -322,9 +322,9 @@ class Makers:
         return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
 
     def last(self, bundle: Bundle) -> int:
-        """What a call gave first in its first turn, as it is after the last cast of it."""
-        given = self._last.get(bundle)
-        return bundle.call.outputs[0][1] if given is None else given
+        """Return the number of a call's first result in its first turn, after the last cast of it."""
+        number = self._last.get(bundle)
+        return bundle.call.outputs[0][1] if number is None else number
 
     @cached_property
     def _last(self) -> dict[Bundle | None, int]:
@@ -333,7 +333,7 @@ class Makers:
 
     @staticmethod
     def read(bundle: Bundle, name: str = "") -> list[int]:
-        """The tensors that a call read in all turns, or those by one name."""
+        """Return the tensors that a call read in all turns, or those by one name."""
         calls = [placed.call for turn in bundle.turns for placed in turn if placed.rank == 0]
         return [number for call in calls for n, number in call.inputs if name in ("", n)]
 
@@ -349,13 +349,13 @@ class Makers:
     @cached_property
     def returned(self) -> list[Bundle]:
         """The calls that made what models returned, in order."""
-        made = {self.of(number) for number in self._side.runs[0].returned}
-        return [b for b in self._bundles if b in made and b.call.outputs]
+        bundles = {self.of(number) for number in self._side.runs[0].returned}
+        return [b for b in self._bundles if b in bundles and b.call.outputs]
 
     @cached_property
     def of_inputs(self) -> frozenset[Bundle]:
-        """The calls of a backward that may give the gradient of an input: no call is seen to read what they give, no
-        parameter has it, and the call of the forward that they belong to reads what comes from outside of the run.
+        """The calls of a backward that may compute the gradient of an input: no call is seen to read their results, no
+        parameter has them, and their call of the forward reads tensors from outside of the run.
         """
         read = {self.of(number) for b in self._bundles for number in self.read(b)}
         gradients = [row["gradient"] for row in self._side.runs[0].parameters.values() if "gradient" in row]
@@ -365,14 +365,14 @@ class Makers:
         return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
 
     def _floats_of(self, bundle: Bundle) -> list[int]:
-        """The floating tensors that a call read first that are no weight or buffer."""
+        """Return the floating-point tensors that a call read in its first turn, without weights and buffers."""
         first = bundle.turns[0][0]
         named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
         return [number for name, number in named if not self._side.is_given(first, name)]
 
     def choosers(self, bundle: Bundle) -> list[Bundle]:
-        """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that
-        other calls made.
+        """Return the calls that computed whole numbers or flags which a call reads (indices, conditions, counts) from
+        floats that other calls made.
         """
         waiting, seen = self.read(bundle), {bundle: False}
         while waiting:

@@ -1,8 +1,8 @@
 """What each low call does to the output, all of it learnt from one run in fp32.
 
-Each call is also run alone as the policy has it, on the reference's inputs: d is what it then gives, less what it gave.
-Backwards from random signs at the output give g at each call, and the mean of (g . d)^2 over the signs is the square of
-the error that the call alone makes in the output, to first order. A model without gradients is judged by d alone.
+Each call is also run alone as the policy has it, on the reference's inputs: d is its result then, less its result in
+fp32. Backward passes from random signs at the output yield g at each call, and the mean of (g . d)^2 over the signs is
+the square of the error that the call alone makes in the output, to first order. Without gradients, d alone decides.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from narrowcast.observation.trial.trial import tensors_of
 from narrowcast.runtime.torch_surface.dispatch import without_modes
 
 PROBES = 8
-"""How many signs: each takes a backward, and of a single call the estimate of its square is off by half."""
+"""How many draws of signs: each takes a backward; for a single call the estimate of the square is off by half."""
 _NEAR = 2.0
-"""This many times the true error may be foretold, and as many times less: what rounds alike adds up, or cancels."""
+"""The predicted error may be this many times the true one, or as many times less: roundings add up, or cancel."""
 LARGEST = 1 << 22
-"""How many elements of a call's result are taken, at even distances."""
+"""How many elements of a call's result are sampled, at even distances."""
 
 
 @dataclass(slots=True)
 class Effect:
-    """What one low call does. probes: g . d by draw of signs; empty without gradients. own: its relative error."""
+    """What one low call does. probes: g . d by draw of signs; empty without gradients. own: its local error."""
 
     probes: tuple[float, ...] = ()
     own: float = 0.0
@@ -43,7 +43,7 @@ class Effect:
 
 @dataclass(slots=True)
 class _ChangedResult:
-    """A result of a call, and what the call alone in its low formats changes of it; every n-th element of both."""
+    """A result of a call, and how the call alone in its low formats changes it; every `step`-th element of both."""
 
     identity: CallId
     result: torch.Tensor
@@ -61,7 +61,7 @@ class Attribution(RepairObserver):
         self.effects: dict[CallId, Effect] = {}
 
     def after(self, call: SeenCall) -> None:
-        """Run it alone, too."""
+        """Run the call alone, too, in its low formats."""
         super().after(call)
         wanted = self._asked.get(call.id)
         if wanted is None or wanted.kept is None or call.is_cast:
@@ -81,33 +81,33 @@ class Attribution(RepairObserver):
         self.effects[call.id] = Effect(own=math.sqrt(noise / signal) if signal else math.inf * (noise > 0))
 
     def probe(self, output: Any) -> torch.Tensor:
-        """Find the effects; a loss of which nothing comes."""
+        """Find the effects of the calls, and return a loss that adds nothing to gradients."""
         ends = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
         watched = [change.result for change in self._changes]
-        found: dict[CallId, list[float]] = {}
+        sums_by_call: dict[CallId, list[float]] = {}
         with without_modes():
             for draw in range(PROBES if ends and watched else 0):
                 signs = [_signs(t, draw) for t in ends]
                 gradients = torch.autograd.grad(ends, watched, signs, retain_graph=True, allow_unused=True)
                 for change, gradient in zip(self._changes, gradients, strict=True):
-                    sums = found.setdefault(change.identity, [0.0] * PROBES)
+                    sums = sums_by_call.setdefault(change.identity, [0.0] * PROBES)
                     if gradient is not None:
                         at = gradient.flatten()[:: change.step]
                         sums[draw] += float((at.double() * change.change.double()).sum()) * change.step
-        for identity, sums in found.items():
+        for identity, sums in sums_by_call.items():
             self.effects[identity].probes = tuple(sums)
         self._changes.clear()
         return torch.zeros((), requires_grad=True)
 
 
 def _visiting(low: Mapping[CallId, ForwardCall]) -> Policy:
-    """A policy that names the ops which only follow: so they are seen where gradients are recorded."""
+    """Return a policy that names the ops which only follow: so they are seen where gradients are recorded."""
     ops = dict.fromkeys(identity.op for identity, call in low.items() if call.kept and not call.kept.call.facts.writes)
     return Policy("visited", (tuple(Rule(op, Action(Kind.FOLLOW)) for op in ops),), extends=())
 
 
 def _signs(tensor: torch.Tensor, draw: int) -> torch.Tensor:
-    """Random signs, always the same; those of a large output weigh as much as those of a small one."""
+    """Return random signs, always the same; those of a large output weigh as much as those of a small one."""
     generator = torch.Generator().manual_seed(draw)
     signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2.0 - 1.0
     size = float(tensor.detach().double().norm()) or 1.0
@@ -116,7 +116,7 @@ def _signs(tensor: torch.Tensor, draw: int) -> torch.Tensor:
 
 @contextmanager
 def gradients_recorded(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """All floating weights record gradients, frozen ones too, so that the calls that read them do."""
+    """Have all floating-point weights record gradients, frozen ones too, so that the calls that read them do."""
     frozen = [
         p for p in parameters.values()
         if p.is_floating_point() and p.is_leaf and not (p.requires_grad or p.is_inference())
@@ -133,20 +133,20 @@ def gradients_recorded(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]
 
 @dataclass(slots=True)
 class Worth:
-    """What rules are worth: by rule, its part in the square of the output's error. by_gradient: or of own errors."""
+    """By rule, its part in the square of the output's error, or where not by_gradient, in that of local errors."""
 
     parts: dict[Rule, float] = field(default_factory=dict)
     by_gradient: bool = True
 
     def foretells(self, error: float) -> bool:
-        """Whether the parts add up to the error that a run had: else they do not say who needs what, as where softmax
-        or tanh saturate.
+        """Return whether the parts add up to the error that a run had: else they do not show which calls need fp32, as
+        where softmax or tanh saturate.
         """
         return self.by_gradient and 1 / _NEAR <= math.sqrt(sum(self.parts.values())) / (error or math.inf) <= _NEAR
 
 
 def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
-    """What a rule about each op of each module is worth. A call that only follows counts with those that it follows."""
+    """Return the worth of a rule about each op of each module. A call that only follows counts for what it follows."""
     by_gradient = any(any(effect.probes) for effect in effects.values())
     sums: dict[Rule, list[float]] = {}
     for identity, effect in effects.items():

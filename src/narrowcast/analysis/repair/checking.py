@@ -1,4 +1,4 @@
-"""What a repair asks of a run, and runs that are judged by it: the model under a policy with some rules, or in fp32."""
+"""What a repair requires of a run, and runs that are judged by it: under a policy with some rules, or in fp32."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from narrowcast.reports.results.verdicts import TREND
 
 HIGHER, LOWER = "higher", "lower"
 DEFAULT_TOLERANCE = 0.01
-"""How much worse than in fp32 a metric may be where nothing is said: this part of fp32's."""
+"""How much worse than in fp32 a metric may be unless a tolerance is given: this fraction of fp32's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What must hold besides that it runs, and stays finite.
+    """What is required of a run besides that it finishes, and stays finite.
 
     error: the largest relative error of an output against fp32. metric: called with the output. evaluate: called with
     the model, which it runs itself. better: HIGHER or LOWER. tolerance: how much worse than in fp32.
@@ -49,7 +49,7 @@ class Wanted:
 
     @property
     def compares(self) -> bool:
-        """Whether a run is held against one in fp32."""
+        """Whether a run is compared with one in fp32."""
         return self.error is not None or self.measures
 
     @property
@@ -58,19 +58,19 @@ class Wanted:
         return self.metric is not None or self.evaluate is not None
 
     def __str__(self) -> str:
-        said = ["it runs, and is finite where fp32 is"]
+        requirements = ["it runs, and is finite where fp32 is"]
         if self.error is not None:
-            said.append(f"output error at most {number_text(self.error)}")
+            requirements.append(f"output error at most {number_text(self.error)}")
         if self.measures:
             worse = f"{self.tolerance:g}" if self.tolerance is not None else f"{DEFAULT_TOLERANCE:.0%}"
-            said.append(f"metric at most {worse} {'below' if self.better == HIGHER else 'above'} fp32's")
-        return "; ".join(said)
+            requirements.append(f"metric at most {worse} {'below' if self.better == HIGHER else 'above'} fp32's")
+        return "; ".join(requirements)
 
-    def excess(self, reference: Mapping[str, float], found: Mapping[str, float]) -> float:
-        """How many times as far as allowed the metric is from fp32's, on the worse side; 0 on the better one."""
+    def excess(self, reference: Mapping[str, float], figures: Mapping[str, float]) -> float:
+        """Return how much worse than fp32's the metric is, as a multiple of what is allowed; 0 if it is no worse."""
         worst = 0.0
         for name, expected in reference.items():
-            value = found.get(name, math.nan)
+            value = figures.get(name, math.nan)
             worse = expected - value if self.better == HIGHER else value - expected
             allowed = self.tolerance if self.tolerance is not None else DEFAULT_TOLERANCE * abs(expected)
             if math.isnan(worse):
@@ -81,7 +81,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Ran:
-    """One run. error: what it raised. outcome: what it gave. relative: its error against fp32; NaN if not compared.
+    """One run. error: what it raised. outcome: its output. relative: its error against fp32; NaN if not compared.
 
     in_metric: whether the metric raised, and not the model.
     """
@@ -95,13 +95,13 @@ class Ran:
 
     @property
     def findings(self) -> list[Finding]:
-        """What made NaN or infinity."""
+        """The findings of calls that made NaN or infinity."""
         return [f for f in self.look.watching.findings if f.made_by != TREND]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a run. excess: of an error or a metric, how many times what is allowed."""
+    """What is wrong with a run. said: as a sentence. excess: the error or metric, as a multiple of what is allowed."""
 
     cause: str
     said: str
@@ -110,11 +110,11 @@ class Problem:
 
 
 _KEY = attrgetter("id.module_path", "id.op", "id.direction")
-"""By what findings of two runs are the same."""
+"""Findings of two runs are the same if this is equal."""
 
 
 class Checks:
-    """Runs a model, counts it, and judges what came."""
+    """Runs a model, counts the runs, and judges them."""
 
     def __init__(self, trial: Trial, wanted: Wanted, step: Step) -> None:
         self.trial, self.wanted, self.step = trial, wanted, step
@@ -125,7 +125,7 @@ class Checks:
     def run(
         self, region: autocast, look: RepairObserver, functions: bool = False, backward: bool | Loss | None = None
     ) -> Ran:
-        """The model in a region, its metric included. backward: another loss than the trial's, and then no metric."""
+        """Run the model in a region, its metric included. backward: a loss other than the trial's; no metric then."""
         ran = Ran(look)
         evaluates = self.wanted.evaluate is not None and backward is None
         if not (evaluates and self.wanted.error is None and not self.trial.backward):
@@ -137,15 +137,15 @@ class Checks:
             ran.relative = self.relative(self.expected, ran)
         return ran
 
-    def relative(self, expected: Ran, found: Ran) -> float:
-        """The error of the output that is furthest off; infinity for NaN that fp32 has not, NaN without outputs."""
-        if expected.outcome is None or found.outcome is None:
+    def relative(self, expected: Ran, ran: Ran) -> float:
+        """Return the largest relative error of an output; infinity for NaN that fp32 has not, NaN without outputs."""
+        if expected.outcome is None or ran.outcome is None:
             return math.nan
-        errors = [e.relative_error for e in output_errors(expected.outcome.output, found.outcome.output)]
+        errors = [e.relative_error for e in output_errors(expected.outcome.output, ran.outcome.output)]
         return max((math.inf if math.isnan(e) else e for e in errors), default=math.nan)
 
     def judge(self, ran: Ran) -> Problem | None:
-        """What is wrong with a run; None if nothing is. What fp32 makes, too, is not."""
+        """Return what is wrong with a run; None if nothing is. Findings that fp32 has, too, do not count."""
         if ran.error is not None:
             return Problem(RAISED, f"raises {first_line(ran.error)}")
         known = set(map(_KEY, self.expected.findings)) if self.expected is not None else set()
@@ -161,14 +161,14 @@ class Checks:
         if excess > 1:
             return Problem(METRIC, "the metric is worse than allowed", excess)
         if self.wanted.error is not None and not ran.relative <= self.wanted.error:
-            said = f"the output is off by more than {number_text(self.wanted.error)}"
+            message = f"the output is off by more than {number_text(self.wanted.error)}"
             times = ran.relative / self.wanted.error if self.wanted.error else math.inf
-            return Problem(ERROR, said, times if math.isfinite(times) else math.inf)
+            return Problem(ERROR, message, times if math.isfinite(times) else math.inf)
         return None
 
     def _run_model(self, ran: Ran, region: autocast, functions: bool, backward: bool | Loss | None) -> None:
-        given: list[Any] = []
-        trial = replace(self.trial, reads=given.append)
+        outputs: list[Any] = []
+        trial = replace(self.trial, reads=outputs.append)
         if backward is not None:
             trial = replace(trial, backward=backward)
         with self._counted(ran):
@@ -176,7 +176,7 @@ class Checks:
         if self.wanted.metric is not None and ran.error is None:
             try:
                 with torch.no_grad():
-                    ran.metric = figures_of("repair(metric=...)", self.wanted.metric, self.wanted.metric(given[0]))
+                    ran.metric = figures_of("repair(metric=...)", self.wanted.metric, self.wanted.metric(outputs[0]))
             except Exception as error:
                 ran.error, ran.in_metric = error, True
 
@@ -190,7 +190,7 @@ class Checks:
 
     @contextmanager
     def _counted(self, ran: Ran) -> Iterator[None]:
-        """A run; what the model raises is noted, and weights that it changes are restored."""
+        """Count a run; note what the model raises, and restore weights that it changes."""
         self.count += 1
         try:
             yield

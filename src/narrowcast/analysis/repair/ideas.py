@@ -1,4 +1,4 @@
-"""Which rules may fix a run that raises, or makes NaN: tried on the call alone where that can be, before the model."""
+"""Rules that may fix a run that raises, or makes NaN: tried first on the call alone, where possible."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from narrowcast.runtime.torch_bridge import FORMATS, find_op, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 RegionWith = Callable[[Iterable[Rule]], autocast]
-"""The region of a repair, with these rules besides."""
+"""Returns the region of a repair with these rules added."""
 
 
 # -- what raises -------------------------------------------------------------------------------------------------------
 
 
 def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule]) -> list[Rule]:
-    """The rules that let the call which raised run: about the op, about who made what it reads, or about its module."""
+    """Return rules that let the call that raised run: about its op, the producers of its inputs, or its module."""
     if isinstance(ran.error, RefusedError):  # a rule asks for it
         return []
     reason = first_line(ran.error)
@@ -43,9 +43,9 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
         return _rules_about_makers(ran.look, outputs, f"the metric: {reason}", tried)
     raising = ran.look.raising
     if raising.called is not None and not _runs(raising, region_with([])):
-        found = _rule_about_op(raising, region_with, reason, tried)
-        if found is not None:
-            return [found]
+        rule = _rule_about_op(raising, region_with, reason, tried)
+        if rule is not None:
+            return [rule]
         if _runs(raising, region_with([]), widened=True):
             about_makers = _rules_about_makers(ran.look, tensors_in(raising.args, raising.kwargs), reason, tried)
             if about_makers:
@@ -56,7 +56,7 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
 
 
 def _rule_about_op(raising: Raising, region_with: RegionWith, reason: str, tried: Collection[Rule]) -> Rule | None:
-    """The first rule about the op under which the call runs, tried by itself."""
+    """Return the first rule about the op under which the call runs, tried by itself."""
     if find_op(raising.op) is None or raising.site is None:
         return None
     several = len(set(raising.formats.split(","))) > 1
@@ -68,7 +68,7 @@ def _rule_about_op(raising: Raising, region_with: RegionWith, reason: str, tried
 
 
 def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
-    """Whether the call runs by itself in a region, and stays finite. widened: with its low tensors in fp32."""
+    """Return whether the call runs by itself in a region, and stays finite. widened: its low tensors are fp32."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().float() if widened and _is_low(tensor) else tensor.detach().clone()
@@ -78,10 +78,10 @@ def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
     args, kwargs = tree_map_only(torch.Tensor, own, (raising.args, raising.kwargs))
     try:
         with torch.no_grad(), region:
-            given = tensors_of(raising.called(*args, **kwargs))
+            outputs = tensors_of(raising.called(*args, **kwargs))
     except Exception:  # whatever it raises: it does not run
         return False
-    return _all_finite(given) or not _all_finite(tensors_in(raising.args, raising.kwargs))
+    return _all_finite(outputs) or not _all_finite(tensors_in(raising.args, raising.kwargs))
 
 
 def _is_low(tensor: torch.Tensor) -> bool:
@@ -95,17 +95,17 @@ def _all_finite(tensors: list[torch.Tensor]) -> bool:
 def _rules_about_makers(
     look: RepairObserver, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]
 ) -> list[Rule]:
-    """For each low tensor, the rule that gives it in fp32: about what a module returns, or about what an op gives."""
+    """Return for each low tensor the rule that makes it fp32: about what a module returns, or about an op's output."""
     rules: dict[Rule, None] = {}
     for tensor in filter(_is_low, tensors):
         maker, path = look.maker_of(tensor)
         paths = [] if path is None else [path]
         if path is None and maker is not None and not maker.module_path:
             paths += look.modules_behind(maker)  # a rule about an op outside of modules would hold everywhere
-        found = _new([rule_about_result(MODULE_CALL, each, reason) for each in paths], tried)
-        if not found and maker is not None:
-            found = _new([rule_about_result(maker.op, maker.module_path, reason)], tried)
-        rules.update(dict.fromkeys(found))
+        untried = _new([rule_about_result(MODULE_CALL, each, reason) for each in paths], tried)
+        if not untried and maker is not None:
+            untried = _new([rule_about_result(maker.op, maker.module_path, reason)], tried)
+        rules.update(dict.fromkeys(untried))
     return list(rules)
 
 
@@ -115,57 +115,57 @@ def _rules_about_makers(
 def rules_for_not_finite(
     findings: Iterable[Finding], look: RepairObserver, in_fp32: RepairObserver | None, tried: Collection[Rule]
 ) -> list[Rule]:
-    """The rules that keep high the calls which made NaN or infinity in a low format, and those which must overflow by
-    their ranges in fp32.
+    """Return rules that keep in fp32 the calls that made NaN or infinity in a low format, and those that must overflow
+    by their ranges in fp32.
     """
     rules = [rule for finding in findings for rule in _rules_for(finding, look, tried)]
     for identity, largest in (in_fp32.largest if in_fp32 is not None else {}).items():
         format = parse_format(look.low[identity].low) if look.is_decided(identity) else fp32
         if format is not fp32 and largest > format.max:
-            said = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
-            rules.append(_rule_about_call(identity, look, said))
+            reason = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
+            rules.append(_rule_about_call(identity, look, reason))
     return _new(dict.fromkeys(rules), tried)
 
 
 def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) -> list[Rule]:
     of, reason = finding.forward or finding.id, f"{finding.what} in {finding.formats}: {finding.sentence}"
-    if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
+    if of not in look.forward:  # the model's own conversion: no rule reaches it, but its inputs
         maker = look.converted.get(of)
         return [_rule_about_call(s, look, reason) for s in (look.decided_behind(maker) if maker is not None else ())]
     own = _rule_about_call(of, look, reason)
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
         return [own]
-    # The op itself makes it of what low calls before it gave: they may be the ones.
+    # The op makes it of the output of low calls before it: those may be at fault.
     makers = look.sources_of(of) or _before(of, look)
-    said = f"{of} makes {finding.what} of what it gives"
-    return [_rule_about_call(s, look, said) for s in makers]
+    about_maker = f"{of} makes {finding.what} of what it gives"
+    return [_rule_about_call(s, look, about_maker) for s in makers]
 
 
 def _rule_about_call(identity: CallId, look: RepairObserver, reason: str) -> Rule:
-    """The rule about a call: by its number, where its module calls the op several times."""
+    """Return the rule about a call: by its number, where its module calls the op several times."""
     alike = [i for i in look.forward if (i.module_path, i.op) == (identity.module_path, identity.op)]
     number = identity.number if any(i.number > 1 for i in alike) else None
     return rule_about(identity.op, identity.module_path, reason=reason, call=number)
 
 
 def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
-    """The low call that ran last before one which reads nothing low itself."""
+    """Return the last low call before one that reads nothing low itself."""
     earlier = takewhile(lambda each: each != identity, look.forward)
     return tuple(filter(look.is_decided, earlier))[-1:]
 
 
-# -- what is off -------------------------------------------------------------------------------------------------------
+# -- what is imprecise -------------------------------------------------------------------------------------------------
 
 
 def rules_about_low(look: RepairObserver) -> list[Rule]:
-    """The rules that keep high all that computes low: what rules lower, and kernels that call what lists lower."""
+    """Return rules that keep in fp32 all low compute: what rules lower, and kernels whose inner calls lists lower."""
     closed = named("inside.closed")
-    found = [
+    rules = [
         rule_about(identity.op, identity.module_path) for identity in look.forward
         if look.is_decided(identity) or identity.op.split(".")[1] in closed
     ]  # fmt: skip
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(rules))
 
 
 def _new(rules: Iterable[Rule], tried: Collection[Rule]) -> list[Rule]:

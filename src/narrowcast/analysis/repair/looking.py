@@ -1,4 +1,4 @@
-"""A run looked at for its repair: what is not finite, what raises, which calls are low, and who made what they read."""
+"""A run observed for its repair: what is not finite, what raises, which calls are low, and what made their inputs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOW = ("bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """A call of the forward. rule: that decided it, None where none did. shapes: of its floating tensors, and of its
-    first result. Of one in a low format alone, kept: its formats and plan; sources, returned: the calls, and the paths
-    of the modules, that gave what it reads.
+    """A call of the forward. rule: the one that decided it, or None. shapes: of its floating-point inputs. result: the
+    shape of its first result. Only of a call in a low format, kept: its formats and plan; sources, returned: the calls
+    that made its inputs, and the paths of the modules that returned them.
     """
 
     computes: str
@@ -48,17 +48,17 @@ class ForwardCall:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a rule put what it reads into a low format; else it takes what came."""
+        """Whether a rule casts its inputs to a low format; else it follows the formats of its inputs."""
         return bool(self.low) and self.rule is not None and self.rule.action.kind in (Kind.LOWER, Kind.TO)
 
 
 class RepairObserver(WatchCalls):
-    """Watches a run for what is not finite, and keeps what a repair asks about its calls.
+    """Watches a run for what is not finite, and keeps what a repair needs to know of its calls.
 
     low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that
-    have one identity. largest: on request, the largest magnitude that a call reads or gives. converted: of conversions,
-    the model's own too, who made what they read. compiled: the ops that code of torch.compile calls. raising: what
-    raised.
+    have one identity. largest: on request, the largest magnitude of a call's inputs and results. converted: of
+    conversions, the model's own too, the call that made their input. compiled: the ops that code of torch.compile
+    calls. raising: what raised.
     """
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
@@ -79,7 +79,7 @@ class RepairObserver(WatchCalls):
     # -- what runs -----------------------------------------------------------------------------------------------------
 
     def after(self, call: SeenCall) -> None:
-        """What is not finite, who made it, and whether it is low."""
+        """Note of a call whether it is low, and that it made its results."""
         super().after(call)
         results = [t for t in call.results if is_floating(t)]
         read = came_in(call)
@@ -91,22 +91,22 @@ class RepairObserver(WatchCalls):
                 self.compiled.add(call.facts.id)
             shapes = tuple(tuple(t.shape) for t in read)
             result = tuple(results[0].shape) if results else ()
-            made = ForwardCall(call.computes, call.rule, shapes, result)
-            if made.low:
+            seen = ForwardCall(call.computes, call.rule, shapes, result)
+            if seen.low:
                 sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
                 returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
                 kept = kept_of(call, results)
-                made = replace(made, kept=kept, sources=tuple(sources), returned=tuple(returned))
-                self.low[call.id] = made
-            self.forward[call.id] = made
-            self.calls.append((call.id, made))
+                seen = replace(seen, kept=kept, sources=tuple(sources), returned=tuple(returned))
+                self.low[call.id] = seen
+            self.forward[call.id] = seen
+            self.calls.append((call.id, seen))
             if self._ranges:
                 self.largest[call.id] = largest_of((*read, *results))
         for tensor in results:
             self._makers.put(tensor, call.id)
 
     def _pass_on_makers(self, identity: CallId, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """What a conversion gives comes from where its source does."""
+        """Record of a conversion's results the call and module that made its source."""
         for tensor in results:
             for source in read:
                 maker, path = self.maker_of(source)
@@ -117,7 +117,7 @@ class RepairObserver(WatchCalls):
                     self._returned.put(tensor, path)
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
+        """Run a module's call; its results are noted as its own, and later as those of the module around it."""
         result = super().called(call, module, args, kwargs)
         if module not in self._paths:
             for root in self.roots:
@@ -132,7 +132,7 @@ class RepairObserver(WatchCalls):
     # -- what raises ---------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """A call that a policy decides has raised."""
+        """Note that a call which a policy decides has raised."""
         call = self._local.decided[-1] if self._local.decided else None
         if call is not None:
             self.raising.note(call.id.op, call.facts.op, call.args, call.kwargs)
@@ -149,25 +149,25 @@ class RepairObserver(WatchCalls):
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
     def is_decided(self, identity: CallId) -> bool:
-        """Whether a rule put a call of the forward into a low format."""
+        """Return whether a rule put a call of the forward into a low format."""
         return identity in self.low and self.low[identity].is_decided
 
     def decided_behind(self, identity: CallId) -> tuple[CallId, ...]:
-        """A call that a rule put into a low format itself, or else those that it comes from."""
+        """Return the call itself if a rule put it into a low format, or else those from which its inputs come."""
         return (identity,) if self.is_decided(identity) else self.sources_of(identity)
 
     def sources_of(self, identity: CallId) -> tuple[CallId, ...]:
-        """The nearest calls that a rule put into a low format, and that a call which only follows comes from."""
+        """Return the nearest calls that a rule put into a low format, and from which a call's inputs come."""
         reached = [source for low in self._followed(identity) for source in low.sources]
         return tuple(dict.fromkeys(filter(self.is_decided, reached)))
 
     def modules_behind(self, identity: CallId) -> tuple[str, ...]:
-        """The paths of the nearest modules whose results a call that only follows comes from."""
+        """Return the paths of the nearest modules from whose results the inputs of a call come."""
         behind = self._followed(identity, past_modules=False)
         return tuple(dict.fromkeys(path for low in behind for path in low.returned))
 
     def _followed(self, identity: CallId, past_modules: bool = True) -> Iterator[ForwardCall]:
-        """A low call, and those before it that only follow, up to what rules put into a low format."""
+        """Yield a low call, and those before it that only follow, up to what rules put into a low format."""
         waiting, seen = [identity], {identity}
         while waiting:
             low = self.low.get(waiting.pop(0))
@@ -180,5 +180,5 @@ class RepairObserver(WatchCalls):
                     waiting.append(source)
 
     def maker_of(self, tensor: torch.Tensor) -> tuple[CallId | None, str | None]:
-        """The call that made a tensor, and the path of the outermost module that returned it, if one did."""
+        """Return the call that made a tensor, and the path of the outermost module that returned it, if one did."""
         return self._makers.get(tensor), self._returned.get(tensor)

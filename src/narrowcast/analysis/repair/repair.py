@@ -1,8 +1,9 @@
 """`nc.repair`: the smallest rules under which a model runs, stays finite, and is as precise as asked.
 
-The model runs under the policy, watched. What raises or is not finite says itself which call it was; what is off is
-attributed by one run in fp32 (see attributing.py). Rules are added, and the model runs again, until nothing is wrong or
-nobody knows more; then rules are left out that turn out not to be needed. Two runs for each rule, and five beside.
+The model runs under the policy, observed. A call that raises or is not finite is known at once; errors of the output
+are attributed to calls by one run in fp32 (see attributing.py). Rules are added, and the model runs again, until
+nothing is wrong or no rule is left to try; then rules are dropped that turn out not to be needed. At most two runs for
+each rule, and five more.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def repair(
 
     `result.policy` is the policy with one more layer of rules, each with its evidence as the reason; they name ops in
     modules, not lines, and so hold for other inputs. `result.runs` is how often the model ran: at most twice for each
-    rule, and five times beside. The model, its weights, gradients and random state are left alone. Raises RunError for
-    what cannot be run so; where fp32 itself raises or is not finite, the result says so.
+    rule, and five times more. The model, its weights, gradients and random state are unchanged afterwards. Raises
+    RunError for what cannot be repaired; where fp32 itself raises or is not finite, the result reports it.
     """
     trial = Trial.of("repair", model, inputs, backward)
     _check_model(trial.model)
@@ -74,11 +75,11 @@ def repair(
         return replace(asked, dtype=fast).on(device, with_repairs(asked.policy, tuple(rules)))
 
     opened, low = region_with(()), str(FORMATS[fast])
-    found = Repair(trial.name, opened.device, low, asked.policy.name, asked.policy, str(wanted))
-    found.environment = environment(opened.device, asked.policy, low)
-    with long_work(f"repairing {found.subject}", 8) as step:
-        Repairing(Checks(trial, wanted, step), region_with, found).run()
-    return found
+    result = Repair(trial.name, opened.device, low, asked.policy.name, asked.policy, str(wanted))
+    result.environment = environment(opened.device, asked.policy, low)
+    with long_work(f"repairing {result.subject}", 8) as step:
+        Repairing(Checks(trial, wanted, step), region_with, result).run()
+    return result
 
 
 def _check_model(model: Any) -> None:
@@ -107,7 +108,7 @@ def _wanted(
 
 
 def _largest_error(budget: float | str | None) -> float | None:
-    """The relative error that a budget allows: 40 dB are one part in a hundred."""
+    """Return the relative error that a budget allows: 40 dB are one part in a hundred."""
     if budget is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The loop of a repair: a run, what is wrong with it, rules that may fix it, until nothing is; then fewer rules."""
+"""The loop of a repair: run, judge, add rules that may help, until nothing is wrong; then drop rules not needed."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 
 class Repairing:
-    """One repair on its way.
+    """One repair in progress.
 
-    causes: of each rule in force what it fixes, and how much it is worth. ranked: those whose worth is known. wrong:
-    sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
+    causes: of each rule in force what it fixes, and its worth. ranked: rules whose worth is known. wrong: sets of rules
+    that did not suffice, and what was wrong then. clean: by set of rules, a run in which nothing was wrong.
     """
 
-    def __init__(self, checks: Checks, region_with: RegionWith, found: Repair) -> None:
-        self._checks, self._region_with, self._found = checks, region_with, found
-        self._fp32 = autocast(found.device_type, policy=NOTHING)
+    def __init__(self, checks: Checks, region_with: RegionWith, result: Repair) -> None:
+        self._checks, self._region_with, self._result = checks, region_with, result
+        self._fp32 = autocast(result.device_type, policy=NOTHING)
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()
@@ -64,26 +64,26 @@ class Repairing:
         self._compiled: set[str] = set()
 
     def run(self) -> None:
-        """Until it is clean, or out of ideas; then with as few rules as do."""
-        found = self._found
-        ran = self._look((), f"under {found.base}")
+        """Repair until a run is clean or no rule is left to try; then drop rules that are not needed."""
+        result = self._result
+        ran = self._look((), f"under {result.base}")
         problem = self._judge(ran, ())
         if problem is not None or self._checks.wanted.compares:
             self._run_reference(ran)
             problem = self._judge(ran, ())
-            said = problem.said if problem is not None else "clean"  # now that it is known what fp32 gives
-            found.steps[0] = replace(found.steps[0], found=said, error=ran.relative)
-        found.before = found.steps[0]
-        found.products_before = _products(ran.look)
+            outcome = problem.said if problem is not None else "clean"  # judged again, now against fp32
+            result.steps[0] = replace(result.steps[0], found=outcome, error=ran.relative)
+        result.before = result.steps[0]
+        result.products_before = _products(ran.look)
         if self._fails_itself(ran, problem):
-            found.verdict, found.after = BEYOND, found.before
+            result.verdict, result.after = BEYOND, result.before
         else:
-            ran, problem = self._mend(ran, problem)
-            found.verdict = OUT_OF_IDEAS if problem is not None else REPAIRED if self._rules else CLEAN
-            if found.verdict == REPAIRED:
+            ran, problem = self._fix(ran, problem)
+            result.verdict = OUT_OF_IDEAS if problem is not None else REPAIRED if self._rules else CLEAN
+            if result.verdict == REPAIRED:
                 ran = self._drop() or ran
-            self._tell(ran)
-        found.runs = self._checks.count
+            self._report(ran)
+        result.runs = self._checks.count
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ class Repairing:
         ran = self._checks.run(region, RepairObserver((region.policy,)), functions)
         problem = self._checks.judge(ran)
         self._compiled |= ran.look.compiled
-        said = problem.said if problem is not None else "clean"
-        step = RepairStep(what, said, error=ran.relative, metric=ran.metric, products=_products(ran.look))
-        self._found.steps.append(replace(step, **facts))
+        outcome = problem.said if problem is not None else "clean"
+        step = RepairStep(what, outcome, error=ran.relative, metric=ran.metric, products=_products(ran.look))
+        self._result.steps.append(replace(step, **facts))
         return ran
 
     def _judge(self, ran: Ran, rules: tuple[Rule, ...]) -> Problem | None:
@@ -106,8 +106,8 @@ class Repairing:
         return problem
 
     def _run_reference(self, first: Ran) -> None:
-        """The model in fp32; and, if the first run went through, what each of its low calls does to the output."""
-        checks, found = self._checks, self._found
+        """Run the model in fp32; if the first run finished, find what each of its low calls does to the output."""
+        checks, result = self._checks, self._result
         attributes = checks.wanted.compares and first.error is None
         if attributes and checks.wanted.evaluate is None and not checks.trial.backward:
             expected = self._attribute(first.look)
@@ -118,16 +118,16 @@ class Repairing:
         if expected.error is None:
             self._check_reference(expected)
         checks.expected = expected
-        found.reference = dict(expected.metric)
+        result.reference = dict(expected.metric)
         if expected.outcome is not None and first.outcome is not None:
             first.relative = checks.relative(expected, first)
-        said = f"raises {first_line(expected.error)}" if expected.error is not None else "clean"
+        outcome = f"raises {first_line(expected.error)}" if expected.error is not None else "clean"
         if expected.findings:
-            said = f"{expected.findings[0].what} made by {expected.findings[0].id}"
-        found.steps.append(RepairStep("in fp32", said, metric=expected.metric))
+            outcome = f"{expected.findings[0].what} made by {expected.findings[0].id}"
+        result.steps.append(RepairStep("in fp32", outcome, metric=expected.metric))
 
     def _check_reference(self, expected: Ran) -> None:
-        """RunError where what was asked for cannot be told by what fp32 gives."""
+        """Raise RunError where fp32's output or metric cannot serve as the reference."""
         wanted = self._checks.wanted
         if wanted.error is not None and math.isnan(self._checks.relative(expected, expected)):
             raise RunError(
@@ -142,47 +142,47 @@ class Repairing:
             )  # fmt: skip
 
     def _attribute(self, look: RepairObserver) -> Ran:
-        """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
+        """Run in fp32, and find the effects of low calls: local errors alone if the code raises with gradients."""
         observer = Attribution(look.low)
         with gradients_recorded(parameters_of(self._checks.trial.model)):
             ran = self._checks.run(self._fp32, observer, backward=observer.probe)
         if ran.error is not None:  # .numpy() of what requires grad, for one
-            self._found.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
+            self._result.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
             observer = Attribution(look.low)
             ran = self._checks.run(self._fp32, observer)
         self._worth = worth_of(observer.effects, look)
         return ran
 
     def _attribute_besides(self, look: RepairObserver) -> None:
-        """The same where the reference has run already, or is a metric."""
+        """Find the effects of low calls in a further run, where the run of the reference cannot do so."""
         ran = self._attribute(look)
-        said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
-        self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
+        outcome = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
+        self._result.steps.append(RepairStep("in fp32, to see what each call does", outcome))
 
     def _fails_itself(self, ran: Ran, problem: Problem | None) -> bool:
-        """Whether fp32 raises, or makes all the NaN and infinities that the policy's run has."""
-        expected, found = self._checks.expected, self._found
-        said = ""
+        """Return whether fp32 raises, or makes all the NaN and infinities that the policy's run has."""
+        expected, result = self._checks.expected, self._result
+        failure = ""
         if expected is not None and expected.error is not None:
-            said = f"fp32 itself raises {first_line(expected.error)}"
+            failure = f"fp32 itself raises {first_line(expected.error)}"
         elif expected is not None and expected.findings and problem is None and ran.findings:
             first = expected.findings[0]
-            said = f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line})"
-        if said:
-            found.before = replace(found.before, found=said)
-        return bool(said)
+            failure = f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line})"
+        if failure:
+            result.before = replace(result.before, found=failure)
+        return bool(failure)
 
     # -- search --------------------------------------------------------------------------------------------------------
 
-    def _mend(self, ran: Ran, problem: Problem | None) -> tuple[Ran, Problem | None]:
+    def _fix(self, ran: Ran, problem: Problem | None) -> tuple[Ran, Problem | None]:
         while problem is not None:
             rules = self._reaching(self._propose(ran, problem))
             if not rules:
                 break
             if not may_run(self._checks.count, len(self._rules) + len(rules)):
-                self._found.notes.append("The limit of runs was reached, and something is left.")
+                self._result.notes.append("The limit of runs was reached, and something is left.")
                 break
-            about = {rule.conditions for rule in rules}  # another idea about the same calls replaces the one before
+            about = {rule.conditions for rule in rules}  # a later rule about the same calls replaces the earlier
             self._rules = (*(rule for rule in self._rules if rule.conditions not in about), *rules)
             self._tried.update(rules)
             ran = self._look(self._rules, f"with {counted(len(self._rules), 'rule')}", added=tuple(map(str, rules)))
@@ -190,8 +190,8 @@ class Repairing:
         return ran, problem
 
     def _reaching(self, rules: list[Rule]) -> list[Rule]:
-        """The rules without a place where they are about ops that compiled code calls: it does not say where."""
-        found: dict[Rule, None] = {}
+        """Return the rules, those about ops of compiled code without their modules: it reports none."""
+        adapted: dict[Rule, None] = {}
         for rule in rules:
             reaches = rule
             if not rule.is_module_call and any(map(rule.matches_op, self._compiled)):
@@ -199,11 +199,11 @@ class Repairing:
             cause, part = self._causes[rule]
             if reaches is not rule:
                 self._tried.add(rule)
-                part += self._causes[reaches][1] if reaches in found else 0.0
+                part += self._causes[reaches][1] if reaches in adapted else 0.0
                 self._causes[reaches] = (cause, part)
                 self._ranked |= {reaches} if rule in self._ranked else set()
-            found[reaches] = None
-        return [rule for rule in found if rule not in self._rules]
+            adapted[reaches] = None
+        return [rule for rule in adapted if rule not in self._rules]
 
     def _propose(self, ran: Ran, problem: Problem) -> list[Rule]:
         if problem.cause == RAISED:
@@ -236,11 +236,11 @@ class Repairing:
             part = sum(worth.parts[each] for each in covered)
             self._causes[rule] = (problem.cause, part)
             self._ranked.add(rule)
-            rules.append(replace(rule, reason=_reason(worth, part, len(covered), self._found.steps[0].error)))
+            rules.append(replace(rule, reason=_reason(worth, part, len(covered), self._result.steps[0].error)))
         return rules or self._propose_the_rest(ran, problem)
 
     def _propose_the_rest(self, ran: Ran, problem: Problem) -> list[Rule]:
-        """All else that is low, where nobody knows what it does: fp32 with gradients may take another path."""
+        """Return rules about all other low calls, of unknown effect: fp32 with gradients may take another path."""
         rest = [rule for rule in rules_about_low(ran.look) if rule not in self._tried]
         self._tried.update(rest)
         part = ran.relative**2 / len(rest) if rest and math.isfinite(ran.relative) else 1.0
@@ -254,36 +254,36 @@ class Repairing:
     # -- what is not needed --------------------------------------------------------------------------------------------
 
     def _drop(self) -> Ran | None:
-        """Leave out what is not needed; the last run that was clean."""
+        """Drop rules that are not needed; return the run with those left, if there was one."""
 
         def clean(rules: tuple[Rule, ...]) -> tuple[bool, str]:
             left_out = tuple(str(rule) for rule in self._rules if rule not in rules)
             ran = self._look(rules, f"with {len(rules)} of {counted(len(self._rules), 'rule')}", left_out=left_out)
-            return self._judge(ran, rules) is None, self._found.steps[-1].found + _figures(ran)
+            return self._judge(ran, rules) is None, self._result.steps[-1].found + _figures(ran)
 
-        worth, error = self._worth, self._found.steps[0].error
+        worth, error = self._worth, self._result.steps[0].error
         ranked = self._ranked if worth is not None and worth.foretells(error) else set()
         dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), frozenset(ranked))
         is_off = (ERROR, METRIC)
         parts = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
         self._rules = dropping.run(self._rules, parts)
-        self._found.dropped = [str(rule) for rule in dropping.dropped]
-        self._found.untried = [str(rule) for rule in dropping.untried]
+        self._result.dropped = [str(rule) for rule in dropping.dropped]
+        self._result.untried = [str(rule) for rule in dropping.untried]
         self._needed = dropping.needed
         return self._clean.get(frozenset(self._rules))
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, ran: Ran) -> None:
-        found = self._found
-        found.policy = with_repairs(found.policy, self._rules)
+    def _report(self, ran: Ran) -> None:
+        result = self._result
+        result.policy = with_repairs(result.policy, self._rules)
         problem = self._checks.judge(ran)
-        said = problem.said if problem is not None else "clean"
-        found.after = RepairStep(f"under {found.policy.name}", said, error=ran.relative, metric=ran.metric)
-        found.products_after = _products(ran.look)
-        known = load_profile(device_now(found.device_type))  # this device's own, as far as it was measured
+        outcome = problem.said if problem is not None else "clean"
+        result.after = RepairStep(f"under {result.policy.name}", outcome, error=ran.relative, metric=ran.metric)
+        result.products_after = _products(ran.look)
+        known = load_profile(device_now(result.device_type))  # as far as this device was measured
         prices = CostModel(known) if known.samples else None
-        low = FORMATS[to_dtype(found.low)]
+        low = FORMATS[to_dtype(result.low)]
         calls: defaultdict[Rule | None, list[tuple[CallId, ForwardCall]]] = defaultdict(list)
         for identity, call in ran.look.calls:
             calls[call.rule].append((identity, call))
@@ -296,27 +296,27 @@ class Repairing:
             lifted = calls[rule]
             share = part / sums[cause] if sums[cause] else 0.0
             cost = _cost_of(lifted, low, prices) if lifted else math.nan
-            found.rules.append(RepairRule(rule, cause, share, len(lifted), cost, self._needed.get(rule, "")))
-        found.rules.sort(key=lambda rule: -rule.share)
+            result.rules.append(RepairRule(rule, cause, share, len(lifted), cost, self._needed.get(rule, "")))
+        result.rules.sort(key=lambda rule: -rule.share)
         self._note(prices is None)
 
     def _note(self, is_unpriced: bool) -> None:
-        found, expected = self._found, self._checks.expected
+        result, expected = self._result, self._checks.expected
         if expected is not None and expected.findings:
             first = expected.findings[0]
-            found.notes.append(
+            result.notes.append(
                 f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line}). No policy "
                 "is to blame, and none fixes it."
             )
         if self._worth is not None and not self._worth.by_gradient and self._rules:
-            found.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")
+            result.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")
         if is_unpriced and self._rules:
-            found.notes.append("No profile of this device prices the rules; `narrowcast profile` makes one.")
+            result.notes.append("No profile of this device prices the rules; `narrowcast profile` makes one.")
 
 
 def _cost_of(calls: Iterable[tuple[CallId, ForwardCall]], low: Format, prices: CostModel | None) -> float:
-    """Nanoseconds more in fp32 than in the low format, without casts, by the profile of the device: nothing is
-    measured. NaN where that does not say.
+    """Return how many nanoseconds longer calls take in fp32 than in the low format, without casts, as predicted by the
+    profile of the device; NaN where it predicts none.
     """
     if prices is None:
         return math.nan
@@ -334,7 +334,7 @@ def _cost_of(calls: Iterable[tuple[CallId, ForwardCall]], low: Format, prices: C
 
 
 def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
-    """What is known of a rule's worth, as a sentence. error: what was measured without rules, and is shared out."""
+    """Return what is known of a rule's worth, as a sentence. error: that of the run without rules, which it reduces."""
     if not worth.by_gradient:
         return f"the own error in the low format is {number_text(math.sqrt(part))}"
     whole = sum(worth.parts.values())
@@ -345,12 +345,12 @@ def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
 
 
 def _figures(ran: Ran) -> str:
-    said = "" if math.isnan(ran.relative) else f", output error {number_text(ran.relative)}"
-    return said + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
+    error = "" if math.isnan(ran.relative) else f", output error {number_text(ran.relative)}"
+    return error + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
 
 
 def _products(look: RepairObserver) -> Products:
-    """The products of a run, and how many of them read a low format."""
+    """Return how many products a run has, and how many of them read a low format."""
     recurrent = named("computation.recurrent") | named("inside.of_recurrent")
     calls = [
         call for identity, call in look.calls

@@ -1,4 +1,4 @@
-"""The rules that a repair may add besides those about ops: about a module; fewer for many; and the policy with them."""
+"""Rules that a repair adds about modules, one in the place of several; and the policy with them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from narrowcast.core.policy.settings import BUILTIN
 
 
 def rule_about_module(module_path: str, reason: str = "") -> Rule:
-    """The rule that runs a module, and all inside it, in fp32."""
+    """Return the rule that runs a module, and all inside it, in fp32."""
     return Rule(MODULE_CALL, Action(Kind.FULL), module=naming(module_path) or "", reason=reason, source=SOURCE)
 
 
 def with_repairs(policy: Policy, rules: tuple[Rule, ...]) -> Policy:
-    """The policy with one more layer. A built-in one is extended by name, and not written out."""
+    """Return the policy with one more layer. A built-in one is extended by name, and not written out."""
     if not rules:
         return policy
     name = f"{policy.name.replace(':', '-')}-repaired"
@@ -27,10 +27,11 @@ def with_repairs(policy: Policy, rules: tuple[Rule, ...]) -> Policy:
 
 
 def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tuple[Rule, ...]]:
-    """The same with fewer rules: one about a module for those about the modules inside it, where all of them that are
-    known are chosen. By rule, those of the chosen that it represents.
+    """Replace rules about the modules inside a module by one about it, where all known ones of them are chosen.
+
+    Returns by resulting rule those of the chosen that it represents.
     """
-    found: dict[Rule, tuple[Rule, ...]] = {}
+    covered_by: dict[Rule, tuple[Rule, ...]] = {}
     left = list(chosen)
     while left:
         first = left[0]
@@ -42,13 +43,13 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
                 break
             if len(inside) > len(covered):
                 best, covered = replace(first, module=path or None, reason=""), inside
-        found[best] = tuple(rule for rule in left if rule in covered)
+        covered_by[best] = tuple(rule for rule in left if rule in covered)
         left = [rule for rule in left if rule not in covered]
-    return found
+    return covered_by
 
 
 def _around(path: str) -> Iterator[str]:
-    """The modules around one, innermost first; the root, too."""
+    """Yield the paths of the modules around one, innermost first; that of the root, empty, last."""
     while path:
         path = path.rpartition(".")[0]
         yield path

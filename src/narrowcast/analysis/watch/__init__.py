@@ -1,1 +1,1 @@
-"""`nc.watch`: who made a value that is not finite."""
+"""`nc.watch`: what made a value that is not finite."""

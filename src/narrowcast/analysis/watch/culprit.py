@@ -1,4 +1,4 @@
-"""Who made a value that is not finite: the cast of an argument, the format, or the op. Proved by running it again."""
+"""What made a value that is not finite: the cast of an argument, the format, or the op; shown by running it again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _NOTHING = 1e-30
-"""What a number over the largest of fp32 may be."""
+"""Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
-    """A finding about a call, with the facts of its tensors."""
+    """Return a finding about a call, with the facts of its tensors."""
     table = Statistics(whole=True)
     named_inputs = [(name, table.number(t)) for name, t in inputs]
     outputs = [(name, table.number(t)) for name, t in results_by_name(call.results) if is_floating(t)]
@@ -43,9 +43,9 @@ def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence:
 
 
 def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named, Named]:
-    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks.
+    """Return the arguments whose planned cast makes a finite value infinite: by overflow, and those that are masks.
 
-    gave_finite: its results were seen to be finite, which says of a product that its arguments were, too.
+    gave_finite: its results were seen to be finite, so those of a product show that its arguments were, too.
     """
     overflowed: Named = []
     masks: Named = []
@@ -59,7 +59,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
         if _surely_fits(x, dst.max):
             continue
         low, high = (float(value) for value in torch.aminmax(x))
-        if not (low > -torch.inf and high < torch.inf):  # what was not finite before is no matter of the cast
+        if not (low > -torch.inf and high < torch.inf):  # what was not finite before is not due to the cast
             x = x[x.isfinite()]
             low, high = (float(value) for value in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
         if max(-low, high) <= dst.max:
@@ -72,22 +72,22 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
 
 
 def _planned(call: SeenCall) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-    """The tensors that are cast, each with the dtype that it is cast to."""
+    """Return the tensors that are cast, each with the dtype that it is cast to."""
     dtypes = rerun.planned_dtypes(call)
-    came = tensors_by_name(call.facts, call.args, call.kwargs) if dtypes else []
-    return [(name, t, dtype) for (name, t), dtype in zip(came, dtypes, strict=True) if dtype is not None]
+    inputs = tensors_by_name(call.facts, call.args, call.kwargs) if dtypes else []
+    return [(name, t, dtype) for (name, t), dtype in zip(inputs, dtypes, strict=True) if dtype is not None]
 
 
 def _surely_fits(x: torch.Tensor, largest: float) -> bool:
-    """Whether the sum of squares, a third of the range's price, shows that no element is beyond this one."""
+    """Return whether the sum of squares shows that no magnitude exceeds `largest`: a third of the cost of aminmax."""
     if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
         return False
     flat = x.view(-1)
-    return float(torch.dot(flat, flat)) < 0.9 * largest * largest  # what rounding takes off the sum is far less
+    return float(torch.dot(flat, flat)) < 0.9 * largest * largest  # rounding reduces the sum by far less
 
 
 def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
-    """What the cast of an argument did."""
+    """Return the finding that the cast of an argument overflows."""
     name, tensor = overflowed[0]
     format = next(FORMATS[dtype] for slot, t, dtype in _planned(call) if t is tensor or slot == name)
     sentence = (
@@ -99,7 +99,7 @@ def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
 
 
 def keep_high(call: SeenCall) -> str:
-    """The rule that keeps the call in fp32, as a policy file has it; none for what autograd makes by itself."""
+    """Return advice with the rule that keeps the call in fp32, as a policy file has it; without where none can."""
     asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
     if any(FORMATS[dtype].bits < 32 for dtype in asked):
         return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there."
@@ -109,12 +109,12 @@ def keep_high(call: SeenCall) -> str:
 
 
 def is_quotient(call: SeenCall) -> bool:
-    """Whether its last argument divides the others."""
+    """Return whether its last argument divides the others."""
     return _name(call) == "div"
 
 
 def sums_all(call: SeenCall) -> bool:
-    """Whether each element of its arguments goes into a sum, as in products."""
+    """Return whether each element of its arguments goes into a sum, as in products."""
     return _name(call) in named("finite.sums_all")
 
 
@@ -122,8 +122,8 @@ def find_culprit(
     call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Rounded | None = None,
     paths: Callable[[Any], str] = str,
 ) -> Finding:  # fmt: skip
-    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came.
-    paths: of the makers' modules.
+    """Return a finding about a call whose results are not finite where its inputs were. rounded: what made its inputs
+    in a low format. paths: returns the path of a module.
     """
     has_nan = any(bool(torch.isnan(t).any()) for t in results)
     what = "nan" if has_nan else "infinity"
@@ -162,7 +162,7 @@ def find_culprit(
 
 
 def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]) -> str:
-    """What to do about what no format of the call fixes: its inputs may have been rounded onto that value."""
+    """Return advice for what no format of the call fixes: its inputs may have been rounded onto that value."""
     off = "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
     if rounded is None or not rounded.makers:
@@ -179,24 +179,24 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
     rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
     where = "" if call.policy is not None else " in a region (none is open here)"
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", f"{rounded.left} values are not")
-    said = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}. "
-    return f"{off} " * bool(rounded.left) + said + f"Keep what made them in fp32: {rules}{where}."
+    proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}. "
+    return f"{off} " * bool(rounded.left) + proved + f"Keep what made them in fp32: {rules}{where}."
 
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
-    """What a format makes not finite in a call that passes something on, too; None if it makes nothing."""
+    """Return what overflows in a format in a call that has infinite or NaN inputs, too; None if nothing does."""
     finding = find_culprit(call, inputs_of(call), results) if rerun.can_run_again(call) else None
     return finding if finding is not None and is_overflow(finding) else None
 
 
 def waits(finding: Finding) -> bool:
-    """Whether it is no fault by itself: fp64 gives it, too, or fp32 ends before it."""
+    """Return whether it is no fault by itself: fp64 has it, too, or it is beyond the range of fp32."""
     return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
 
 
 def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:
-    """Whether all that a format makes infinite is one number that masks are made with: its readers show whether that is
-    the same to them.
+    """Return whether all that overflows is one number that masks are made with: whether infinity serves as well, its
+    readers show.
     """
     if not is_overflow(finding) or finding.what == "nan":
         return False
@@ -207,32 +207,32 @@ def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:
 
 
 def is_overflow(finding: Finding) -> bool:
-    """Whether a format alone makes it."""
+    """Return whether a format alone makes it."""
     return finding.made_by in (CAST, FORMAT)
 
 
 def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
-    """Whether a smaller scale of the loss would fix it: an overflow of fp16 or fp32 in the backward."""
+    """Return whether a smaller scale of the loss would fix it: an overflow of fp16 or fp32 in the backward."""
     formats = {str(FORMATS[t.dtype]) for t in call.results if t.dtype in FORMATS} | set(finding.formats.split(","))
     return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
 
 
 def unscales(call: SeenCall) -> bool:
-    """Whether it is a scaler's look at its gradients."""
+    """Return whether a scaler checks and unscales its gradients by this call."""
     return call.facts.id == UNSCALE
 
 
 def gives_the_same_without(call: SeenCall) -> bool:
-    """Whether a call, all of whose results are finite, gives them for the largest number in the place of infinity, too:
-    a clamp, a sigmoid, 1/inf; not rsqrt.
+    """Return whether a call, all of whose results are finite, returns the same for the largest number in the place of
+    infinity: a clamp, a sigmoid, 1/inf; not rsqrt.
     """
     if not rerun.can_run_again(call):
         return False
     args, kwargs = rerun.planned_arguments(call)
     args, kwargs = rerun.changed(args, kwargs, lambda tensor: tensor.detach().nan_to_num(nan=torch.nan))
     args, kwargs = rerun.copies_of_written(call.facts, args, kwargs)
-    found = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
-    pairs = zip(found, [t for t in call.results if is_floating(t)], strict=True)
+    results = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
+    pairs = zip(results, [t for t in call.results if is_floating(t)], strict=True)
     return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
 
 
@@ -251,13 +251,13 @@ def _cause(call: SeenCall, inputs: Named) -> str:
 
 
 def _name(call: SeenCall) -> str:
-    """The op's name without namespace, overload and the underscore of an in-place form."""
+    """Return the op's name without namespace, overload and the underscore of an in-place form."""
     return call.facts.id.split(".")[1].removesuffix("_")
 
 
 def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
-    """Of two watched runs: the first call that made what is not finite here and not in the reference; and the first of
-    the reference in words, if its output has NaN.
+    """Return of two watched runs the first call with a finding here and none in the reference; and the first finding of
+    the reference as text, if its output has NaN.
     """
     known = {finding.id for finding in reference.findings}
     own = next((f for f in here.findings if f.id not in known), None)

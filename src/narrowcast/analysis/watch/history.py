@@ -1,10 +1,10 @@
-"""The history of what is not finite: which memory holds it, who made it, who read it, and so what came of it.
+"""The history of values that are not finite: which memory holds them, which calls made and read them, and the outcome.
 
-What is not finite in fp64, too, is no fault by itself: `exp(log(0))`, a quotient under `where`, a mask. It is one if
-something came of it: it became NaN that nobody took out again, it is there at the end of the block, a gradient was
-taken of it or is it. So a cause waits until its readers have shown which it is. What a low format alone makes is told
-at once, but for the one number of a mask; that, and what fp32 alone makes (`exp(100)`), if a reader gives something
-else than it would for the largest number.
+A value that is not finite in fp64, too, is no fault by itself: `exp(log(0))`, a quotient under `where`, a mask. It is a
+fault if it has consequences: it becomes NaN that no later call masks, it exists at the end of the block, or it reaches
+a gradient. So a cause waits until its readers have shown which it is. An overflow of a low format is reported at once,
+except the one number of a mask; that, and an overflow of fp32 (`exp(100)`), only if a reader's result differs from its
+result for the largest number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FOR_SCALER = "the scale is too high, the scaler skips this step"
 
 @dataclass(slots=True, eq=False)
 class Cause:
-    """Who made something that is not finite. It is told, or meant (`why`), or waits for what comes of it.
+    """The origin of values that are not finite: reported (is_told), intentional (`why`), or waiting for consequences.
 
-    number: counts causes as they are made. call: without its tensors; None of what is meant from the start. became:
-    where an infinity became NaN. is_masked: a reader of it, or of what came of it, gave finite values. is_fault: by
-    itself, whatever comes of it.
+    number: counts causes as they are made. call: without its tensors; None if intentional from the start. became: where
+    an infinity became NaN. is_masked: a reader of it, or of values computed from it, returned finite values. is_fault:
+    a fault even without consequences.
     """
 
     number: int
@@ -54,24 +54,24 @@ class Cause:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is yet to be seen what comes of it."""
+        """Whether its consequences are not yet known."""
         return not (self.is_told or self.why)
 
     @property
     def is_exact(self) -> bool:
-        """Whether fp64 gives it, too."""
+        """Whether fp64 has it, too."""
         return self.finding is None or self.finding.made_by == OP
 
     @property
     def harmless(self) -> str:
-        """Why nothing came of it, once that is seen."""
+        """Why it has no consequences, once that is known."""
         return _EXACT if self.is_exact else _INEXACT
 
 
 @dataclass(slots=True, eq=False)
 class Carrier:
-    """Memory that holds what is not finite. is_read: somebody read that, and what he gave has its own entry, or is
-    finite; is_looked_at: somebody read finite elements beside it.
+    """Memory with values that are not finite. is_read: a call read them, and its results have an entry of their own or
+    are finite; is_looked_at: a call read finite elements of the same memory.
     """
 
     causes: tuple[Cause, ...]
@@ -81,15 +81,15 @@ class Carrier:
 
     @property
     def waiting(self) -> list[Cause]:
-        """The causes of which it is yet to be seen what comes; none where a scaler throws all away."""
+        """The causes whose consequences are not yet known; none where a scaler discards the gradients."""
         thrown_away = any(cause.why == FOR_SCALER for cause in self.causes)
         return [] if thrown_away else [cause for cause in self.causes if cause.is_open]
 
 
 class ValueHistory:
-    """Who made what is not finite: carriers, by the memory it lies in; made, the last cause by place. due: causes that
-    came to something, with what that is. at_step: those that a smaller scale of the loss would fix, of which a scaler
-    may say that it skips the step.
+    """What made values that are not finite. carriers: by memory. made: the last cause by place. due: causes that have
+    consequences, with these. at_step: those that a smaller scale of the loss would fix: intentional if a scaler skips
+    the step.
     """
 
     def __init__(self) -> None:
@@ -109,44 +109,44 @@ class ValueHistory:
     def cause(
         self, why: str = "", call: SeenCall | None = None, finding: Finding | None = None, is_fault: bool = False
     ) -> Cause:
-        """A new cause."""
+        """Add a new cause, and return it."""
         self._count += 1
         light = None if call is None else call.without_tensors()
-        found = Cause(self._count, why, light, finding, is_fault=is_fault)
-        if found.call is not None:
-            self.made[place_of(found.call)] = found
-        return found
+        cause = Cause(self._count, why, light, finding, is_fault=is_fault)
+        if cause.call is not None:
+            self.made[place_of(cause.call)] = cause
+        return cause
 
     def met(self, call: CallId, causes: Iterable[Cause]) -> None:
-        """A call of the forward read or gave what these made; so may what it keeps for its backward."""
+        """Note causes of a forward call's inputs or results; what it keeps for its backward may have them, too."""
         self._seen_by[call] = tuple(dict.fromkeys((*self.met_by(call), *causes)))
         if len(self._seen_by) > _CALLS:
             del self._seen_by[next(iter(self._seen_by))]
 
     def met_by(self, call: CallId | None) -> tuple[Cause, ...]:
-        """The causes of what a call of the forward read or gave."""
+        """Return the causes of a forward call's inputs and results."""
         return () if call is None else self._seen_by.get(call, ())
 
     def carries(self, tensors: Iterable[torch.Tensor], causes: Iterable[Cause], has_nan: bool = False) -> None:
-        """These hold what is not finite, out of these causes; nobody has read it yet."""
+        """Note that tensors hold values that are not finite, with these causes, and not yet read."""
         together = tuple(dict.fromkeys(causes))
         for tensor in tensors:
             self.carriers.put(tensor, Carrier(together, has_nan))
 
-    # -- what came of it -----------------------------------------------------------------------------------------------
+    # -- consequences --------------------------------------------------------------------------------------------------
 
     def came_to(self, causes: Iterable[Cause], what: str = "") -> None:
-        """Something came of these."""
+        """Note that causes have a consequence; those that wait for one are to be reported."""
         self.due += [(cause, what) for cause in causes if cause.is_open]
 
     def _freed(self, carrier: Carrier) -> None:
-        """Infinities that nobody read are nothing; NaN is, and what fp64 does not give."""
+        """Report the causes of freed memory that no call read, of NaN or of what fp64 does not have; not of others."""
         if not (carrier.is_read or carrier.is_looked_at):
             self.came_to(cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact)
 
     def has_new_scale(self, call: SeenCall) -> bool:
-        """Whether a scaler sets its scale again. Of several optimizers one may step and another not: what waits for the
-        end of the step waits for that.
+        """Return whether a scaler updates its scale. That ends the step for causes which wait for it: of several
+        optimizers one may step and another not.
         """
         self.is_scaled |= unscales(call)
         is_new = call.facts.id == UPDATE_SCALE
@@ -156,7 +156,7 @@ class ValueHistory:
         return is_new
 
     def step_ends(self, is_skipped: bool, final: bool = False) -> int:
-        """What waited for the end of the step: told, or meant, if a scaler skips it; how many were."""
+        """Report what waited for the end of the step, or ignore it if a scaler skips that; return how many."""
         if self.is_scaled and not (is_skipped or final):
             return 0
         waiting, self.at_step = [cause for cause in self.at_step if cause.is_open], []
@@ -168,7 +168,7 @@ class ValueHistory:
         return len(waiting)
 
     def ends(self) -> None:
-        """The block has ended: what is there, and was masked by no reader, is what the program made."""
+        """Report at the end of the block the causes of what exists then, and was masked by no reader."""
         self.carriers.sweep()
         for carrier in self.carriers.living():
             if carrier.has_nan or not carrier.is_looked_at:
@@ -177,21 +177,21 @@ class ValueHistory:
 
 
 def place_of(call: SeenCall) -> Place:
-    """Where a call is made. A recomputation is where its forward was."""
+    """Return where a call is made. A recomputation is where its forward was."""
     direction = "forward" if call.id.direction == "recomputation" else call.id.direction
     return (call.id.module_path, call.id.op, direction, call.site.file, call.site.line)
 
 
 class Verdict(Enum):
-    """What became of a call that gave what is not finite: SPREAD passes it on, SKIPPED is a scaler's to fix."""
+    """Why results are not finite: SPREAD: the inputs were not; MEANT: intentional; SKIPPED: left to a scaler."""
 
     SPREAD, MEANT, SKIPPED, FINDING = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class PutOff:
-    """A call without its tensors; the flags of what it read, and of what it gave, and the memory that lies in. numbers:
-    why an infinity is meant.
+    """A call without its tensors, with the flags of its inputs and of its results, and the memory of its results.
+    numbers: why an infinity is intentional.
     """
 
     call: SeenCall
@@ -202,15 +202,15 @@ class PutOff:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether its format may be who does it: fp16 ends where bf16 and fp32 do not."""
+        """Whether its format may overflow: the range of fp16 is smaller than that of bf16 and fp32."""
         return "fp16" in self.call.computes
 
 
 def judged(
     calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool
 ) -> Iterator[tuple[PutOff, Verdict, str]]:
-    """Those that gave what is not finite, what became of it, and why. losses: of what gradients were taken.
-    is_skipped: a scaler skips the step.
+    """Yield the calls with results that are not finite, the verdict, and why. losses: the flags of tensors of which
+    gradients were taken. is_skipped: a scaler skips the step.
     """
     masked = masked_by_readers(calls, losses, read)
     is_skipped |= any(unscales(put_off.call) and not all(map(read.is_finite, put_off.came)) for put_off in calls)
@@ -244,18 +244,18 @@ def judged(
 
 
 def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -> set[int]:
-    """The memory of what is not finite, was read, and of which in the end nothing came but finite values, and
+    """Return the memory of values that are not finite, were read, and in the end led to nothing but finite values, and
     infinities that were freed unread.
     """
     masked: set[int] = set()
     spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
     for put_off in reversed(calls):
         is_through = True
-        for number, lies in zip(put_off.gave, put_off.lies, strict=True):
+        for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
-            is_nothing = memory not in spoiled and lies.expired() and not read.has_nan([number])
+            is_nothing = memory not in spoiled and storage.expired() and not read.has_nan([number])
             is_through &= read.is_finite(number) or memory in masked or is_nothing
-        # a cast that gave nothing is one to integers; of another it was asked, and not used
+        # a cast without results is one to integers; the result of another call was not used
         for number in put_off.came if put_off.gave or put_off.call.is_cast else ():
             if not read.is_finite(number):
                 (masked if is_through else spoiled).add(read.memory[number])

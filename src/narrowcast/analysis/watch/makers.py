@@ -1,9 +1,9 @@
-"""Whether a value is what exact arithmetic gives, or was rounded onto it by who made it: they are run again in fp32.
+"""Whether exact arithmetic yields a value too, or the calls that made it rounded onto it: they are run again in fp32.
 
-A logarithm of zero, a quotient by zero, an arc cosine beyond one: in the call itself no format fixes it. But its
-argument may be a square that left fp16's range, or a cosine rounded past one. So the last calls that gave something in
-a low format are written down, without keeping a tensor alive. When something is found, those that its arguments come
-from are run again, some of them as a rule with action `full` would have them, from what is still there.
+A logarithm of zero, a quotient by zero, an arc cosine beyond one: no format of the call itself fixes it. But its
+argument may be a square that underflowed in fp16, or a cosine rounded past one. So the last calls with results in a low
+format are recorded, without keeping a tensor alive. When such a call is found, those that made its arguments are run
+again, some of them as a rule with action `full` would have them, from the tensors that still exist.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, storage_of, tree_map
 
 Maker = tuple[str, Any]
-"""The op and the module of a call that gave something in a low format."""
+"""The op and the module of a call with a result in a low format."""
 _MAKERS = 4
 """How many makers of one value are tried, the nearest first."""
 _STEPS = 4096
 """How many calls are remembered."""
 _ALIKE = 0.05
-"""How far what a choice of makers gives may be from what all of them give."""
+"""How far the result with some makers in fp32 may be from that with all of them in fp32."""
 
 
 class _Unknown(Exception):
-    """What a call read is no longer there, and cannot be made again."""
+    """An input of a call no longer exists, and cannot be recomputed."""
 
 
 @dataclass(slots=True, eq=False)
 class _HeldTensor:
-    """A tensor that is not kept alive: where it lies, and how. The reference keeps its storage's number from being used
-    again. Never changed; frozen, it would cost more to make than all that it holds.
+    """A tensor that is not kept alive: its storage, and its strides there. The reference keeps the storage's key from
+    being used again. Never changed, but not frozen: construction would take too long.
     """
 
     key: int
@@ -69,7 +69,7 @@ class _HeldTensor:
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def seen_in(self, base: torch.Tensor, as_made: _HeldTensor) -> torch.Tensor:
-        """The same view of what was made again; as_made: of what it was a view."""
+        """Return the same view of a recomputed tensor; as_made: the tensor of which it was a view."""
         if base.shape != as_made.shape or base.stride() != as_made.stride:
             raise _Unknown
         if (self.shape, self.stride, self.offset) == (as_made.shape, as_made.stride, as_made.offset):
@@ -79,7 +79,7 @@ class _HeldTensor:
 
 @dataclass(slots=True, eq=False)
 class _PassedStep:
-    """A call whose tensors are not kept. passes: whether its result shows how arguments were rounded; sums do not."""
+    """A call without its tensors. passes: whether its result shows how arguments were rounded; sums do not."""
 
     facts: OpFacts
     args: tuple[Any, ...]
@@ -98,7 +98,7 @@ class _PassedStep:
 
 
 def _of_argument(value: Any) -> _HeldTensor | None:
-    """An argument that is a tensor; None for any other, and for a parameter that is gone."""
+    """Return an argument that is a tensor; None for any other, and for a parameter that was freed."""
     if isinstance(value, weakref.ref):
         tensor = value()
         return None if tensor is None else _HeldTensor.of(tensor)
@@ -106,7 +106,7 @@ def _of_argument(value: Any) -> _HeldTensor | None:
 
 
 class LowMakers:
-    """The last calls that gave something in a low format, or out of one."""
+    """The last calls with results in a low format, or computed from one."""
 
     def __init__(self) -> None:
         self._steps: deque[_PassedStep] = deque(maxlen=_STEPS)
@@ -116,13 +116,13 @@ class LowMakers:
         return bool(self._steps)
 
     def note(self, call: SeenCall, maker: Maker | None, results: list[torch.Tensor], passes: bool) -> None:
-        """A call has run. maker: who it is, if what it gave is in a low format by its own doing."""
+        """Record a call that has run. maker: its op and module, if it is the call that rounds to a low format."""
         originals = _originals(call) if call.facts.writes else {}
         args, kwargs = self._held(call.args, originals), self._held(call.kwargs, originals)
         self._note(call.facts, args, kwargs, results, call.plan, maker, passes)
 
     def note_copy(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An op has run that is no call: a copy, a constant."""
+        """Record an op that has run and is no call: a copy, a constant."""
         results = [t for t in tensors_in(result) if is_floating(t)]
         if results:
             self._note(facts, self._held(args, {}), self._held(kwargs, {}), results)
@@ -143,10 +143,10 @@ class LowMakers:
         return type(values)([self._held(v, originals) for v in values]) if type(values) in (tuple, list) else values
 
     def _place(self, tensor: torch.Tensor) -> _HeldTensor:
-        """Where a tensor lies: what one call gave, the next reads, and weights are read by many."""
-        found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1] == tensor.data_ptr():
-            return found[2]
+        """Return the record of a tensor, kept: the result of one call is read by the next, weights by many."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor.data_ptr():
+            return known[2]
         held = _HeldTensor.of(tensor)
         if held.reference is not None:
             if len(self._known) >= _STEPS:
@@ -155,85 +155,85 @@ class LowMakers:
         return held
 
     def of(self, call: SeenCall, tensors: Iterable[torch.Tensor]) -> Rounded:
-        """Who made, in a low format, what these arguments of a call hold."""
-        found = Rounded(call, list(self._steps))
+        """Return the calls that made, in a low format, the values of these arguments of a call."""
+        rounded = Rounded(call, list(self._steps))
         wanted = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
-        for number in reversed(range(len(found.steps))):
-            step = found.steps[number]
-            made = {held.key for held in step.gave}
-            if wanted.isdisjoint(made):
+        for number in reversed(range(len(rounded.steps))):
+            step = rounded.steps[number]
+            keys = {held.key for held in step.gave}
+            if wanted.isdisjoint(keys):
                 continue
-            wanted -= made
+            wanted -= keys
             if step.passes:
                 wanted |= {held.key for held in step.tensors()}
             if step.maker is not None:
-                found.makers.setdefault(step.maker, []).append(number)
-            if len(found.makers) == _MAKERS or not wanted:
+                rounded.makers.setdefault(step.maker, []).append(number)
+            if len(rounded.makers) == _MAKERS or not wanted:
                 break
-        return found
+        return rounded
 
 
 @dataclass(slots=True)
 class Rounded:
-    """Who made what a call read: the makers with the numbers of their steps, the nearest first. left: how many values
-    are not finite with the makers in fp32 that were found.
+    """The makers of a call's inputs, with the numbers of their steps, the nearest first. left: how many values are not
+    finite with the makers in fp32 that `proof` returned.
     """
 
     call: SeenCall
     steps: list[_PassedStep]
     makers: dict[Maker, list[int]] = field(default_factory=dict)
     left: int = 0
-    _made: dict[int, list[int]] = field(default_factory=dict)
+    _steps_by_key: dict[int, list[int]] = field(default_factory=dict)
 
     def proof(self) -> tuple[list[Maker], bool]:
-        """The makers with which in fp32 the call's result is finite where it was not: one, if one gives about what all
-        do. None if no choice does; and whether that was seen of all, as long as what they read is there.
+        """Return the makers that in fp32 make the call's result finite where it was not: one, if it does about what all
+        do; none if no choice helps. And whether all could be run again: their inputs may no longer exist.
         """
-        self._made = {}
+        self._steps_by_key = {}
         for number, step in enumerate(self.steps):
             for held in step.gave:
-                self._made.setdefault(held.key, []).append(number)
+                self._steps_by_key.setdefault(held.key, []).append(number)
         makers = list(self.makers)
         choices = [[maker] for maker in makers] + [makers[:n] for n in range(2, len(makers) + 1)]
-        found: list[tuple[list[Maker], list[torch.Tensor]]] = []
+        helpful: list[tuple[list[Maker], list[torch.Tensor]]] = []
         for choice in choices:
             try:
                 results = self._again({number for maker in choice for number in self.makers[maker]})
             except (_Unknown, RuntimeError, NotImplementedError):
                 continue
             if results is not None and rerun.mends(results, self.call.results):
-                found.append((choice, results))
+                helpful.append((choice, results))
             elif len(choice) == len(makers):  # with all of them it is the same: nothing else would help
                 return [], True
-        if not found:
+        if not helpful:
             return [], False
-        best, results = next(pair for pair in found if _error(pair[1], found[-1][1]) <= _ALIKE)
+        best, results = next(pair for pair in helpful if _error(pair[1], helpful[-1][1]) <= _ALIKE)
         self.left = sum(int((~t.isfinite()).sum()) for t in results)
         return best, True
 
     def _again(self, high: set[int]) -> list[torch.Tensor] | None:
-        """What the call gives in fp32, with some of the steps before it in fp32."""
+        """Return the call's results in fp32, with some of the steps before it in fp32."""
         known: dict[int, list[torch.Tensor]] = {}
         originals = _originals(self.call)
 
-        def made(tensor: torch.Tensor) -> torch.Tensor:
+        def recomputed(tensor: torch.Tensor) -> torch.Tensor:
             held = _HeldTensor.of(originals.get(id(tensor), tensor))
             number = self._maker(held, len(self.steps))
             if number is None or not self._is_changed(number, high):
                 return tensor
-            return self._made_again(held, number, high, known)
+            return self._recomputed(held, number, high, known)
 
-        args, kwargs = rerun.changed(self.call.args, self.call.kwargs, made)
+        args, kwargs = rerun.changed(self.call.args, self.call.kwargs, recomputed)
         return rerun.run_in(replace(self.call, args=args, kwargs=kwargs), torch.float32)
 
     def _maker(self, held: _HeldTensor, before: int) -> int | None:
-        """The last step before another that gave what lies there."""
-        numbers = self._made.get(held.key, [])
+        """Return the last step before another that wrote to a tensor's storage."""
+        numbers = self._steps_by_key.get(held.key, [])
         index = bisect_left(numbers, before)
         return numbers[index - 1] if index and held.key else None
 
     def _is_changed(self, number: int, high: set[int]) -> bool:
-        """Whether a step, or one whose result it reads, is in fp32."""
+        """Return whether a step, or one whose result it reads, is in fp32."""
         waiting, seen, first = [number], {number}, min(high)
         while waiting:
             number = waiting.pop()
@@ -247,32 +247,32 @@ class Rounded:
     def _value(
         self, held: _HeldTensor, before: int, high: set[int], known: dict[int, list[torch.Tensor]]
     ) -> torch.Tensor:
-        """What a step read, if others were in fp32."""
-        numbers = self._made.get(held.key, [])
+        """Return an input of a step, with others in fp32."""
+        numbers = self._steps_by_key.get(held.key, [])
         number = self._maker(held, before)
         is_same = number is None or not self._is_changed(number, high)
-        if is_same and bisect_left(numbers, before) == len(numbers):  # nobody has written to it since
+        if is_same and bisect_left(numbers, before) == len(numbers):  # no step has written to it since
             there = held.there()
             if there is not None:
                 return there
         if number is None:
             raise _Unknown
-        return self._made_again(held, number, high, known)
+        return self._recomputed(held, number, high, known)
 
-    def _made_again(
+    def _recomputed(
         self, held: _HeldTensor, number: int, high: set[int], known: dict[int, list[torch.Tensor]]
     ) -> torch.Tensor:
-        """A result of a step, or a view of one."""
-        gave = self.steps[number].gave
+        """Return a recomputed result of a step, or a view of one."""
+        results = self.steps[number].gave
         if number not in known:
             known[number] = self._run(number, high, known)
-        index = next(i for i, given in enumerate(gave) if given.key == held.key)
-        return held.seen_in(known[number][index], gave[index])
+        index = next(i for i, result in enumerate(results) if result.key == held.key)
+        return held.seen_in(known[number][index], results[index])
 
     def _run(self, number: int, high: set[int], known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
         step = self.steps[number]
 
-        def made(value: Any) -> Any:
+        def recomputed(value: Any) -> Any:
             held = _of_argument(value)
             if held is not None:
                 return self._value(held, number, high, known)
@@ -280,7 +280,7 @@ class Rounded:
                 raise _Unknown
             return value
 
-        args, kwargs = tree_map(made, (step.args, step.kwargs))
+        args, kwargs = tree_map(recomputed, (step.args, step.kwargs))
         call = SeenCall(self.call.who, step.facts, args, kwargs, plan=step.plan)
         if not rerun.can_run_again(call):
             raise _Unknown
@@ -295,7 +295,7 @@ class Rounded:
 
 
 def _error(results: list[torch.Tensor], best: list[torch.Tensor]) -> float:
-    """How far results are from the best, of their norm; what is finite in one alone is far."""
+    """Return the error of results relative to the norm of the best; infinity if other elements are finite."""
     whole = torch.cat([t.flatten().double() for t in best])
     rest = torch.cat([t.flatten().double() for t in results])
     finite = whole.isfinite()
@@ -305,6 +305,6 @@ def _error(results: list[torch.Tensor], best: list[torch.Tensor]) -> float:
 
 
 def _originals(call: SeenCall) -> dict[int, torch.Tensor]:
-    """The tensors of which a call that writes to them has copies."""
+    """Return the tensors that a call writes to, by the ids of the copies that it has of them."""
     pairs = zip(inputs_of(call), came_in(call), strict=True)
     return {id(copy): original for (_, copy), original in pairs if original is not copy}

@@ -21,7 +21,7 @@ from narrowcast.runtime.torch_surface.dispatch import tree_map
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The op and what it was called with, as it came, with the casts that a policy planned; copies, on the cpu."""
+    """The op and copies of its inputs on the cpu, before the casts that a policy planned, which are kept, too."""
 
     op: str
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Replay:
 
     @staticmethod
     def of(call: SeenCall) -> Replay:
-        """Of a call whose arguments are at hand."""
+        """Make one of a call that still has its arguments."""
         dtypes = iter(planned_dtypes(call))
 
         def kept(value: Any) -> Any:
@@ -41,22 +41,22 @@ class Replay:
         return Replay(op_id(call.facts.op), args, kwargs)
 
     def save(self, folder: Path, finding: Finding) -> Path:
-        """Write `repro.py` and its inputs; the script's path. RunError if the folder cannot be written, and it is then
-        as it was.
+        """Write `repro.py` and its inputs; return the script's path. RunError if the folder cannot be written, which is
+        then unchanged.
         """
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             prefix = f".{folder.name}."
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as name:
-                made = Path(name)
+                temporary = Path(name)
                 text = _SCRIPT.format(
                     title=str(finding.id), place=f"{finding.file}:{finding.line}",
                     sentence=textwrap.fill(finding.sentence.replace('"', "'"), 100), op=self.op,
-                    arguments=_text(list(self.args), made), named=_text(dict(self.kwargs), made),
+                    arguments=_text(list(self.args), temporary), named=_text(dict(self.kwargs), temporary),
                 )  # fmt: skip
-                (made / "repro.py").write_text(text, encoding="utf-8")
+                (temporary / "repro.py").write_text(text, encoding="utf-8")
                 folder.mkdir(exist_ok=True)
-                for file in made.iterdir():
+                for file in temporary.iterdir():
                     file.replace(folder / file.name)
         except OSError as error:
             raise RunError(
@@ -68,14 +68,14 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class _CastTensor:
-    """A tensor as it came, and the dtype that it is cast to; None leaves it."""
+    """An input tensor, and the dtype that it is cast to; None for no cast."""
 
     tensor: torch.Tensor
     dtype: torch.dtype | None
 
 
 def _text(value: Any, folder: Path) -> str:
-    """A value as Python text; tensors are written into files in the folder."""
+    """Return a value as Python text; write tensors into files in the folder."""
     if isinstance(value, _CastTensor):
         tensor, name = value.tensor, f"tensor{len(list(folder.iterdir()))}.npy"
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)

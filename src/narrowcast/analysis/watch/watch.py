@@ -1,8 +1,8 @@
-"""`nc.watch`: the first call that makes a NaN or an infinity out of finite values, and who made it.
+"""`nc.watch`: the first call that makes a NaN or an infinity out of finite values, and what in it does so.
 
-Every tensor that a call gives is summed once: a sum is not finite if an element is not. What came in finite and goes
-out otherwise was made there; the call is then run again, on the same inputs, to see whether the cast, the format or the
-op itself did it (`watch_calls`). What came of it decides whether it was meant (`history`).
+Every result of a call is summed once: the sum is not finite if an element is not. A call with finite inputs whose
+results are not finite made it; the call is then run again, on the same inputs, to see whether the cast, the format or
+the op itself did (`watch_calls`). The consequences show whether it is intentional (`history`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 MOMENTS = ("auto", "op", "step")
 
 _open: list[watch] = []
-"""Those that are open now, on all threads, the innermost last."""
+"""The watches that are open now, on all threads, the innermost last."""
 
 
 def open_watch() -> watch | None:
-    """The watch that was opened last and is open; None if none is."""
+    """Return the watch that was opened last and is open; None if none is."""
     return _open[-1] if _open else None
 
 
 class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no_grad
     """`with watch() as w:` find what makes NaN or infinity in the block; `w.first`, `w.findings`.
 
-    at: `op`, looked at as each call ends, with the proof of who made it (on an accelerator each call waits for it);
+    at: `op`, inspected as each call ends, with proof of the cause (an accelerator is synchronized after each call);
         `step`, read once where an optimizer steps and where the block ends, without that proof; `auto`, op on the cpu.
     stop: raise NotFiniteError at the first finding. callback: called with each finding.
-    every: with optimizers that step in the block: look at gradients every N steps (`w.history`), and say where a
-        share of underflow above `underflow` or a growth of `growth` times since the first look shows what is to come.
-    log: a file that gets a JSON line for each finding and each look.
+    every: with optimizers that step in the block: inspect gradients every N steps (`w.history`), and report trends: a
+        share of underflow above `underflow`, or a growth of `growth` times since the first inspection.
+    log: a file to which a JSON line is added for each finding and each inspection of gradients.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                     f"watch(log={str(self._log)!r})", f"{type(error).__name__}: {error}", (Origin(str(self._log)),),
                     "Name a file in a folder that exists.",
                 ) from error  # fmt: skip
-        self._observer = WatchCalls(self.found, self._at, self._tell)
+        self._observer = WatchCalls(self.found, self._at, self._report)
         self._door = self._observer.door = Door(self.found.notes)
-        tell = partial(self._door.run, "an optimizer's step", self._step)
-        self._stack.enter_context(told_of_optimizer_steps(tell, before=True))
+        on_step = partial(self._door.run, "an optimizer's step", self._step)
+        self._stack.enter_context(told_of_optimizer_steps(on_step, before=True))
         self._stack.enter_context(self._observer.observing())
         _open.append(self)
         self._stack.callback(_open.remove, self)
@@ -113,8 +113,8 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         return tuple(self._observer.roots)
 
     def step_skipped(self) -> None:
-        """A step ends whose optimizer is not run: it counts, and what was put off is read. Gradients that are to be
-        thrown away show no trend.
+        """End a step whose optimizer is not run: count it, and read the values that were recorded in it. The gradients,
+        which are discarded, do not count for trends.
         """
         with quietly():
             self._door.run("the end of a step", partial(self._observer.settle, final=False, is_skipped=True))
@@ -126,7 +126,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
 
     def _step(self, optimizer: Any) -> None:
         with quietly():
-            if _is_told_to_skip(optimizer):
+            if _is_to_skip(optimizer):
                 self.step_skipped()
                 return
             try:
@@ -141,9 +141,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 self.found.history.append(row)
                 self._write(row)
             for finding in findings:
-                self._tell(finding, len(self.found.findings))
+                self._report(finding, len(self.found.findings))
 
-    def _tell(self, finding: Finding, position: int) -> None:
+    def _report(self, finding: Finding, position: int) -> None:
         self.found.findings.insert(position, finding)
         self._write({"finding": codec().to_data(finding)})
         if self._callback is not None:
@@ -171,24 +171,24 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self._log = None
 
 
-def _is_told_to_skip(optimizer: Any) -> bool:
-    """Whether a scaler has told a fused optimizer, which looks itself, that gradients are not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found.any())
+def _is_to_skip(optimizer: Any) -> bool:
+    """Return whether a scaler passed to a fused optimizer, which skips steps itself, that gradients are not finite."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.any())
 
 
 _SMALL = 256
-"""Gradients underflow whose root mean square is below this many of the smallest numbers: of larger ones few do."""
+"""Gradients may underflow if their root mean square is below this many of the smallest numbers: few do above."""
 _LOOKS = 3
-"""How many looks in a row a parameter must show a trend."""
+"""How many inspections in a row must show a trend of a parameter."""
 
 
 class Trends:
-    """Looks at gradients every N steps: their rms, largest magnitude and share of zeros, by parameter.
+    """Inspects gradients every N steps: their rms, largest magnitude and share of zeros, by parameter.
 
-    underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look, and are so small
-    that the formats of the backward may lose some. growth: this many times the largest magnitude of the first look. Of
-    a sharded gradient this rank's part is looked at.
+    underflow: a trend is a share of zeros above it, for a parameter whose gradients had fewer in the first inspection,
+    and are so small that some may underflow in the formats of the backward. growth: or this many times the largest
+    magnitude of the first inspection. Of a sharded gradient this rank's part is inspected.
     """
 
     def __init__(self, every: int, underflow: float, growth: float) -> None:
@@ -199,7 +199,7 @@ class Trends:
     def look(
         self, optimizer: Any, step: int, roots: Iterable[torch.nn.Module], dtypes: Iterable[torch.dtype]
     ) -> tuple[dict[str, Any] | None, list[Finding]]:
-        """The figures of this step, if it is one to look at, and what they show. dtypes: those of the backward."""
+        """Return the figures of this step, if it is to be inspected, and trends. dtypes: those of the backward."""
         if (step - 1) % self._every:
             return None, []
         names = names_of_parameters(roots)
@@ -224,14 +224,14 @@ class Trends:
         return {"step": step, "gradients": rows}, findings
 
     def _shows(self, name: str, what: str, is_so: bool) -> bool:
-        """Whether it has shown for some looks in a row, said once."""
+        """Return whether a trend has shown for `_LOOKS` inspections in a row; True once."""
         key = (name, what)
         self._often[key] = self._often.get(key, 0) + 1 if is_so else 0
         return self._often[key] == _LOOKS
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What its gradient holds on this rank; None without one, and of a class whose values cannot be listed."""
+    """Return the values of its gradient on this rank; None without one, or if its class does not list values."""
     gradient = parameter.grad
     if gradient is None:
         return None

@@ -1,4 +1,4 @@
-"""Looks at each call of a run for what is not finite: who made it, and what came of it."""
+"""Inspects each call of a run for values that are not finite: what made them, and their consequences."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ KEPT = 8
 
 
 class WatchCalls(Observer):
-    """Looks at what each call gives, and tells of findings. of_backward: the dtypes that calls of backwards gave."""
+    """Inspects the results of each call, and reports findings. of_backward: the dtypes of results of backwards."""
 
     def __init__(
-        self, found: Watching, at: str, tell: Callable[[Finding, int], None], policies: tuple[Policy, ...] = ()
+        self, watching: Watching, at: str, report: Callable[[Finding, int], None], policies: tuple[Policy, ...] = ()
     ) -> None:
         super().__init__(policies)
-        self._found, self._at, self._tell = found, at, tell
+        self._watching, self._at, self._report = watching, at, report
         self._flags = finiteness.Flags()
         self._history = history.ValueHistory()
         self._low_makers = LowMakers()
-        self._told: set[tuple[str | int, ...]] = set()
+        self._reported: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[history.PutOff] = []
         self._losses: list[int] = []
@@ -48,20 +48,20 @@ class WatchCalls(Observer):
     # -- as calls end --------------------------------------------------------------------------------------------------
 
     def looks_before(self, facts: OpFacts) -> bool:
-        """What an op does not write to is there afterwards, too, and looked at only if something is wrong."""
+        """Return whether an op overwrites inputs: others still exist afterwards, and are inspected only on a fault."""
         return facts.overwrites
 
     def before(self, call: SeenCall) -> None:
-        """What came in, before the op writes to it."""
-        came = call.notes["came"] = finiteness.came_in(call)
-        call.notes["flags"] = [self._flags.number(t) for t in came]
+        """Note the inputs, before the op writes to them."""
+        inputs = call.notes["came"] = finiteness.came_in(call)
+        call.notes["flags"] = [self._flags.number(t) for t in inputs]
         call.notes["given"] = tensors_in(call.args, call.kwargs)
-        if call.facts.writes and self._looks_now(came):
+        if call.facts.writes and self._looks_now(inputs):
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
 
     def after(self, call: SeenCall) -> None:
-        """What went out."""
-        self._found.calls += 1
+        """Inspect the results, now or later."""
+        self._watching.calls += 1
         self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
         results = finiteness.gave(call)
         if results and call.who.direction == BACKWARD:
@@ -70,16 +70,18 @@ class WatchCalls(Observer):
             for tensor in results:
                 self._flags.written(tensor)
         if not self._looks_now(results or finiteness.came_in(call)):
-            pairs = zip(finiteness.inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
-            came = [flag for (name, _), flag in pairs if finiteness.reads(call, name)] if pairs else self._came(call)
-            given, lies = list(map(self._flags.number, results)), [StorageWeakRef(t.untyped_storage()) for t in results]
+            read = self._input_flags(call)
+            if call.facts.writes:
+                pairs = zip(finiteness.inputs_of(call), read, strict=True)
+                read = [flag for (name, _), flag in pairs if finiteness.reads(call, name)]
+            flags, memory = [*map(self._flags.number, results)], [StorageWeakRef(t.untyped_storage()) for t in results]
             why = finiteness.numbers_not_finite(call)
-            self._later.append(history.PutOff(call.without_tensors(), came, given, lies, why))
+            self._later.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
             return
         bad = [tensor for tensor in results if not finiteness.is_finite(tensor)]
         overflowed, masks = culprit.overflowing_casts(call, gave_finite=not bad)
         for name, _ in masks:
-            self._count_meant(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
+            self._count_intentional(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
         if overflowed and not self._is_allowed(call, overflowed[0][0]):
             self._make(call, culprit.cast_finding(call, overflowed), bad)
         elif bad:
@@ -87,30 +89,30 @@ class WatchCalls(Observer):
         elif self._history:
             self._read(call, results)
         if self._history.due:
-            self._tell_due()
+            self._report_due()
         if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
             self._note_rounding(call, results)
 
     def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        """Of what comes out of a low format: who made it. Sums of products hide what they were made of. What an op
-        writes to has its format already.
+        """Record a call with results in or from a low format. Sums of products hide how their inputs were rounded. An
+        op that writes to its argument does not choose the format.
         """
         is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast and not call.facts.writes
         maker = (call.facts.id, call.who.module()) if is_low else None
         self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
-        came = finiteness.came_in(call)[-1:] if culprit.is_quotient(call) else finiteness.came_in(call)
+        inputs = finiteness.came_in(call)[-1:] if culprit.is_quotient(call) else finiteness.came_in(call)
         paths = lambda module: path_of(module, self.roots)  # noqa: E731
-        return culprit.find_culprit(call, finiteness.inputs_of(call), results, self._low_makers.of(call, came), paths)
+        return culprit.find_culprit(call, finiteness.inputs_of(call), results, self._low_makers.of(call, inputs), paths)
 
-    def _came(self, call: SeenCall) -> list[int]:
+    def _input_flags(self, call: SeenCall) -> list[int]:
         flags: list[int] | None = call.notes.get("flags")
         return [self._flags.number(t) for t in finiteness.came_in(call)] if flags is None else flags
 
     def _bad_inputs(self, call: SeenCall) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The arguments that are not finite: their names, what they were, and themselves."""
-        pairs = zip(finiteness.inputs_of(call), finiteness.came_in(call), self._came(call), strict=True)
+        """Return the arguments that are not finite: their names, their values before the call, and themselves."""
+        pairs = zip(finiteness.inputs_of(call), finiteness.came_in(call), self._input_flags(call), strict=True)
         bad = [(name, was, tensor) for (name, was), tensor, flag in pairs if not self._flags.is_finite(flag)]
         return [each for each in bad if finiteness.reads(call, each[0])]
 
@@ -118,9 +120,9 @@ class WatchCalls(Observer):
         return self._at == "op" or (self._at == "auto" and all(t.is_cpu for t in tensors))
 
     def _read(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        """All it gave is finite: what came in that was not had a reader to whom it was nothing."""
-        given = call.notes.get("given") or tensors_in(call.args, call.kwargs)
-        carriers = [(t, carrier) for t in given if (carrier := self._history.carriers.get(t)) is not None]
+        """Note a call with finite results as a reader of the inputs that are not finite, which it masks."""
+        inputs = call.notes.get("given") or tensors_in(call.args, call.kwargs)
+        carriers = [(t, carrier) for t in inputs if (carrier := self._history.carriers.get(t)) is not None]
         whole = [t for t in call.results if finiteness.is_whole_number(t)]
         if not carriers or not (results or whole):
             return
@@ -133,17 +135,17 @@ class WatchCalls(Observer):
                 self._history.carries(followed, carrier.causes)
                 carrier.is_read = True
             elif results or (whole and not carrier.has_nan):
-                self._came_through(call, carrier)
+                self._read_finite(call, carrier)
         for tensor in results if call.facts.writes else ():
             if finiteness.fills(tensor):
                 self._history.carriers.drop(tensor)
 
-    def _came_through(self, call: SeenCall, carrier: history.Carrier) -> None:
+    def _read_finite(self, call: SeenCall, carrier: history.Carrier) -> None:
         inexact = [cause for cause in carrier.waiting if not cause.is_exact]
         if inexact and not culprit.gives_the_same_without(call):
             self._history.came_to(inexact, f"{call.id} reads it, and gives something else than for a finite one")
         elif not carrier.is_read and carrier.waiting:
-            self._count_meant(carrier.waiting[0].harmless)
+            self._count_intentional(carrier.waiting[0].harmless)
         carrier.is_read = True
         self._carry([], carrier.causes, call)
         for cause in carrier.causes:
@@ -156,19 +158,19 @@ class WatchCalls(Observer):
             return
         why = finiteness.numbers_not_finite(call) or finiteness.mask_like(call, results) or self._is_allowed(call)
         if why:
-            self._count_meant(why)
+            self._count_intentional(why)
             self._carry(results, [self._history.cause(why)], call)
             return
         known = self._known(call)
         if known is not None:
-            self._found.spread += known.is_told and call.id.direction != RECOMPUTATION
-            self._found.repeated += known.is_told and call.id.direction == RECOMPUTATION
+            self._watching.spread += known.is_told and call.id.direction != RECOMPUTATION
+            self._watching.repeated += known.is_told and call.id.direction == RECOMPUTATION
             self._carry(results, [known], call)
             return
         self._make(call, self._culprit(call, results), results)
 
     def _known(self, call: SeenCall) -> history.Cause | None:
-        """The cause that a call only repeats: of its forward, which it recomputes, or whose gradient it computes."""
+        """Return the cause that a call repeats: of its forward, which it recomputes or whose gradient it computes."""
         if call.id.direction == RECOMPUTATION:
             return self._history.made.get(history.place_of(call))
         if call.forward is None:
@@ -180,9 +182,9 @@ class WatchCalls(Observer):
     def _make(
         self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[history.Cause] = ()
     ) -> history.Cause:
-        """A cause that is new: told now if a low format made it, else once something has come of it."""
-        finding = replace(finding, step=self._found.steps + 1)
-        if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
+        """Make a new cause: reported now if a low format made it, else once it has consequences."""
+        finding = replace(finding, step=self._watching.steps + 1)
+        if len(self._watching.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = replace(finding, replay=Replay.of(call))
         why = history.FOR_SCALER if self._is_skipped and culprit.is_overflow(finding) else ""
         is_fault = not (culprit.waits(finding) or (call.args and culprit.overflows_by_mask(call, finding)))
@@ -192,11 +194,11 @@ class WatchCalls(Observer):
             self._history.at_step.append(cause)
         elif cause.is_fault:
             self._history.came_to([cause])
-            self._tell_due()
+            self._report_due()
         return cause
 
     def _carry(self, tensors: list[torch.Tensor], causes: Iterable[history.Cause], by: SeenCall | None = None) -> None:
-        """These hold what these causes made. by: the call that gave them."""
+        """Note that tensors hold values with these causes. by: the call that returned them."""
         if by is not None and by.who.direction != BACKWARD:
             self._history.met(by.id, causes)
         for tensor in tensors:
@@ -205,7 +207,7 @@ class WatchCalls(Observer):
     def _pass_on(
         self, call: SeenCall, bad: list[tuple[str, torch.Tensor, torch.Tensor]], results: list[torch.Tensor]
     ) -> None:
-        """What came in was not finite, either: it has its causes, or is given from outside."""
+        """Pass the causes of inputs that are not finite on to results; inputs without causes are from outside."""
         causes: dict[history.Cause, None] = {}
         for name, was, tensor in bad:
             carrier = self._history.carriers.get(tensor) or self._given(call, name, was, tensor)
@@ -214,21 +216,21 @@ class WatchCalls(Observer):
         if culprit.unscales(call) and float(call.args[2]) < 1:  # of a loss that the scaler had made larger
             self._skips_step()
         if any(cause.is_told for cause in causes):
-            self._found.spread += 1
+            self._watching.spread += 1
             self._carry(results, causes, call)
             return
         has_nan = any(bool(t.isnan().any()) for t in results)
-        nan_came = any(bool(was.isnan().any()) for _, was, _ in bad)
+        had_nan = any(bool(was.isnan().any()) for _, was, _ in bad)
         is_passed_on = finiteness.only_passed_on([was for _, was, _ in bad], results)
-        made = None if is_passed_on else culprit.made_besides(call, results)
-        if made is not None and not self._is_allowed(call):
-            self._make(call, made, results, causes)
+        overflow = None if is_passed_on else culprit.made_besides(call, results)
+        if overflow is not None and not self._is_allowed(call):
+            self._make(call, overflow, results, causes)
             return
         waiting = [cause for cause in causes if cause.is_open]
-        if has_nan and not nan_came and waiting:
+        if has_nan and not had_nan and waiting:
             for cause in waiting:
                 cause.became = cause.became or f"it became NaN in {call.id} ({call.site.file}:{call.site.line})"
-        elif has_nan and not nan_came and not self._is_allowed(call):
+        elif has_nan and not had_nan and not self._is_allowed(call):
             why = next(iter(causes)).why
             if why != history.FOR_SCALER:
                 finding = self._culprit(call, results)
@@ -238,15 +240,15 @@ class WatchCalls(Observer):
         self._carry(results, causes, call)
 
     def _given(self, call: SeenCall, name: str, value: torch.Tensor, tensor: torch.Tensor) -> history.Carrier:
-        """The first reader of what nobody saw being made: what a call keeps for its backward is what that call met; of
-        the rest infinities are taken as meant, NaN is not.
+        """Return a carrier for an input that no watched call made. What a call keeps for its backward has the causes
+        that the call had; of other inputs, infinities count as intentional, NaN does not.
         """
         kept = self._history.met_by(call.forward)
         if kept:
             self._carry([tensor], kept)
         elif not value.isnan().any():
             why = "given from outside"
-            self._count_meant(why)
+            self._count_intentional(why)
             self._carry([tensor], [self._history.cause(why)])
         else:
             kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
@@ -260,7 +262,7 @@ class WatchCalls(Observer):
         return carrier
 
     def _parameter(self, tensor: torch.Tensor) -> str:
-        """`the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
+        """Return `the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
         for root in self.roots:
             for parameter in root.parameters():
                 if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
@@ -268,14 +270,14 @@ class WatchCalls(Observer):
         return ""
 
     def _is_allowed(self, call: SeenCall, argument: str = "") -> str:
-        """Why the policy allows what is not finite, if one of its rules does."""
+        """Return why the policy allows values that are not finite, if one of its rules does."""
         rule = call.allows_nonfinite(argument)
         return f"allowed by a rule about {rule.op} ({rule.origin})" if rule is not None else ""
 
-    def _count_meant(self, why: str) -> None:
-        self._found.meant[why] = self._found.meant.get(why, 0) + 1
+    def _count_intentional(self, why: str) -> None:
+        self._watching.meant[why] = self._watching.meant.get(why, 0) + 1
 
-    # -- what is followed, and no call ---------------------------------------------------------------------------------
+    # -- ops that are followed and no calls ----------------------------------------------------------------------------
 
     @property
     def follows(self) -> bool:
@@ -283,7 +285,7 @@ class WatchCalls(Observer):
         return bool(self._history) or bool(self._later) or bool(self._low_makers)
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A copy holds what its source held. A gradient that is taken of a loss begins with ones like it."""
+        """Pass causes of a source on to its copies; note a loss by the `ones_like` with which its backward begins."""
         if self._low_makers:
             self._low_makers.note_copy(facts, args, kwargs, result)
         is_of_loss = facts.id == "aten.ones_like.default"
@@ -301,33 +303,33 @@ class WatchCalls(Observer):
                 self._carry(copies, carrier.causes)
                 carrier.is_read = True
         if self._history.due:
-            self._tell_due()
+            self._report_due()
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _tell_due(self) -> None:
-        """Tell of the causes that came to something: each once, not again in later steps. In the order of making."""
+    def _report_due(self) -> None:
+        """Report the causes that have consequences, in the order of making; each once, not again in later steps."""
         due, self._history.due = self._history.due, []
         for cause, what in sorted(due, key=lambda pair: pair[0].number):
             if cause.call is None or cause.finding is None or not cause.is_open:
                 continue
             cause.is_told = True
             key = (*history.place_of(cause.call), cause.finding.made_by)
-            if key in self._told:
-                self._found.repeated += 1
+            if key in self._reported:
+                self._watching.repeated += 1
                 continue
             more = cause.became or what
             finding = cause.finding
             finding = replace(finding, sentence=f"{finding.sentence}; {more}") if more else finding
-            self._told.add(key)
+            self._reported.add(key)
             self._numbers[id(finding)] = cause.number
-            later = (n for n, f in enumerate(self._found.findings) if self._numbers.get(id(f), 0) > cause.number)
-            self._tell(finding, next(later, len(self._found.findings)))
+            later = (n for n, f in enumerate(self._watching.findings) if self._numbers.get(id(f), 0) > cause.number)
+            self._report(finding, next(later, len(self._watching.findings)))
 
     # -- at the end of a step ------------------------------------------------------------------------------------------
 
     def settle(self, final: bool, parameters: Iterable[torch.Tensor] = (), is_skipped: bool = False) -> None:
-        """A step ends, or the block: what reached gradients came to something, and what was put off is read.
+        """End a step, or the block: report causes that reached gradients, and read the flags that were put off.
 
         is_skipped: a scaler skips the step.
         """
@@ -344,27 +346,27 @@ class WatchCalls(Observer):
                     self._history.came_to(carrier.waiting, "it reached the gradient of a parameter")
         if final:
             self._history.ends()
-        self._tell_due()
+        self._report_due()
         self._read_later(is_skipped)
 
     def _skips_step(self) -> None:
         self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
-            self._count_meant(history.FOR_SCALER)
+            self._count_intentional(history.FOR_SCALER)
 
     def _read_later(self, is_skipped: bool) -> None:
-        """Read what was put off, in one transfer."""
+        """Read the flags that were put off, in one transfer."""
         later, self._later, losses, self._losses = self._later, [], self._losses, []
         skips = False
         for put_off, verdict, why in history.judged(later, losses, self._flags.read(), is_skipped):
             if verdict is history.Verdict.SPREAD:
-                self._found.spread += 1
+                self._watching.spread += 1
             elif verdict is history.Verdict.MEANT:
-                self._count_meant(why)
+                self._count_intentional(why)
             elif verdict is history.Verdict.SKIPPED:
                 skips = True
             else:
                 sentence = f"{why}; nc.watch(at='op') proves who made it"
                 self._make(put_off.call, culprit.finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
         if skips:
-            self._count_meant(history.FOR_SCALER)
+            self._count_intentional(history.FOR_SCALER)
