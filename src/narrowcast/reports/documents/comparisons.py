@@ -25,10 +25,11 @@ from narrowcast.reports.documents.tables import finding_table, module_table, op_
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, Remedy
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
-from narrowcast.reports.results.verdicts import AT_FAULT, FAULT, NOT_FINITE, PASSED_ON
+from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINITE, PASSED_ON, ROUND_OFF
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
+SOUND = (EXACT, ROUND_OFF)
 LINES_SHOWN = 3
 """How many lines a sentence names."""
 
@@ -114,12 +115,14 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
 
 
 def _todos(result: Differences) -> list[Todo]:
-    """Return what was tried and helps, or else the worst calls; of a compiler whose code is off, nothing but that."""
+    """Return what was tried and helps, or else the worst calls, unless all is round-off; of a compiler whose code is off,
+    nothing but that.
+    """
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
-    return advice_todos(result) or error_todos(_worst(result.rows))
+    return advice_todos(result) or error_todos(_worst(result.rows), faults_only=result.verdict in SOUND)
 
 
 def advice_todos(result: Differences) -> list[Todo]:

@@ -174,9 +174,10 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = (number(comparison.casts_ms) or 0.0) > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += of_casts
-    if comparison is not None:
-        todos += [] if comparison.differences.tried else comparisons.error_todos(comparison.worst)[:1]
-    elif failure is None:
+    if comparison is not None and not comparison.differences.tried:
+        is_sound = comparison.differences.verdict in comparisons.SOUND
+        todos += [] if is_sound else comparisons.error_todos(comparison.worst)[:1]
+    if comparison is None and failure is None:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
         todos.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
     return todos
