@@ -252,7 +252,10 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
     assert (data["verdict"], data["band"], data["runs"]) == ("round-off", whole.band, 6)
     text = " ".join(nc.explain(model, (x,), under="bf16", run=True).to_text(every=True).split())
-    assert "VERDICT: Within round-off of fp32" in text and "Each call: its errors" in text
+    assert (
+        "VERDICT: Within round-off of fp32" in text
+        and "Errors of each call: local (its own), propagated, total" in text
+    )
 
 
 def test_a_fault_is_said_in_the_short_form():

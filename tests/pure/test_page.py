@@ -267,7 +267,7 @@ def test_a_comparison_shows_errors_by_depth_and_keeps_the_fault_in_fp32():
     assert [n.finding for n in made.graph.nodes] == ["", "", f"beyond its band {SCRIPT}"]
     assert made.todos[0].rule["module"] == "layer.1" and made.todos[0].rule["action"] == "full"
     (series,) = made.series
-    assert series.lines[0] == ("own", [None, 2e-3, 0.5]) and series.nodes == [0, 1, 2]
+    assert series.lines[0] == ("local", [None, 2e-3, 0.5]) and series.nodes == [0, 1, 2]
     assert {t.name for t in made.tables} >= {
         "findings",
         "errors",

@@ -34,8 +34,8 @@ def test_a_pair_names_its_boxes_on_both_sides(found):
     pairs = [([a[n].path for n in row.a], [b[n].path for n in row.b], row.verdict) for row in made.pair.rows]
     assert pairs == [
         (["embed"], ["embed"], "equal"), (["blocks.0.proj"], ["layers.0.proj"], "equal"),
-        (["blocks.1.proj"], ["layers.1.proj"], "differs"), (["blocks.2.proj"], ["layers.2.proj"], "inherited"),
-        ([SCRIPT], [SCRIPT], "inherited"),
+        (["blocks.1.proj"], ["layers.1.proj"], "differs"), (["blocks.2.proj"], ["layers.2.proj"], "propagated"),
+        ([SCRIPT], [SCRIPT], "propagated"),
     ]  # fmt: skip
     assert [node.path for node in a] == [
         "embed", "blocks.0.proj", "blocks.0.act", "blocks.1.proj", "blocks.1.act", "blocks.2.proj", "blocks.2.act",
@@ -71,12 +71,12 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     assert ("packages.layers", f"- / {SCRIPT}") in made.facts
     figures = {figure.name: (figure.value, figure.detail) for figure in made.figures}
     assert figures["without a partner"] == ("6", "3 of a, 3 of b")
-    assert figures["make a difference"] == ("1", "2 inherit one")
+    assert figures["make a difference"] == ("1", "2 propagate one")
     assert made.todos[0].path == "blocks.1.proj" and "eps 1e-05 / 0.01" in made.todos[0].why
     bars = {bar.title: dict(bar.parts) for bar in made.bars}
     assert bars["Calls by format, a"] == {"fp32": 7, "bf16": 1}
     assert bars["Calls by format, b"] == {"fp32": 7, "bf16": 1}
-    assert bars["Pairs by verdict"] == {"equal": 2, "inherited": 2, "differs": 1}
+    assert bars["Pairs by verdict"] == {"equal": 2, "propagated": 2, "differs": 1}
     lower = diff(a_side("x", "tanh"), a_side("x", "tanh", eps="1"))
     changed, advice = page(lower).bars[-2], page(lower).todos
     assert changed.parts == (("fp32 → bf16", 1),) and "the formats are not intended" in advice[0].what

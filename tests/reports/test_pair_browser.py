@@ -76,7 +76,7 @@ def test_each_box_says_how_far_the_two_are_apart(show):
         "blocks.1, a module, 2 casts, 192 B, 1 call differs, 1 only in a, has a finding",
         "blocks.2, a module, 1 cast, 96 B, 1 only in a",
     ]  # fmt: skip
-    assert f"{SCRIPT}: linear × 2, fp32, inherited 2.0e-1" in drawn(page, 1)
+    assert f"{SCRIPT}: linear × 2, fp32, propagated 2.0e-1" in drawn(page, 1)
     focus(page, 0)
     page.press("n")
     assert any("differs 2.0e-1" in label for label in drawn(page, 1))

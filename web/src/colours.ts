@@ -43,7 +43,7 @@ export function scale(model: Model, by: By, marks: Marks | null = null): Scale {
     text: (box) => {
       const v = of(box);
       if (v === null) return "not known";
-      return by === "error" ? `own error ${errorText(v)}` : timed ? inTime(v) : inBytes(v);
+      return by === "error" ? `local error ${errorText(v)}` : timed ? inTime(v) : inBytes(v);
     },
   };
 }

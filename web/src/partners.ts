@@ -15,7 +15,7 @@ export const BY_HAND = "paired by hand";
 export const other = (side: Side): Side => (side === 0 ? 1 : 0);
 export const letter = (side: Side): string => (side === 0 ? "a" : "b");
 const ROOT = "(root)";
-const WORST = ["differs", BY_HAND, "alone", "inherited", "round-off", "equal", "not compared"];
+const WORST = ["differs", BY_HAND, "alone", "propagated", "round-off", "equal", "not compared"];
 
 export const sides = (pair: Pair): [number[], number[]] => [pair.a, pair.b];
 

@@ -57,7 +57,7 @@ export const formatClass = (format: string): string => {
 export const verdictClass = (verdict: string): string => `is-${verdict.replaceAll(" ", "-")}`;
 
 // The class of a part of a bar: a verdict; a change from one format to another, by what it became; or a format.
-const VERDICTS = new Set(["equal", "round-off", "inherited", "differs", "not compared"]);
+const VERDICTS = new Set(["equal", "round-off", "propagated", "differs", "not compared"]);
 export const partClass = (name: string): string =>
   VERDICTS.has(name) ? verdictClass(name) : formatClass(name.split(" → ").slice(-1)[0]!);
 

@@ -309,7 +309,7 @@ class Repairing:
                 "is to blame, and none fixes it."
             )
         if self._worth is not None and not self._worth.by_gradient and self._rules:
-            result.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")
+            result.notes.append("The model's output has no gradients: rules are ranked by the local errors of calls.")
         if is_unpriced and self._rules:
             result.notes.append("No profile of this device prices the rules; `narrowcast profile` makes one.")
 
@@ -336,7 +336,7 @@ def _cost_of(calls: Iterable[tuple[CallId, ForwardCall]], low: Format, prices: C
 def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
     """Return what is known of a rule's worth, as a sentence. error: that of the run without rules, which it reduces."""
     if not worth.by_gradient:
-        return f"the own error in the low format is {number_text(math.sqrt(part))}"
+        return f"the local error in the low format is {number_text(math.sqrt(part))}"
     whole = sum(worth.parts.values())
     where = f" ({modules} modules)" if modules > 1 else ""
     share = part / whole if whole else 1.0

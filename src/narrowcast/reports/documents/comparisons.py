@@ -29,6 +29,11 @@ from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINI
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
+_ERRORS = {
+    "own": "local", "inherited": "propagated", "total": "total", "band": "bound", "kernel": "kernel",
+    "alone": "effect alone",
+}  # fmt: skip
+"""What the errors of a call are called where they are shown."""
 SOUND = (EXACT, ROUND_OFF)
 LINES_SHOWN = 3
 """How many lines a sentence names."""
@@ -242,7 +247,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
             continue
         alone = number(row.alone)
-        why = f"its own error is {number_text(row.own)}"
+        why = f"its local error is {number_text(row.own)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
         todos += _keep_high(row, why, why.partition(":")[0])
@@ -276,18 +281,25 @@ def output_table(result: Differences) -> list[Table]:
 
 def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
     """Return the errors of each call, in order; those most to blame are the first rows to read."""
-    figures = ("own", "inherited", "total", "band", "kernel", "alone")
-    errors = ", ".join(f"{figure}:error" for figure in figures)
+    errors = ", ".join(f"{name}:error" for name in _ERRORS.values())
     columns = f"module:module, op:op, call, direction, computes:format, verdict, {errors}, line:line"
     cells = [
         [row.id.module_path, row.id.op, label_of(row.id), row.id.direction, row.computes, row.verdict,
-         *(number(getattr(row, name)) for name in figures), place(row.file, row.line)]
+         *(number(getattr(row, name)) for name in _ERRORS), place(row.file, row.line)]
         for row in compared.rows
     ]  # fmt: skip
     at = {id(row): n for n, row in enumerate(compared.rows)}
     rules = map(_rule, compared.rows)
     first = [at[id(row)] for row in compared.worst]
-    return table("errors", "Each call: its errors", columns, cells, rules, nodes, first)
+    return table(
+        "errors",
+        "Errors of each call: local (its own), propagated, total",
+        columns,
+        cells,
+        rules,
+        nodes,
+        first,
+    )
 
 
 def error_series(nodes: list[Node]) -> list[Series]:
@@ -295,6 +307,7 @@ def error_series(nodes: list[Node]) -> list[Series]:
     at = [i for i, n in enumerate(nodes) if n.own is not None and n.direction == "forward"]
     if len(at) < 2:
         return []
-    lines = [(name, [getattr(nodes[i], name) or None for i in at]) for name in ("own", "inherited", "total")]
+    names = ("own", "inherited", "total")
+    lines = [(_ERRORS[name], [getattr(nodes[i], name) or None for i in at]) for name in names]
     xs = [float(n) for n in range(1, len(at) + 1)]
     return [Series("Error by depth", "call, in order", "relative error", xs, lines, "whole", "relative", True, at)]

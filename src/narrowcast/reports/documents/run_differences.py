@@ -99,7 +99,7 @@ def _figures(result: RunDifferences) -> list[Figure]:
     alone = [sum(one.run == run for one in result.unaligned) for run in "ab"]
     figures = [
         Figure("pairs of calls", len(result.rows), f"{result.compared} compared"),
-        Figure("make a difference", producers, f"{inherit} inherit one", "bad" if producers else "good"),
+        Figure("make a difference", producers, f"{inherit} propagate one", "bad" if producers else "good"),
         Figure("in other formats", len(result.formats), "pairs"),
         Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
@@ -233,7 +233,7 @@ def run_differences_verdict(result: RunDifferences) -> str:
     texts = [f"{len(result.formats)} in other formats" if result.formats else "all in the same formats"]
     producers = len(result.producers) + len(result.alone)
     if producers:
-        texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} inherit one")
+        texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} propagate one")
     else:
         largest = max((r.difference for r in result.rows if not math.isnan(r.difference)), default=0.0)
         texts.append(f"no call beyond round-off, largest {number_text(largest)}")

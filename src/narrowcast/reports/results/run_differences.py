@@ -13,7 +13,7 @@ from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.verdicts import ALIKE, FORMATS_DIFFER, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
-EQUAL, DIFFERS, INHERITED = "equal", "differs", "inherited"
+EQUAL, DIFFERS, INHERITED = "equal", "differs", "propagated"
 """Verdicts of a row: no difference was seen; within the band; the call makes a difference beyond it; beyond it, but
 what it was given differed already; nothing that both runs kept can be compared.
 """
