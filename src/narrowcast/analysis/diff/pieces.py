@@ -222,11 +222,6 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
 
 
-def distance_in_all(a: Piece, b: Piece) -> Distance:
-    """Return the distance of two pieces whatever the order of their elements: by their statistics."""
-    return distance(replace(a, rows={}), replace(b, rows={}))
-
-
 def _are_masks(a: Piece, b: Piece) -> bool:
     """Return whether both are filled as masks are, with a lowest value or infinity, but not both with infinity."""
     return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))

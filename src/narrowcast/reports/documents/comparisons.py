@@ -120,8 +120,8 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
 
 
 def _todos(result: Differences) -> list[Todo]:
-    """Return what was tried and helps, or else the worst calls, unless all is round-off; of a compiler whose code is off,
-    nothing but that.
+    """Return what was tried and helps, or else the worst calls, unless all is round-off; of a compiler whose code is
+    off, nothing but that.
     """
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]

@@ -74,7 +74,8 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
         total = next((n.total for n in reversed(inside) if n.total is not None), None)
         moved, findings = sum(n.bytes or 0 for n in inside), sum(bool(n.finding) for n in inside)
         rows.append([path, sum(n.times for n in inside), formats, moved, own, total, findings])
-    columns = "module:module, calls:number, computes:format, bytes:bytes, local error:error, total error:error, findings:number"
+    columns = "module:module, calls:number, computes:format, bytes:bytes, local error:error, total error:error, "
+    columns += "findings:number"
     return table("modules", "Each module: its own calls", columns, rows)
 
 

@@ -100,11 +100,6 @@ def takes_scale(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def scale_for_kernel(optimizer: Any) -> torch.Tensor | None:
-    """Return the scale that an optimizer's own kernel is about to divide gradients by."""
-    return getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
-
-
 # -- DTensor -----------------------------------------------------------------------------------------------------------
 
 
