@@ -272,7 +272,15 @@ class Backwards:
         self._is_looked_at |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
         scaled = [power for power in powers if power.of_gradients]
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
-            self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line."))
+            self._moved(loop_line())
+
+    def end_of_round(self) -> None:
+        """The step function has returned."""
+        for power in self._powers.moved_weights():
+            self._moved(power.site)
+
+    def _moved(self, site: Site) -> None:
+        self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def steps(self, optimizer: Any) -> None:
         """An optimizer is about to use its gradients."""
@@ -351,7 +359,7 @@ class Backwards:
         return known
 
 
-def _steps_with_scaled(todo: str, site: Site = NOWHERE) -> Found:
+def _steps_with_scaled(todo: str, site: Site) -> Found:
     return (
         "an optimizer steps with scaled gradients",
         "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too large by the "

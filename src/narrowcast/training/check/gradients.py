@@ -65,6 +65,7 @@ class Gradients:
         self._kept, self._powers = kept, powers
         self.is_scaled_by_hand = False
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with them
+        self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
         self._knows_scale = False
@@ -135,11 +136,24 @@ class Gradients:
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
+        names = self._kept.names()
+        if names and not gradients and not any(storage_key(values_of(p)) in names for p in optimized_by(optimizer)):
+            self._idle.append(loop_line())
         for gradient in gradients:
             self._clipped.drop(gradient)
 
     def judge(self) -> Found | None:
-        """Whether copies of low weights are trained, in fp32, and the weights themselves never get what these learn."""
+        """Whether an optimizer holds no weight of the models, or copies of low weights are trained, in fp32, and the
+        weights themselves never get what these learn.
+        """
+        if len(self._idle) >= _TWICE:
+            return (
+                "weights that never move",
+                "nothing that the optimizer holds has a gradient, or is a weight of a model that is called: these were "
+                "put in the place of others after it was made",
+                "Make the optimizer after the model is converted or wrapped.",
+                self._idle[0],
+            )
         weights = self._kept.low_weights()
         if len(self._copies_used) < _TWICE or not weights or any(weights.values()):
             return None
@@ -161,7 +175,7 @@ class Gradients:
         """Gradients are unscaled: whether these were clipped, or what is not scaled was added to them, before."""
         gradients = written(call.facts, call.args, call.kwargs)
         changed = next((power for power in map(self._powers.of, gradients) if _is_changed(power)), None)
-        clipped = next(filter(None, map(self._clipped.get, gradients)), None)
+        clipped = next(filter(None, (self._clipped.get(g) for g in gradients if self._powers.of(g) == UNKNOWN)), None)
         for gradient in gradients:
             self._clipped.drop(gradient)
             if changed is not None or clipped is not None:

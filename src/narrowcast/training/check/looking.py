@@ -133,9 +133,11 @@ class LoopObserver(Observer):
             self._powers.gave(targets, powers, trains=False, are_new=False)
             self._backwards.moves(facts, targets, powers)
             return None
+        read = [t for t in tensors_in(args, kwargs) if has_storage(t)]
+        met = {dispatch.storage_key(t): float(t) for t in read if dispatch.storage_key(t) in scales}
+        if met and not trains:
+            self._gradients.scale_read()
         if not is_backward and trains:
-            read = tensors_in(args, kwargs)
-            met = {dispatch.storage_key(t): float(t) for t in read if dispatch.storage_key(t) in scales}
             self._powers.met |= {*met.values()}
             self._say(self._backwards.scales(read, powers[0], met))
         return powers
@@ -286,6 +288,7 @@ class LoopObserver(Observer):
     def end_of_round(self) -> None:
         """The step function has returned."""
         self._gradients.used()
+        self._backwards.end_of_round()
         self._powers.end_of_step()
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())

@@ -149,7 +149,7 @@ class Powers:
         if not is_scaled:
             does = [power.does for power in known]
             limited = known[does.index(LIMITS)] if LIMITS in does else asks if {ASKS} >= {*does} else None
-            return [limited or self._unscaled(facts, args, kwargs, floats)]
+            return [limited or self._unscaled(facts, args, kwargs, floats, self._has_read and 0 in numbers)]
         if self._asks_alone(facts, args, kwargs, known):
             return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1
@@ -178,15 +178,21 @@ class Powers:
         return Power(exponent, site, op, LIMITS if limits else "", of_gradients)
 
     def _unscaled(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor], may_scale: bool
     ) -> Power:
-        """What an op gives of what is not scaled, or kept: that is not, if it is added to a weight."""
+        """What an op gives of what is not scaled, or kept: that is not, if it is added to what is not. may_scale: the
+        host knows a scale, and may have computed a number of it.
+        """
         known = [self.of(t) for t in floats]
-        if KEPT not in known or any(t.requires_grad for t in floats):
+        if not (KEPT in known or may_scale) or any(t.requires_grad for t in floats):
             return PLAIN
-        if any(map(self.is_weight, floats)) and [None] in self._powers_of(facts, args, kwargs, [(2.0, 1.0)]):
-            return PLAIN
-        return KEPT
+        is_sum = PLAIN in known and [None] in self._powers_of(facts, args, kwargs, [(2.0, 1.0)])
+        return PLAIN if is_sum else KEPT
+
+    def moved_weights(self) -> list[Power]:
+        """What is known of weights that lie where scaled gradients were added to something: `weight.data = ...`."""
+        known = [self._values.get(weight) for weight in self._kept.weights()]
+        return [power for power in known if power is not None and power.is_mixed and power.of_gradients]
 
     def gave(self, results: list[torch.Tensor], powers: list[Power], trains: bool, are_new: bool = True) -> None:
         """It has run. trains: it has an autograd node; a part of a loss is plain, whatever was put into it. are_new:
