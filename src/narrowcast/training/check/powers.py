@@ -121,7 +121,7 @@ class Powers:
     def number_read(self, tensor: torch.Tensor) -> None:
         """The host reads a number: whatever it multiplies by one later may be multiplied by it."""
         known = self.of(tensor)
-        if known.power != 0:
+        if known.power != 0 and known != KEPT:
             self._has_read = True
             if dispatch.storage_key(tensor) in self._kept.scales():
                 self._read.add(float(tensor))
@@ -149,7 +149,7 @@ class Powers:
         if not is_scaled:
             does = [power.does for power in known]
             limited = known[does.index(LIMITS)] if LIMITS in does else asks if {ASKS} >= {*does} else None
-            return [limited or self._unscaled(facts, args, kwargs, floats, self._has_read and 0 in numbers)]
+            return [limited or self._unscaled(facts, args, kwargs, floats, may_know and 0 in numbers)]
         if self._asks_alone(facts, args, kwargs, known):
             return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1
@@ -184,7 +184,7 @@ class Powers:
         host knows a scale, and may have computed a number of it.
         """
         known = [self.of(t) for t in floats]
-        if not (KEPT in known or may_scale) or any(t.requires_grad for t in floats):
+        if not floats or not (KEPT in known or may_scale) or any(t.requires_grad for t in floats):
             return PLAIN
         is_sum = PLAIN in known and [None] in self._powers_of(facts, args, kwargs, [(2.0, 1.0)])
         return PLAIN if is_sum else KEPT
