@@ -74,3 +74,36 @@ def test_a_hook_that_clips_scaled_gradients_is_found() -> None:
             loop.end()
 
         assert nc.check_training(step).kinds == kinds
+
+
+def test_an_optimizer_of_weights_that_were_replaced_is_found() -> None:
+    """Weights put in the place of others after the optimizer was made never move; made afterwards, it moves them."""
+    for is_late, kinds in ((True, ()), (False, ("weights that never move",))):
+        net = torch.nn.Linear(16, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net.weight, net.bias = (torch.nn.Parameter(p.detach().bfloat16()) for p in (net.weight, net.bias))
+        if is_late:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(net: torch.nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            net.zero_grad()
+            net(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+
+        assert nc.check_training(step).kinds == kinds
+
+
+def test_an_average_that_is_given_other_memory_is_put_back() -> None:
+    """An average of weights that no model's call and no optimizer shows, set through `.data`."""
+    loop = wrong_loops.Loop("")
+    average = torch.nn.Parameter(loop.weights[0].detach().clone())
+    before = average.detach().clone()
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        loop.loss().backward()
+        loop.optimizer.step()
+        average.data = 0.9 * average.data + 0.1 * loop.weights[0].data
+
+    nc.check_training(step)
+    assert torch.equal(average, before)

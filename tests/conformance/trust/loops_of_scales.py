@@ -171,6 +171,65 @@ def cached_embeddings(t: Trainer) -> None:
     t.end()
 
 
+def within_a_scaled_limit(t: Trainer) -> None:
+    """A clip by norm whose limit is multiplied by the scale, as a tensor."""
+    backward(t)
+    norm = torch.stack([g.norm() for g in gradients_of(t)]).norm()
+    limit = t.scaler.scale(torch.ones(()))
+    torch._foreach_mul_(gradients_of(t), (limit / (norm + 1e-6)).clamp(max=1.0))
+    t.end()
+
+
+def balanced_within_limits(t: Trainer) -> None:
+    """A ratio of two norms, within limits of its own."""
+    backward(t)
+    first, *_, last = gradients_of(t)
+    last.mul_((first.norm() / last.norm()).clamp(0.1, 10.0))
+    t.end()
+
+
+def without_outliers(t: Trainer) -> None:
+    """Limits that are quantiles of the gradient itself."""
+    backward(t)
+    for g in gradients_of(t):
+        g.clamp_(g.quantile(0.05), g.quantile(0.95))
+    t.end()
+
+
+def cautious(t: Trainer) -> None:
+    """Gradients that agree with the weights in sign alone."""
+    backward(t)
+    for w in t.model.parameters():
+        w.grad.mul_((w.grad * w.detach() > 0).float())
+    t.end()
+
+
+def finite_ones_are_measured(t: Trainer) -> None:
+    """What is finite of scaled gradients is looked at, and they stay as they are."""
+    backward(t)
+    torch.stack([torch.where(g.isfinite(), g, 0.0).norm() for g in gradients_of(t)])
+    t.end()
+
+
+def cleaned_after_unscaling(t: Trainer) -> None:
+    backward(t)
+    t.scaler.unscale_(t.optimizer)
+    for g in gradients_of(t):
+        g[~g.isfinite()] = 0.0
+    t.end()
+
+
+def decayed_in_hooks(t: Trainer) -> None:
+    """A decay that is multiplied by the scale."""
+    weights = [*t.model.parameters()]
+    k = t.scaler.get_scale()
+    handles = [w.register_hook(lambda g, w=w: g + 1e-3 * k * w.detach()) for w in weights]
+    backward(t)
+    for handle in handles:
+        handle.remove()
+    t.end()
+
+
 # -- state of a loop's own ---------------------------------------------------------------------------------------------
 
 
@@ -188,6 +247,39 @@ def with_momentum(dtype: torch.dtype) -> Step:
         t.end()
 
     return step
+
+
+def compressed(dtype: torch.dtype) -> Step:
+    """Signs with a mean size, and what they leave out for the next step, all of it scaled."""
+    t = Trainer(dtype, net())
+    left = [torch.zeros_like(p) for p in t.model.parameters()]
+
+    def step() -> None:
+        backward(t)
+        for rest, g in zip(left, gradients_of(t), strict=True):
+            whole = g + rest
+            sent = whole.sign() * whole.abs().mean()
+            rest.copy_(whole - sent)
+            g.copy_(sent)
+        t.end()
+
+    return step
+
+
+def stepped_in_hooks(dtype: torch.dtype) -> Step:
+    """An optimizer for each weight, which steps in the backward."""
+    t = Trainer(dtype, net())
+    kinds = {w: torch.optim.SGD([w], lr=1e-2) for w in t.model.parameters()}
+
+    def hook(w: Tensor) -> None:
+        w.grad.mul_(1.0 / t.scaler.get_scale())
+        if bool(w.grad.isfinite().all()):
+            kinds[w].step()
+        w.grad = None
+
+    for w in t.model.parameters():
+        w.register_post_accumulate_grad_hook(hook)
+    return lambda: t.scaler.scale(inside(t)).backward()
 
 
 def measured(dtype: torch.dtype) -> Step:
@@ -224,9 +316,12 @@ def in_turn(dtype: torch.dtype) -> Step:
 BODIES = [
     divided_slope, divided_after_the_norm, direction_alone, fast_weights, balanced, sharpness_aware, signs, trusted,
     centred, scaled_noise, scaled_decay, orthogonal, asked_whether_finite, cached_embeddings,
+    within_a_scaled_limit, balanced_within_limits, without_outliers, cautious, finite_ones_are_measured,
+    cleaned_after_unscaling, decayed_in_hooks,
 ]  # fmt: skip
 LOOPS_OF_SCALES = [
     *(Loop(body.__name__, "scaled gradients", of(body)) for body in BODIES),
     Loop("with_momentum", "state by hand", with_momentum), Loop("measured", "state by hand", measured),
+    Loop("compressed", "state by hand", compressed), Loop("stepped_in_hooks", "hooks", stepped_in_hooks),
     Loop("in_turn", "GAN", in_turn),
 ]  # fmt: skip

@@ -37,6 +37,7 @@ class Loop:
         self.average = [p.detach().to(BF16) for p in self.weights]
         self.kept = [torch.zeros_like(p, dtype=BF16) for p in self.weights]
         self.total = torch.zeros((), dtype=BF16) + 300.0
+        self.counts = torch.full((4,), 600.0, dtype=BF16)
         self.head = nn.Linear(4, 1)
 
     def region(self, dtype: torch.dtype = BF16) -> Any:

@@ -145,6 +145,102 @@ def counter(loop: Any) -> None:
     loop.total.add_(1)  # HERE
 
 
+def hooked(loop: Any, hook: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A step with this hook on the gradient of each weight."""
+    handles = [p.register_hook(lambda g, p=p: hook(g, p.detach())) for p in loop.weights]
+    scaled(loop)
+    for handle in handles:
+        handle.remove()
+    loop.end()
+
+
+def clamped_in_a_hook(loop: Any) -> None:
+    hooked(loop, lambda g, _: g.clamp(-1e-3, 1e-3))  # HERE
+
+
+def normalised_in_a_hook(loop: Any) -> None:
+    hooked(loop, lambda g, _: g / g.norm().clamp(min=1e-12))  # HERE
+
+
+def decayed_in_a_hook(loop: Any) -> None:
+    hooked(loop, lambda g, p: g + 1e-2 * (p + 1))  # HERE
+
+
+def cleaned_in_a_hook(loop: Any) -> None:
+    hooked(loop, lambda g, _: g.nan_to_num(0.0, 0.0, 0.0))  # HERE
+
+
+def where_finite(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad = torch.where(p.grad.isfinite(), p.grad, 0.0)  # HERE
+    loop.end()
+
+
+def finite_alone(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad[p.grad.isnan() | p.grad.isinf()] = 0.0  # HERE
+    loop.end()
+
+
+def times_what_is_finite(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad.mul_(p.grad.isfinite().float())  # HERE
+    loop.end()
+
+
+def clipped_parts(loop: Any) -> None:
+    """DP-SGD: the gradient of each part is clipped, and they are scaled."""
+    total = [torch.zeros_like(p) for p in loop.weights]
+    for i in range(2):
+        loss = loop.scaler.scale(loop.loss(FP16, loop.x[4 * i : 4 * i + 4], loop.y[4 * i : 4 * i + 4]))
+        gradients = torch.autograd.grad(loss, loop.weights)
+        factor = (1.0 / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+        for held, g in zip(total, gradients, strict=True):
+            held.add_(g * factor)  # HERE
+    for p, held in zip(loop.weights, total, strict=True):
+        p.grad = held
+    loop.end()
+
+
+def adaptive(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        limit, norm = 1e-2 * (1 + p.detach().norm()), p.grad.norm().clamp(min=1e-6)
+        p.grad.copy_(torch.where(norm > limit, p.grad * (limit / norm), p.grad))  # HERE
+    loop.end()
+
+
+def near_where_it_began(loop: Any) -> None:
+    """FedProx."""
+    scaled(loop)
+    for p, far in zip(loop.weights, loop.average, strict=True):
+        p.grad += 0.1 * (p.detach() - far.float() + 1)  # HERE
+    loop.end()
+
+
+def moved_through_data(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.data = p.data - 1e-5 * p.grad  # HERE
+        p.grad = None
+
+
+def beyond_fp16(loop: Any) -> None:
+    (loop.loss(FP16) * 2.0**24).backward()
+    for p in loop.weights:
+        p.grad.div_(2.0**24)
+    loop.optimizer.step()  # HERE
+
+
+def counts_of_classes(loop: Any) -> None:
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.counts.index_add_(0, loop.y, torch.ones(8, dtype=BF16))  # HERE
+
+
 WRONG_SCALES: dict[Wrong, str] = {
     penalty_of_scaled: "scaled gradients in a loss", penalty_divided_once: "scaled gradients in a loss",
     divided_again: "not scaled", momentum_of_scaled: "steps with scaled", moved_by_hand: "steps with scaled",
@@ -152,4 +248,8 @@ WRONG_SCALES: dict[Wrong, str] = {
     squashed: "clip before", orthogonality: "added before", hidden_infinities: "hidden",
     never_skipped: "never skipped", updated_between: "updated before", another_scaler: "another scale",
     made_anew: "made in each", mean_of_losses: "average", counter: "sum",
+    clamped_in_a_hook: "clip before", normalised_in_a_hook: "clip before", decayed_in_a_hook: "added before",
+    cleaned_in_a_hook: "hidden", where_finite: "hidden", finite_alone: "hidden", times_what_is_finite: "hidden",
+    clipped_parts: "clip before", adaptive: "clip before", near_where_it_began: "added before",
+    moved_through_data: "steps with scaled", beyond_fp16: "never skipped", counts_of_classes: "average",
 }  # fmt: skip

@@ -26,11 +26,15 @@ class _Parameter:
     gradient: torch.Tensor | None
     requires_grad: bool
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it was given other memory: `parameter.data = ...`."""
+        return where_it_lies(self.parameter.data) != where_it_lies(self.data)
+
     def put_back(self) -> None:
-        now, then = self.parameter.data, self.data
-        if where_it_lies(now) != where_it_lies(then):
+        if self.is_elsewhere:
             self.parameter.grad = None  # which must fit
-            self.parameter.data = then
+            self.parameter.data = self.data
         if self.parameter.grad is not self.gradient:
             self.parameter.grad = self.gradient
         if self.parameter.requires_grad is not self.requires_grad:
@@ -109,7 +113,8 @@ class LivingObjects:
             if any(id(parameter) in self._touched for parameter in optimized_by(optimizer)):
                 self._touched.add(id(optimizer))
         for one, kept in self._kept.values():
-            if id(getattr(one, "optimizer", None) if isinstance(one, LRScheduler) else one) in self._touched:
+            is_touched = id(getattr(one, "optimizer", None) if isinstance(one, LRScheduler) else one) in self._touched
+            if is_touched or (isinstance(kept, _Parameter) and kept.is_elsewhere):
                 kept.put_back()
         for attributes in self._scalers:
             attributes.put_back()

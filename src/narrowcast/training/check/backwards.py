@@ -12,8 +12,10 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
@@ -23,6 +25,8 @@ from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
 
+_ADDS = ("add", "add_")
+"""What autograd adds gradients up with."""
 _CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 
 
@@ -59,6 +63,8 @@ class Backwards:
         self._thread = threading.get_ident()
         self._task = -1
         self._lines: list[Site] = []  # of the backwards since an optimizer stepped
+        self._line = NOWHERE  # of the one that runs
+        self._broken: list[torch.Tensor] = []  # finite weights that an optimizer gives infinite gradients, or NaN
         self._gradients: ByStorage[_Gradient] = ByStorage()
         self._scaling: dict[int, tuple[int, float] | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
@@ -202,16 +208,21 @@ class Backwards:
             if not here.file:  # autograd's own thread: the one that waits has the line
                 here = loop_line(sys._current_frames().get(self._thread))
             self._lines.append(here)
+            self._line = here
             if torch.is_grad_enabled():
                 self.differentiated |= autograd.numbers_before(autograd.current_autograd_node())
         leaf = getattr(autograd.current_autograd_node(), "variable", None)
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
         if leaf is not None and id(leaf) in self._reaches:
-            self._without_scale[id(leaf)] = leaf, self._lines[-1], bool(self._power.power)
+            self._without_scale[id(leaf)] = leaf, self._line, bool(self._power.power)
         elif leaf is not None and self._by is not None:
             key, scale = self._by
-            self._scaled_by[id(leaf)] = _By(leaf, scale, key, self._updates.get(key, (0, NOWHERE))[0], self._lines[-1])
+            self._scaled_by[id(leaf)] = _By(leaf, scale, key, self._updates.get(key, (0, NOWHERE))[0], self._line)
+
+    def adds_itself(self, facts: OpFacts) -> bool:
+        """Whether autograd adds gradients up: no hook's line calls it."""
+        return op_name(facts.op) in _ADDS and loop_line().at in (self._line.at, NOWHERE.at)
 
     def adds(self, call: SeenCall) -> None:
         """A call of a backward is about to write: perhaps to a gradient, what it adds."""
@@ -222,7 +233,7 @@ class Backwards:
         gradient = values_of(leaf.grad) if leaf is not None and leaf.grad is not None else target
         if storage_key(gradient) != storage_key(target) or (leaf is None and self._gradients.get(target) is None):
             return
-        site, known = self._lines[-1], self._of(gradient)
+        site, known = self._line, self._of(gradient)
         if known.is_used:
             known.added = site
         elif known.unscaled is not None:
@@ -261,7 +272,15 @@ class Backwards:
         self._is_looked_at |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
         scaled = [power for power in powers if power.of_gradients]
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
-            self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line."))
+            self._moved(loop_line())
+
+    def end_of_round(self) -> None:
+        """The step function has returned."""
+        for power in self._powers.moved_weights():
+            self._moved(power.site)
+
+    def _moved(self, site: Site) -> None:
+        self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def steps(self, optimizer: Any) -> None:
         """An optimizer is about to use its gradients."""
@@ -270,12 +289,9 @@ class Backwards:
         self._judge_powers(gradients)
         unscaled = [known.unscaled for g in gradients if (known := self._gradients.get(g)) is not None]
         if any(unscaled) and not self._is_looked_at and not takes_scale(optimizer):
-            self.found.append((
-                "a step that is never skipped",
+            self.found.append(_never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
-                "too large, they are not, and neither are the weights afterwards",
-                "Step by way of the scaler: scaler.step(optimizer), scaler.update().",
-                loop_line(),
+                "too large, they are not, and neither are the weights afterwards"
             ))  # fmt: skip
         again = [known.added for g in gradients if (known := self._gradients.get(g)) is not None and known.added]
         if again:
@@ -289,6 +305,20 @@ class Backwards:
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
+        if not takes_scale(optimizer):
+            rows = [(values_of(p), values_of(p.grad)) for p in optimized_by(optimizer) if p.grad is not None]
+            with quietly():
+                self._broken = [w for w, g in rows if is_floating(g) and not is_finite(g) and is_finite(w)]
+
+    def stepped(self) -> None:
+        """It has stepped: whether it took gradients that are not finite."""
+        with quietly():
+            is_broken = not all(map(is_finite, self._broken))
+        if is_broken:
+            self.found.append(
+                _never_skipped("gradients are not finite in this step, and neither are the weights after it")
+            )
+        self._broken = []
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:
         """Which power of the scale is left in gradients that an optimizer is about to use."""
@@ -329,7 +359,7 @@ class Backwards:
         return known
 
 
-def _steps_with_scaled(todo: str, site: Site = NOWHERE) -> Found:
+def _steps_with_scaled(todo: str, site: Site) -> Found:
     return (
         "an optimizer steps with scaled gradients",
         "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too large by the "
@@ -337,3 +367,12 @@ def _steps_with_scaled(todo: str, site: Site = NOWHERE) -> Found:
         todo,
         loop_line() if site is NOWHERE else site,
     )
+
+
+def _never_skipped(what: str) -> Found:
+    return (
+        "a step that is never skipped", what,
+        "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps, "
+        "nc.watch() names the first call that gives NaN or infinity.",
+        loop_line(),
+    )  # fmt: skip

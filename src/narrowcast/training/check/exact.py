@@ -18,7 +18,7 @@ from narrowcast.training.check.kept import written
 
 _NAMES = (
     "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "sqrt", "rsqrt", "reciprocal", "square",
-    "pow", "clone", "copy",
+    "pow", "clone", "copy", "index_add", "index_put", "scatter_add",
 )  # fmt: skip
 _ARITHMETIC = frozenset(f"{start}{name}" for start in ("", "_foreach_") for name in _NAMES) | {
     "_to_copy", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
@@ -195,6 +195,8 @@ class Exact:
         value = self._values.get(tensor)
         if value is not None and value.lies == _lies(tensor):
             return value.exact.clone()
+        if value is not None and tensor.numel() == value.exact.numel() == 1:
+            return value.exact.reshape(tensor.shape).clone()
         return tensor.detach().to(torch.float32, copy=True)
 
     def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
@@ -23,18 +22,17 @@ from narrowcast.runtime.torch_bridge import FORMATS, tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.kept import KeptMemory, written
-from narrowcast.training.check.powers import UNKNOWN, Powers
+from narrowcast.training.check.powers import HIDES, LIMITS, UNKNOWN, Power, Powers
 
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
 ) | {"linalg_vector_norm", "amax", "aminmax", "dot", "cat", "stack"}
 """What a norm of gradients is computed with."""
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
-_SCALES = 64.0
+_SCALES = 16.0
 """From here on a number that a loss is multiplied by scales it; below, it is a weight."""
 _TWICE = 2
 """So many steps tell what becomes of weights in each of them: what is copied at the start of the next, too."""
-_LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
 Found = tuple[str, str, str, Site]
 _CLIP = (
     "clip before unscale",
@@ -67,6 +65,7 @@ class Gradients:
         self._kept, self._powers = kept, powers
         self.is_scaled_by_hand = False
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with them
+        self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
         self._knows_scale = False
@@ -87,15 +86,15 @@ class Gradients:
     def used(self) -> None:
         """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
-        self._changed_scaled: ByStorage[tuple[str, Site, tuple[str, str, str]]] = ByStorage()
+        self._clipped: ByStorage[tuple[str, Site]] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
         name = op_name(call.facts.op)
-        if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS, *named("finite.replaces")):
+        if name.endswith("_") and name[:-1] in _FACTORS:
             targets = written(call.facts, call.args, call.kwargs)
-            self._changed(call, name[:-1], targets, targets)
+            self._changed(call, targets, targets)
 
     def copied(self, call: SeenCall) -> None:
         """A call has perhaps made copies of gradients in fp32, for weights of which there are copies."""
@@ -105,36 +104,31 @@ class Gradients:
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
         name = op_name(call.facts.op)
-        changes = (*_FACTORS, *_LIMITS, *named("finite.replaces"))
-        if name not in _MEASURES and name not in changes:
+        if name not in _MEASURES and name not in _FACTORS:
             return
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
         if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
             by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
             self.is_scaled_by_hand |= any(float(number) >= _SCALES for number in by)
-        if name in changes and self._changed(call, name, given[:1], call.results):
+        if name in _FACTORS and self._changed(call, given[:1], call.results):
             return
         if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
             self._are_measured = True
 
-    def _changed(self, call: SeenCall, name: str, read: list[torch.Tensor], gives: list[torch.Tensor]) -> bool:
-        """Whether a call gives gradients times a factor, or within limits. A factor that a norm went into clips them;
-        one that knows nothing of them averages, or unscales.
+    def _changed(self, call: SeenCall, read: list[torch.Tensor], gives: list[torch.Tensor]) -> bool:
+        """Whether a call gives gradients times a factor. One that a norm went into clips them; one that knows nothing
+        of them averages, or unscales.
         """
-        read = [t for t in read if has_storage(t)]
-        if not any(storage_key(t) in self.lie_in() or self._copies.get(t) for t in read):
-            return False
-        hides = name in named("finite.replaces")
         others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
-        if name in _FACTORS:
-            if any(t.numel() != 1 for t in others):
-                return False  # a mask, or a product of gradients
-            if not self._are_measured:
-                self.is_scaled_by_hand = True
-                return True
-        if hides or not self._knows_scale:
+        if any(t.numel() != 1 for t in others):
+            return False  # a mask, or a product of gradients
+        if not any(has_storage(t) and (storage_key(t) in self.lie_in() or self._copies.get(t)) for t in read):
+            return False
+        if not self._are_measured:
+            self.is_scaled_by_hand = True
+        elif not self._knows_scale:
             for tensor in gives:
-                self._changed_scaled.put(tensor, (call.id.op, call.site, _HIDDEN if hides else _CLIP))
+                self._clipped.put(tensor, (call.id.op, call.site))
         return True
 
     def steps(self, optimizer: Any) -> None:
@@ -142,11 +136,24 @@ class Gradients:
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
+        names = self._kept.names()
+        if names and not gradients and not any(storage_key(values_of(p)) in names for p in optimized_by(optimizer)):
+            self._idle.append(loop_line())
         for gradient in gradients:
-            self._changed_scaled.drop(gradient)
+            self._clipped.drop(gradient)
 
     def judge(self) -> Found | None:
-        """Whether copies of low weights are trained, in fp32, and the weights themselves never get what these learn."""
+        """Whether an optimizer holds no weight of the models, or copies of low weights are trained, in fp32, and the
+        weights themselves never get what these learn.
+        """
+        if len(self._idle) >= _TWICE:
+            return (
+                "weights that never move",
+                "nothing that the optimizer holds has a gradient, or is a weight of a model that is called: these were "
+                "put in the place of others after it was made",
+                "Make the optimizer after the model is converted or wrapped.",
+                self._idle[0],
+            )
         weights = self._kept.low_weights()
         if len(self._copies_used) < _TWICE or not weights or any(weights.values()):
             return None
@@ -167,19 +174,24 @@ class Gradients:
     def unscaled(self, call: SeenCall) -> Found | None:
         """Gradients are unscaled: whether these were clipped, or what is not scaled was added to them, before."""
         gradients = written(call.facts, call.args, call.kwargs)
-        found = next(filter(None, map(self._changed_scaled.get, gradients)), None)
-        mixed = next((power for power in map(self._powers.of, gradients) if power.is_mixed), None)
+        changed = next((power for power in map(self._powers.of, gradients) if _is_changed(power)), None)
+        clipped = next(filter(None, (self._clipped.get(g) for g in gradients if self._powers.of(g) == UNKNOWN)), None)
         for gradient in gradients:
-            self._changed_scaled.drop(gradient)
-            if found is not None or mixed is not None:
+            self._clipped.drop(gradient)
+            if changed is not None or clipped is not None:
                 self._powers.put(gradient, UNKNOWN)  # it is told once
-        if found is None and mixed is not None:
-            is_sum = any(part in mixed.op for part in ("add", "sub", "lerp"))
-            found = mixed.op, mixed.site, _ADDITION if is_sum else _CLIP
-        if found is None:
-            return None
-        op, site, (kind, what, todo) = found
-        return kind, f"{op} {what}", todo, site
+        if changed is not None:
+            is_sum = changed.is_mixed and any(part in changed.op for part in ("add", "sub", "lerp"))
+            (kind, what, todo) = _HIDDEN if changed.does == HIDES else _ADDITION if is_sum else _CLIP
+            return kind, f"{changed.op} {what}", todo, changed.site
+        if clipped is not None:
+            return _CLIP[0], f"{clipped[0]} {_CLIP[1]}", _CLIP[2], clipped[1]
+        return None
+
+
+def _is_changed(power: Power) -> bool:
+    """Whether scaled gradients were changed so that unscaling them does not give what they should be."""
+    return power.is_mixed or power.does == HIDES or (power.does == LIMITS and power.power == 0)
 
 
 class Updates:

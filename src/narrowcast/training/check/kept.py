@@ -91,6 +91,10 @@ class KeptMemory:
         rows = self._parameters()
         return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
 
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters of models and optimizers as they lie in memory."""
+        return _in_memory([parameter for _, parameter in self._parameters()])
+
     def scales(self) -> set[int]:
         """Where the scales of all scalers lie."""
         scales = [scale_of(scaler) for scaler in self._living.scalers]

@@ -28,9 +28,6 @@ from narrowcast.training.check.powers import UNKNOWN, Power, Powers
 from narrowcast.training.check.sums import Sums, low_statistics
 
 COSTS_TIME = "weights cast again"
-_ADDS = ("add", "add_")
-"""What autograd adds gradients up with.
-"""
 
 
 class LoopObserver(Observer):
@@ -129,16 +126,18 @@ class LoopObserver(Observer):
         if (is_backward and not in_hook()) or (self._is_stepping and not trains):  # a closure trains
             return None
         powers = self._powers.runs(facts, args, kwargs, loop_line)
-        if is_backward and dispatch.op_name(facts.op) in _ADDS:  # of losses, which are judged themselves
+        if is_backward and self._backwards.adds_itself(facts):  # of losses, which are judged themselves
             powers = [UNKNOWN if power.is_mixed else power for power in powers]
         if facts.overwrites:
             targets = written(facts, args, kwargs)
             self._powers.gave(targets, powers, trains=False, are_new=False)
             self._backwards.moves(facts, targets, powers)
             return None
+        read = [t for t in tensors_in(args, kwargs) if has_storage(t)]
+        met = {dispatch.storage_key(t): float(t) for t in read if dispatch.storage_key(t) in scales}
+        if met and not trains:
+            self._gradients.scale_read()
         if not is_backward and trains:
-            read = tensors_in(args, kwargs)
-            met = {dispatch.storage_key(t): float(t) for t in read if dispatch.storage_key(t) in scales}
             self._powers.met |= {*met.values()}
             self._say(self._backwards.scales(read, powers[0], met))
         return powers
@@ -264,6 +263,9 @@ class LoopObserver(Observer):
     def stepped(self) -> None:
         """It has stepped."""
         self._is_stepping = False
+        if self._fp16 is not None:
+            with dispatch.without_functions():
+                self._backwards.stepped()
 
     def end_of_step(self) -> None:
         """An optimizer steps, or a scaler has skipped that: what was cast until now was cast for one step."""
@@ -286,6 +288,7 @@ class LoopObserver(Observer):
     def end_of_round(self) -> None:
         """The step function has returned."""
         self._gradients.used()
+        self._backwards.end_of_round()
         self._powers.end_of_step()
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())

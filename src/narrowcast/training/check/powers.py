@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,25 +25,36 @@ _EXACT = 1e-9
 """How far apart results in fp64 may lie, of their largest element, and still be proportional."""
 _EPSILON = 1e-4
 """Up to here what is added to something scaled only keeps a division from zero."""
+_FAR = 2.0**20
+"""A scale so much larger shows a limit that is not reached yet."""
+MIXES, LIMITS, HIDES, ASKS = "mixes", "limits", "hides", "asks"
 
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Of the loss scale. power: None if nobody knows; site: the line that made the value, none in a backward. op: what
-    has put together, at that line, what is scaled and what is not. of_gradients: and not of the loss that is scaled.
-    is_kept: nobody knows since a user has kept it from before the steps.
+    """Of the loss scale. power: None if nobody knows; site: the line that made the value, none in a backward. does:
+    what `op` does at that line: it MIXES, in a sum, what is scaled and what is not; it LIMITS gradients, so that they
+    no longer grow with the scale; it HIDES from a scaler what is not finite in them; it ASKS whether they are finite.
+    of_gradients: and not of the loss that is scaled. is_kept: nobody knows since a user has kept it from before the
+    steps.
     """
 
     power: float | None
     site: Site = NOWHERE
     op: str = ""
+    does: str = ""
     of_gradients: bool = False
     is_kept: bool = False
 
     @property
     def is_mixed(self) -> bool:
         """Whether it is a sum of what is scaled and what is not."""
-        return bool(self.op)
+        return self.does == MIXES
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is of gradients, and grows or falls with the scale."""
+        return self.of_gradients and bool(self.power)
 
 
 PLAIN, UNKNOWN, KEPT = Power(0.0), Power(None), Power(None, is_kept=True)
@@ -97,7 +108,7 @@ class Powers:
         """A scaler divides it by its scale."""
         known = self._values.get(tensor)
         if known is not None and known.power is not None:
-            self.put(tensor, Power(known.power - 1, known.site, known.op, known.of_gradients))
+            self.put(tensor, replace(known, power=known.power - 1))
 
     def forget(self) -> None:
         """Weights may lie elsewhere."""
@@ -110,7 +121,7 @@ class Powers:
     def number_read(self, tensor: torch.Tensor) -> None:
         """The host reads a number: whatever it multiplies by one later may be multiplied by it."""
         known = self.of(tensor)
-        if known.power != 0:
+        if known.power != 0 and known != KEPT:
             self._has_read = True
             if dispatch.storage_key(tensor) in self._kept.scales():
                 self._read.add(float(tensor))
@@ -130,21 +141,58 @@ class Powers:
         is_scaled = any(power.power for power in known) or any(n != 0 for n in numbers)
         may_know = self._has_read or bool(self._kept.scales() - self._begun_with)
         is_unsure = None in numbers or (may_know and 0 in numbers)
+        asks = self._answer(tensors_in(args, kwargs))
+        if any(power.is_gradient for power in known) and (asks is not None or _name(facts) in named("finite.replaces")):
+            return [Power(1.0, site(), facts.id, HIDES, of_gradients=True)]
         if any(power == UNKNOWN for power in known) or (is_scaled and is_unsure):
             return [UNKNOWN]
         if not is_scaled:
-            return [KEPT if KEPT in known and not any(t.requires_grad for t in floats) else PLAIN]
-        of_gradients = any(power.of_gradients for power in known)
+            does = [power.does for power in known]
+            limited = known[does.index(LIMITS)] if LIMITS in does else asks if {ASKS} >= {*does} else None
+            return [limited or self._unscaled(facts, args, kwargs, floats, may_know and 0 in numbers)]
+        if self._asks_alone(facts, args, kwargs, known):
+            return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1
         is_sum = _name(facts) in named("backward.linear") and len(set(known)) == 1 and not numbers
         if is_moved or is_sum:
             return known[:1]
+        by_scale = any(power.power and not power.of_gradients for power in known) or any(numbers)
         exponents = self._measured(facts, args, kwargs)
-        here = site()
-        return [
-            Power(exponent, here, "" if exponent is not None else facts.id, of_gradients)
-            if exponent != math.inf else UNKNOWN for exponent in exponents or [math.inf]
-        ]  # fmt: skip
+        return [self._given(exponent, known, site(), facts.id, by_scale) for exponent in exponents]
+
+    def _answer(self, tensors: list[torch.Tensor]) -> Power | None:
+        """What asked whether gradients are finite, if one of these is the answer."""
+        known = [self._values.get(t) for t in tensors if has_storage(t)]
+        return next((power for power in known if power is not None and power.does == ASKS), None)
+
+    @staticmethod
+    def _given(exponent: float | None, known: list[Power], site: Site, op: str, by_scale: bool) -> Power:
+        """What an op gives. by_scale: a scale itself is among what it reads."""
+        of_gradients = any(power.of_gradients for power in known)
+        if exponent is None or exponent == math.inf:
+            return UNKNOWN if exponent else Power(None, site, op, MIXES, of_gradients)
+        before = next((power for power in known if power.does in (HIDES, LIMITS)), None)
+        if before is not None and (before.does == HIDES or not by_scale):
+            return replace(before, power=exponent)
+        limits = exponent == 0 and not by_scale and any(power.is_gradient for power in known)
+        return Power(exponent, site, op, LIMITS if limits else "", of_gradients)
+
+    def _unscaled(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor], may_scale: bool
+    ) -> Power:
+        """What an op gives of what is not scaled, or kept: that is not, if it is added to what is not. may_scale: the
+        host knows a scale, and may have computed a number of it.
+        """
+        known = [self.of(t) for t in floats]
+        if not floats or not (KEPT in known or may_scale) or any(t.requires_grad for t in floats):
+            return PLAIN
+        is_sum = PLAIN in known and [None] in self._powers_of(facts, args, kwargs, [(2.0, 1.0)])
+        return PLAIN if is_sum else KEPT
+
+    def moved_weights(self) -> list[Power]:
+        """What is known of weights that lie where scaled gradients were added to something: `weight.data = ...`."""
+        known = [self._values.get(weight) for weight in self._kept.weights()]
+        return [power for power in known if power is not None and power.is_mixed and power.of_gradients]
 
     def gave(self, results: list[torch.Tensor], powers: list[Power], trains: bool, are_new: bool = True) -> None:
         """It has run. trains: it has an autograd node; a part of a loss is plain, whatever was put into it. are_new:
@@ -165,27 +213,44 @@ class Powers:
                 return None if scale not in self._read else 1.0 if is_scale else -1.0
         return 0.0
 
-    def _measured(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | None] | None:
-        """The power of each result; None: it is a sum; infinity: nobody knows. None if it cannot be run again."""
-        if facts.op.namespace != "aten" or is_random(facts.op) or not all(map(has_storage, tensors_in(args, kwargs))):
-            return None
-        given = [self.of(t) for t in tensors_in(args, kwargs) if t.is_floating_point()]
-        is_known = KEPT not in given
+    def _measured(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | None]:
+        """The power of each result; None: it is a sum, or has a limit; infinity: nobody knows."""
+        is_known = all(self.of(t) != KEPT for t in tensors_in(args, kwargs))
+        found = self._powers_of(facts, args, kwargs, [(2.0, 0.0), (_FAR, 0.0) if is_known else (2.0, 1.0)])
+        if is_known:  # where both say something, they have to agree
+            return [one if two in (one, math.inf) else two if one == math.inf else None for one, two in found]
+        return [one if one is not None else two if two is not None else math.inf for one, two in found]
+
+    def _powers_of(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[tuple[float, float]]
+    ) -> list[list[float | None]]:
+        """The powers of each result, one for each factor of the scale and power of what is kept."""
+        tensors = tensors_in(args, kwargs)
+        if facts.op.namespace != "aten" or is_random(facts.op) or not all(map(has_storage, tensors)):
+            return [[math.inf] * len(rows)]
+        room = _EPSILON if all(self.of(t).power for t in tensors if t.is_floating_point()) else 0.0
         with quietly():
-            once = self._run(facts, args, kwargs, 1.0, 0.0)
-            twice = self._run(facts, args, kwargs, 2.0, 0.0)
-            others = None if is_known else self._run(facts, args, kwargs, 2.0, 1.0)
-            if once is None or twice is None or len(once) != len(twice):
-                return None
-            room = _EPSILON if all(power.power for power in given) else 0.0
-            found = [_exponent(*pair, room) for pair in zip(once, twice, strict=True)]
-            if is_known:
-                return found
-            again = [_exponent(*pair, room) for pair in zip(once, others or twice, strict=True)]
+            once, *others = (self._run(facts, args, kwargs, *row) for row in [(1.0, 0.0), *rows])
+        if once is None or any(other is None or len(other) != len(once) for other in others):
+            return [[math.inf] * len(rows)]
+        factors = [factor for factor, _ in rows]
         return [
-            first if first is not None else second if second is not None else math.inf
-            for first, second in zip(found, again, strict=True)
+            [_exponent(first, other, factor, room) for other, factor in zip(results, factors, strict=True)]
+            for first, *results in zip(once, *filter(None, others), strict=True)
         ]
+
+    def _asks_alone(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], known: list[Power]) -> bool:
+        """Whether an op asks of gradients whether they are finite: neither sizes nor signs change its answer."""
+        if _name(facts) not in named("result.counts") or any(power.power not in (0.0, 1.0) for power in known):
+            return False
+        with quietly():
+            runs = [self._run(facts, args, kwargs, by, 0.0) for by in (1.0, 2.0, -1.0, math.inf, math.nan)]
+        answers = [run[0] for run in runs if run]
+        if len(answers) < len(runs) or not answers[0].numel() or answers[0].dtype is not torch.bool:
+            return False
+        once, *others = answers
+        changes = [not torch.equal(other, once) for other in others]
+        return bool((once == once.flatten()[0]).all()) and not any(changes[:2]) and any(changes)
 
     def _run(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, unknown: float
@@ -224,15 +289,15 @@ def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
             yield from _numbers(value, {})
 
 
-def _exponent(once: torch.Tensor, twice: torch.Tensor, room: float) -> float | None:
-    """To which power of two a result has grown, in halves; None if its parts have not grown alike; infinity of zeros,
-    and of what is no number. room: how far apart they may lie.
+def _exponent(once: torch.Tensor, other: torch.Tensor, factor: float, room: float) -> float | None:
+    """To which power of a factor a result has grown, in halves; None if its parts have not grown alike; infinity of
+    zeros, and of what is no number. room: how far apart they may lie.
     """
-    if not once.is_floating_point() or once.shape != twice.shape or not once.numel():
+    if not once.is_floating_point() or once.shape != other.shape or not once.numel():
         return math.inf
-    before, after = float(once.norm()), float(twice.norm())
+    before, after = float(once.norm()), float(other.norm())
     if not (math.isfinite(before) and math.isfinite(after) and before and after):
         return math.inf
-    exponent = round(2 * math.log2(after / before)) / 2
-    apart, largest = float((twice - once * 2.0**exponent).abs().max()), float(twice.abs().max())
-    return exponent if apart <= max(_EXACT * largest, room if exponent else 0.0) else None
+    exponent = round(2 * math.log(after / before, factor)) / 2
+    apart = float((other * factor**-exponent - once).abs().max())
+    return exponent if apart <= max(_EXACT * float(once.abs().max()), room if exponent else 0.0) else None
