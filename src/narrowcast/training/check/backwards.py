@@ -64,7 +64,7 @@ class Backwards:
         self._task = -1
         self._lines: list[Site] = []  # of the backwards since an optimizer stepped
         self._line = NOWHERE  # of the one that runs
-        self._broken: list[torch.Tensor] = []  # finite weights that an optimizer gives infinite gradients, or NaN
+        self._broken: list[torch.Tensor] = []  # weights, finite as yet, whose gradients are not
         self._gradients: ByStorage[_Gradient] = ByStorage()
         self._scaling: dict[int, tuple[int, float] | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
@@ -305,19 +305,17 @@ class Backwards:
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
-        if not takes_scale(optimizer):
-            rows = [(values_of(p), values_of(p.grad)) for p in optimized_by(optimizer) if p.grad is not None]
-            with quietly():
-                self._broken = [w for w, g in rows if is_floating(g) and not is_finite(g) and is_finite(w)]
+        with quietly():
+            if not takes_scale(optimizer) and not all(is_finite(g) for g in gradients if is_floating(g)):
+                weights = [values_of(p) for p in optimized_by(optimizer) if p.grad is not None]
+                self._broken = weights if all(map(is_finite, weights)) else []
 
     def stepped(self) -> None:
         """It has stepped: whether it took gradients that are not finite."""
         with quietly():
-            is_broken = not all(map(is_finite, self._broken))
-        if is_broken:
-            self.found.append(
-                _never_skipped("gradients are not finite in this step, and neither are the weights after it")
-            )
+            if not all(map(is_finite, self._broken)):
+                what = "gradients are not finite in this step, and neither are the weights after it"
+                self.found.append(_never_skipped(what))
         self._broken = []
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:

@@ -148,8 +148,8 @@ class Powers:
             return [UNKNOWN]
         if not is_scaled:
             does = [power.does for power in known]
-            limited = known[does.index(LIMITS)] if LIMITS in does else asks if {ASKS} >= {*does} else None
-            return [limited or self._unscaled(facts, args, kwargs, floats, may_know and 0 in numbers)]
+            limited = known[does.index(LIMITS)] if LIMITS in does else asks if {*does} <= {ASKS} else None
+            return [limited or self._unscaled(facts, args, kwargs, may_know and 0 in numbers)]
         if self._asks_alone(facts, args, kwargs, known):
             return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1
@@ -177,12 +177,11 @@ class Powers:
         limits = exponent == 0 and not by_scale and any(power.is_gradient for power in known)
         return Power(exponent, site, op, LIMITS if limits else "", of_gradients)
 
-    def _unscaled(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor], may_scale: bool
-    ) -> Power:
+    def _unscaled(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], may_scale: bool) -> Power:
         """What an op gives of what is not scaled, or kept: that is not, if it is added to what is not. may_scale: the
         host knows a scale, and may have computed a number of it.
         """
+        floats = _read(facts, args, kwargs)
         known = [self.of(t) for t in floats]
         if not floats or not (KEPT in known or may_scale) or any(t.requires_grad for t in floats):
             return PLAIN
