@@ -1,4 +1,4 @@
-"""Looks at what backwards add up: to gradients that were used or unscaled already, in which format, scaled or not."""
+"""What backwards accumulate: gradients that were used or unscaled before, their formats, and their loss scales."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
 
 _ADDS = ("add", "add_")
-"""What autograd adds gradients up with."""
+"""The ops by which autograd accumulates gradients."""
 _CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """What became of a gradient: the line that unscaled it before the scale was updated, whether an optimizer has had
-    it, and the lines of backwards that were added to it since.
+    """The state of a gradient: the line that unscaled it before the scale was updated, whether an optimizer has used
+    it, and the line of a backward that was added to it since.
     """
 
     unscaled: Site | None = None
@@ -43,8 +43,8 @@ class _Gradient:
 
 @dataclass(slots=True, eq=False)
 class _By:
-    """What a leaf's gradient is multiplied by: a scale, where it lies, how often it had been updated; the backward's
-    line.
+    """The loss scale of a leaf's gradient: its value, its storage key, how often it had been updated; the line of the
+    backward.
     """
 
     leaf: torch.Tensor
@@ -55,7 +55,7 @@ class _By:
 
 
 class Backwards:
-    """What each backward starts from and adds to."""
+    """Inspects each backward: whether its loss is scaled, and the gradients that it adds to."""
 
     def __init__(self, powers: Powers) -> None:
         self.found: list[Found] = []
@@ -69,16 +69,16 @@ class Backwards:
         self._scaling: dict[int, tuple[int, float] | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
-        self._next, self._power = UNKNOWN, UNKNOWN  # of what the next backward gives, and this one
+        self._next, self._power = UNKNOWN, UNKNOWN  # of the results of the next backward, and of this one
         self._next_by: tuple[int, float] | None = None
         self._by: tuple[int, float] | None = None
         self._scaled_by: dict[int, _By] = {}
         self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
-        self._is_looked_at = False  # since gradients were unscaled, the host has read something
+        self._is_checked = False  # since gradients were unscaled, the host has read something
         self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
-        self.trained: set[int] = set()  # where weights lie that have got a gradient
-        self.differentiated: set[int] = set()  # the autograd nodes of what a gradient with a graph of its own is of
-        self._unscaled: list[Found] = []  # until the scale of this step is seen to be one that is known
+        self.trained: set[int] = set()  # storage keys of weights that have a gradient
+        self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
+        self._unscaled: list[Found] = []  # until the scale of this step proves to be known
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -88,12 +88,12 @@ class Backwards:
         return bool(self._scaling)
 
     def number_read(self) -> None:
-        """The host reads a number: perhaps whether gradients are finite."""
-        self._is_looked_at = True
+        """Note that the host reads a number: perhaps whether gradients are finite."""
+        self._is_checked = True
 
     def scales(self, tensors: list[torch.Tensor], power: Power, scales: dict[int, float]) -> Found | None:
-        """An op of the forward gives what is multiplied by a scale: whether what it read was, too. scales: those among
-        the tensors that it read.
+        """Inspect an op of the forward that may scale a loss; return a finding if it was scaled before. tensors: the
+        inputs; power: of the result; scales: those among the inputs, by storage key.
         """
         of_losses = [self._powers.of(t).power for t in tensors if t.requires_grad]
         before = [power for power in of_losses if power is not None]
@@ -111,12 +111,12 @@ class Backwards:
         return None
 
     def gave(self, results: Iterable[torch.Tensor]) -> None:
-        """A call of a backward has given these: of a scaled loss, they are multiplied by its scale."""
+        """Note the results of a call of a backward: those of a scaled loss are multiplied by its scale."""
         for tensor in results:
             self._powers.put(tensor, self._power)
 
     def begins_at(self, root: torch.Tensor) -> None:
-        """What torch asks of a backward's root, a gradient of ones, is made."""
+        """Inspect the root of the next backward, for which torch makes a gradient of ones."""
         known = self._powers.of(root)
         scaling = self._scaling if known.power != 0 else {}  # it is divided again
         nodes = autograd.nodes_before(root.grad_fn, scaling.keys())
@@ -131,7 +131,7 @@ class Backwards:
         self._judge_loss(root)
 
     def _judge_loss(self, root: torch.Tensor) -> None:
-        """Whether scaled gradients have gone into a loss together with what is not scaled."""
+        """Report a loss computed from scaled gradients together with values that are not scaled."""
         mixed = self._powers.mixed
         numbers = mixed.keys() & autograd.numbers_before(root.grad_fn) if mixed else set()
         if numbers:
@@ -145,15 +145,15 @@ class Backwards:
             ))  # fmt: skip
 
     def unscales(self, call: SeenCall) -> None:
-        """Gradients are unscaled: those of a loss that was not scaled should not be."""
+        """Inspect a call that unscales gradients: those of a loss that was not scaled should not be."""
         gradients = [t for t in call.args[0] if has_storage(t)]
-        self._is_looked_at = False
+        self._is_checked = False
         self._divides(gradients, 1 / float(call.args[2]) if float(call.args[2]) else 0.0)
         for gradient in gradients:
             self._of(gradient).unscaled = loop_line()
 
     def _divides(self, gradients: list[torch.Tensor], scale: float) -> None:
-        """Gradients are divided by a scale."""
+        """Note that gradients are divided by a scale; report those multiplied by another, or by one updated since."""
         keys = {storage_key(gradient) for gradient in gradients}
         self._judge_scales(keys)
         for by in list(self._scaled_by.values()):
@@ -198,7 +198,7 @@ class Backwards:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def runs(self) -> None:
-        """An op of a backward runs: perhaps the first, perhaps one that gives a leaf its gradient."""
+        """Note that an op of a backward runs: perhaps the first, perhaps one that accumulates a leaf's gradient."""
         task = autograd.current_graph_task()
         if task != self._task:
             self._task, self._reaches, self._coming = task, self._coming, {}
@@ -221,11 +221,11 @@ class Backwards:
             self._scaled_by[id(leaf)] = _By(leaf, scale, key, self._updates.get(key, (0, NOWHERE))[0], self._line)
 
     def adds_itself(self, facts: OpFacts) -> bool:
-        """Whether autograd adds gradients up: no hook's line calls it."""
+        """Return whether autograd itself accumulates gradients by this op, and no hook's line calls it."""
         return op_name(facts.op) in _ADDS and loop_line().at in (self._line.at, NOWHERE.at)
 
     def adds(self, call: SeenCall) -> None:
-        """A call of a backward is about to write: perhaps to a gradient, what it adds."""
+        """Inspect a call of a backward that is about to write: perhaps it accumulates a gradient."""
         target = values_of(call.args[0]) if op_name(call.facts.op) == "add_" else None
         if target is None or not has_storage(target):
             return
@@ -248,7 +248,7 @@ class Backwards:
             self.low_sum(gradient.dtype, site)
 
     def low_sum(self, dtype: torch.dtype, site: Site) -> None:
-        """Gradients of several backwards are added up in a low format."""
+        """Report that gradients of several backwards are accumulated in a low format."""
         self.found.append((
             "gradients added up in a low format",
             f"the gradients of several backwards are added up in {FORMATS[dtype]}: what is less than half a unit of "
@@ -259,7 +259,7 @@ class Backwards:
         ))  # fmt: skip
 
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
-        """Something outside of backwards is about to be written to."""
+        """Note that a call outside of backwards is about to write: it may clear gradients."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
         for tensor in targets:
             known = self._gradients.get(tensor)
@@ -267,15 +267,15 @@ class Backwards:
                 self._gradients.drop(tensor)
 
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
-        """A user's op is about to write to these: weights should not be moved by scaled gradients."""
+        """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""
         unscaled = [known for known in map(self._gradients.get, targets) if known is not None and known.unscaled]
-        self._is_looked_at |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
+        self._is_checked |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
         scaled = [power for power in powers if power.of_gradients]
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
             self._moved(loop_line())
 
     def end_of_round(self) -> None:
-        """The step function has returned."""
+        """Report, once the step function has returned, weights whose memory is a sum with scaled gradients."""
         for power in self._powers.moved_weights():
             self._moved(power.site)
 
@@ -283,12 +283,12 @@ class Backwards:
         self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def steps(self, optimizer: Any) -> None:
-        """An optimizer is about to use its gradients."""
+        """Inspect the gradients that an optimizer is about to use."""
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         gradients = [gradient for gradient in gradients if has_storage(gradient)]
         self._judge_powers(gradients)
         unscaled = [known.unscaled for g in gradients if (known := self._gradients.get(g)) is not None]
-        if any(unscaled) and not self._is_looked_at and not takes_scale(optimizer):
+        if any(unscaled) and not self._is_checked and not takes_scale(optimizer):
             self.found.append(_never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
                 "too large, they are not, and neither are the weights afterwards"
@@ -311,7 +311,7 @@ class Backwards:
                 self._broken = weights if all(map(is_finite, weights)) else []
 
     def stepped(self) -> None:
-        """It has stepped: whether it took gradients that are not finite."""
+        """Report a step by gradients that are not finite, if the weights were finite before and are not after it."""
         with quietly():
             if not all(map(is_finite, self._broken)):
                 what = "gradients are not finite in this step, and neither are the weights after it"
@@ -319,7 +319,7 @@ class Backwards:
         self._broken = []
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:
-        """Which power of the scale is left in gradients that an optimizer is about to use."""
+        """Report gradients that an optimizer is about to use while scaled, or divided by the scale twice."""
         divided = {id(g) for g in gradients if (seen := self._gradients.get(g)) is not None and seen.unscaled}
         powers = [(gradient, self._powers.of(gradient)) for gradient in gradients]
         scaled = next((p for g, p in powers if (p.power or 0) > 0 or (p.is_mixed and id(g) not in divided)), None)
@@ -338,7 +338,7 @@ class Backwards:
             ))  # fmt: skip
 
     def updated(self, scale: torch.Tensor, is_known: bool) -> None:
-        """A scaler is done with a step. is_known: its scale was known, so that losses that it multiplies are."""
+        """Note that a scaler updates its scale. is_known: it was known before, and so the losses that it scaled are."""
         updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
         self._updates[storage_key(scale)] = updates + 1, loop_line()
         if is_known:

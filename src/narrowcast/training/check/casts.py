@@ -1,5 +1,5 @@
-"""Looks at casts besides a region's own: of wrappers (FSDP2's MixedPrecisionPolicy), of what adds gradients up over
-processes, and those that a region keeps of weights that are written to.
+"""Inspects casts besides a region's own: of wrappers (FSDP2's MixedPrecisionPolicy), of what reduces gradients over
+processes, and those that a region caches of weights that are written to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOES = {
 
 
 def casts_beside(model: torch.nn.Module, site: Site) -> Found | None:
-    """What a model's wrappers cast besides the region that it is called in."""
+    """Return a finding if a model's wrappers cast besides the region that it is called in."""
     formats = {name: d for module in model.modules() for name, d in formats_of_wrapper(module).items() if d in LOW}
     if not formats:
         return None
@@ -41,14 +41,14 @@ def casts_beside(model: torch.nn.Module, site: Site) -> Found | None:
 
 
 class Reduced:
-    """What DistributedDataParallel and FSDP2 send, by the hooks that are registered with them, whatever these are."""
+    """Inspects the formats in which DistributedDataParallel and FSDP2 reduce gradients, with any registered hook."""
 
     def __init__(self) -> None:
         self._hooks: dict[str, None] = {}
         self._site: Site | None = None
 
     def met(self, model: torch.nn.Module, site: Site) -> None:
-        """A model is called that is perhaps wrapped."""
+        """Note that a model is called, and which hooks reduce its gradients if it is wrapped."""
         reducing = [module for module in model.modules() if reduces_gradients(module)]
         trained = [parameter for module in reducing for parameter in module.parameters() if parameter.requires_grad]
         if trained and not any(parameter.dtype in LOW for parameter in trained):
@@ -56,7 +56,7 @@ class Reduced:
             self._hooks |= {name: None for module in reducing for name in hooks_of_wrapper(module)}
 
     def sends(self, facts: OpFacts, args: tuple[Any, ...]) -> Found | None:
-        """An op of a backward is about to run: whether it adds gradients in fp32 up over processes in a low format."""
+        """Return a finding if an op of a backward is about to reduce fp32 gradients over processes in a low format."""
         if self._site is None or facts.op.namespace != "c10d" or not gives_gradients(current_autograd_node()):
             return None
         low = next((t for t in tensors_in(args) if t.dtype in LOW or (self._hooks and t.itemsize == 1)), None)
@@ -71,22 +71,22 @@ class Reduced:
 
 
 class Stale:
-    """Casts of weights that regions keep, compared with their weights when they are read again."""
+    """Casts of weights that regions cache, compared with their weights when they are read again."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[SeenCall, Any, Any]] = {}
         self._written: dict[int, Site] = {}
 
     def cast(self, seen: SeenCall, weight: torch.Tensor, result: torch.Tensor) -> None:
-        """A call has its weight cast."""
+        """Record the cast of a weight for a call."""
         self._casts[id(weight)] = seen, weakref.ref(weight), weakref.ref(result)
 
     def written(self, targets: list[torch.Tensor], site: Site) -> None:
-        """The user writes to something in a region."""
+        """Note that the user writes to tensors in a region."""
         self._written |= {storage_key(tensor): site for tensor in targets}
 
     def read(self, call: SeenCall) -> Found | None:
-        """A call of a region has run: whether it has read a cast that its weight no longer agrees with."""
+        """Return a finding if a call of a region has read a cached cast that differs from its weight."""
         for name, weight in tensors_by_name(call.facts, call.args, call.kwargs):
             seen, of, result = self._casts.get(id(weight), (None, None, None))
             if of is None or of() is not weight or seen is call or not has_storage(weight):

@@ -20,28 +20,27 @@ from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.looking import LoopObserver
 
 _NOT_OF_LOOPS = ("rule without effect", "switched off")
-"""What a recording advises and two steps cannot judge, or the user has written on purpose."""
+"""Kinds of advice of a recording that two steps cannot judge, or that are about what is intentional."""
 _MORE = 32
-"""How many steps more a scaler has that skips each of them, to come down to a scale that fits."""
+"""How many more steps are run where a scaler skips each of them, until its scale is small enough."""
 
 
 def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int = 2) -> TrainingCheck:
-    """Run a step of training as it is, `steps` times, and say what its precision suffers from.
+    """Run a step of training as it is, `steps` times, and return what is wrong with its precision.
 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
-    it, if that is to be checked. Nothing in it changes. inputs: what it is called with, as for `explain`.
-    Afterwards all memory that was there before has its values
-    (weights, buffers, averages, the state of optimizers), and gradients, modules' flags, groups, schedules, scalers,
-    random state and generators are as they were; counters of the function's own are not. A copy of what is written to
-    is held meanwhile.
+    it, if that is to be checked. Nothing in it changes. inputs: its arguments, as for `explain`.
+    Afterwards all memory that existed before is restored (weights, buffers, averages, the state of optimizers), and so
+    are gradients, modules' flags, groups, schedules, scalers, random state and generators; counters of the function's
+    own are not. A copy of what is written to is held meanwhile.
 
-    Found, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
-    evaluation), or inside (backward, optimizer, weights written to); what rounding keeps in place (updates of weights,
-    averages, sums of losses and of gradients, statistics of batch norm), judged by what moved; losses that are not
+    Reported, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
+    evaluation), or inside (backward, optimizer, weights written to); what is lost to rounding (updates of weights,
+    averages, sums of losses and of gradients, statistics of batch norm), judged by what changed; losses that are not
     scaled, gradients that underflow, are clipped or added to in the wrong order, or are never cleared; steps that are
     all skipped; what casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
-    in fp16, and of what is in a low format: an accelerator is waited for. Where a scaler skips all steps, more are run,
-    until its scale fits or is one.
+    in fp16, and of tensors in low formats, which synchronizes with an accelerator. Where a scaler skips all steps, more
+    are run, until its scale is small enough or one.
 
     Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
     """
@@ -85,10 +84,10 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     finally:
         kept.put_back()
     door.run("the steps as a whole", looking.judge)
-    unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
+    excluded = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     if looking.is_cast_beside:
-        unsaid = (*unsaid, "weights in a low format")  # nobody has converted the model
-    found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
+        excluded = (*excluded, "weights in a low format")  # a wrapper casts, and the model is not converted
+    findings = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in excluded} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
     if not trained and not looking.updates.skipped:
         notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
@@ -96,24 +95,24 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
         notes.append("no call was seen: what other threads and processes run is not inspected.")
     if looking.updates.skipped:
         notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
-    return TrainingCheck(found, ran, looking.calls, notes)
+    return TrainingCheck(findings, ran, looking.calls, notes)
 
 
-def _refuse_what_has_not_run(given: Any) -> None:
-    """A generator or a coroutine has not run a line of the step."""
-    if inspect.isgenerator(given) or inspect.iscoroutine(given) or inspect.isasyncgen(given):
-        kind = type(given).__name__
-        if not inspect.isasyncgen(given):
-            given.close()
+def _refuse_what_has_not_run(result: Any) -> None:
+    """Raise RunError if the step returned a generator or a coroutine: no line of it has run."""
+    if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
+        kind = type(result).__name__
+        if not inspect.isasyncgen(result):
+            result.close()
         raise RunError(
             "check_training(step)", f"the step returned a {kind} and ran nothing",
             advice="Give a function that makes the step: lambda: next(generator), or lambda: asyncio.run(step()).",
         )  # fmt: skip
 
 
-def _one_per_line(found: dict[Advice, int]) -> dict[Advice, int]:
-    """Of findings of one kind at one line the first: a loss is several ops."""
+def _one_per_line(findings: dict[Advice, int]) -> dict[Advice, int]:
+    """Return the first of the findings of one kind at one line: a loss is several ops."""
     first: dict[tuple[str, str, int], Advice] = {}
-    for finding in found:
+    for finding in findings:
         first.setdefault((finding.kind, finding.file, finding.line), finding)
-    return {finding: found[finding] for finding in first.values()}
+    return {finding: findings[finding] for finding in first.values()}

@@ -1,4 +1,4 @@
-"""Computes what is added up in a low format without rounding, and says which weights and averages should have moved."""
+"""Computes sums in low formats again without rounding, and reports weights and averages that should have changed."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _NAMES = (
 _ARITHMETIC = frozenset(f"{start}{name}" for start in ("", "_foreach_") for name in _NAMES) | {
     "_to_copy", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
 }  # fmt: skip
-"""What is computed a second time, in fp32. Whatever else is computed is taken as it is: integers that round at random,
-a choice between two neighbours.
+"""The ops that are computed again in fp32. Results of others are taken as they are: stochastic rounding by integers, a
+choice between two neighbours.
 """
 _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
-"""The share of the elements that should move and stay, from which on it is told. The first steps of an optimizer are
-its largest: what one in a hundred weights loses then, most lose later.
+"""The share of the elements that should change and do not, from which on it is reported. The first steps of an
+optimizer are its largest: where one in a hundred weights loses its update then, most lose theirs later.
 """
 _FAR = 0.25
-"""How far from an average, of its size, a term is that has to move it."""
+"""The relative distance of a term from an average from which on it has to change that."""
 _HELD = 0.8
-"""The share of what was lost that somebody else has to hold for it to be no loss."""
+"""The share of what was rounded away that another tensor has to hold, so that it is no loss."""
 
 
 @dataclass(slots=True, eq=False)
 class _ExactValue:
-    """What lies somewhere as it would be without rounding. reads: the memory, as it was before the step, that it was
-    computed from, and that is in a low format; of a number, what a step has left for the next. terms: the other numbers
-    that went into it.
+    """A value in memory as it would be without rounding. reads: the values, before the step, of memory in a low format
+    that it was computed from; of a number, those that a step has left for the next. terms: the other numbers that it
+    was computed from.
     """
 
     memory: Any
@@ -54,7 +54,7 @@ class _ExactValue:
     is_random: bool = False
 
     def now(self) -> torch.Tensor | None:
-        """What lies there, in fp32; None where it is freed."""
+        """Return the current value in fp32; None if its memory was freed."""
         storage = dispatch.storage_of(self.memory)
         if storage is None or not storage.nbytes():
             return None
@@ -75,7 +75,7 @@ class Begun:
 
 @dataclass(slots=True, eq=False)
 class Lost:
-    """Elements that should have moved, and those that did not. is_broken: some are not finite, and should be."""
+    """How many elements should have changed, and did not. is_broken: some are not finite, and should be."""
 
     key: int
     dtype: torch.dtype
@@ -87,9 +87,9 @@ class Lost:
 
 
 class Exact:
-    """Computes what is added up outside of forwards and backwards a second time, and says what rounding kept in place.
+    """Computes sums outside of forwards and backwards again in fp32, and returns what was lost to rounding.
 
-    Judged by what moved, whatever moves it: what rounds at random is not followed, and what an optimizer holds of what
+    Judged by which values changed, by any op: stochastic rounding is not followed, and what an optimizer holds of what
     was rounded away (Kahan's compensation, a copy in fp32) is no loss.
     """
 
@@ -101,7 +101,7 @@ class Exact:
     def begin(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
     ) -> Begun | None:
-        """An op is about to run: its arguments in fp32, if it is to be computed again. steps: an optimizer runs it."""
+        """Return an op that is about to run, if it is to be computed again in fp32. steps: an optimizer runs it."""
         name = dispatch.op_name(facts.op).removesuffix("_")
         args, kwargs = dispatch.tree_map(_part, (args, kwargs))
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
@@ -127,37 +127,37 @@ class Exact:
             return Begun(facts, wide_args, wide_kwargs, targets, value)
 
     def end(self, begun: Begun, result: Any) -> None:
-        """It has run: what it would have given."""
-        given = begun.targets or tensors_in(dispatch.tree_map(_part, result))
+        """Run an op a second time, in fp32, and record its results."""
+        results = begun.targets or tensors_in(dispatch.tree_map(_part, result))
         with quietly():
             try:
                 wide = begun.facts.op(*begun.args, **begun.kwargs)
             except (RuntimeError, NotImplementedError):  # no such kernel in fp32: of other devices, of several formats
                 wide = None
             exact = written(begun.facts, begun.args, begun.kwargs) if begun.targets else tensors_in(wide)
-            if (wide is None and not begun.targets) or len(exact) != len(given):
+            if (wide is None and not begun.targets) or len(exact) != len(results):
                 exact = []
-            for tensor in given:
+            for tensor in results:
                 self._values.drop(tensor)
-            for tensor, value in zip(given, exact, strict=False):
+            for tensor, value in zip(results, exact, strict=False):
                 if has_storage(tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                     self._put(tensor, value, begun.value)
 
     def forget(self, targets: list[torch.Tensor]) -> None:
-        """These are written to by what is not computed again."""
+        """Forget the values of tensors that are written to by an op that is not computed again."""
         for tensor in targets:
             self._values.drop(tensor)
 
     def drawn(self, result: Any) -> None:
-        """An op has drawn random numbers: what they are added to is rounded as they want it."""
+        """Note that an op has drawn random numbers: sums with them are rounded stochastically, and not judged."""
         for tensor in tensors_in(result):
             if has_storage(tensor) and tensor.is_floating_point():
                 drawn = tensor.detach().float()
                 self._put(tensor, drawn, _ExactValue(None, (), tensor.dtype, drawn, NOWHERE, is_random=True))
 
     def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
-        """What the step has lost; the next one begins with what lies there now."""
-        found = []
+        """Return what the step has lost to rounding; the next one begins with the current values."""
+        losses = []
         with quietly():
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
             states = {dispatch.storage_key(t) for t in held} | self._gradients()
@@ -169,9 +169,9 @@ class Exact:
                     same = [other for other in others if other.numel() == now.numel()]
                     lost = _lost(value, now, same)
                     if lost is not None:
-                        found.append(lost)
+                        losses.append(lost)
         self._left, self._values = self._values, ByStorage()
-        return found
+        return losses
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
         value, key = self._values.get(tensor), dispatch.storage_key(tensor)
@@ -188,7 +188,7 @@ class Exact:
             into.terms.append(float(tensor))
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether it is there from step to step."""
+        """Return whether a tensor persists from step to step."""
         return self._was_there(tensor) if tensor.numel() > 1 else self._left.get(tensor) is not None
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ class Exact:
 
 
 def _part(value: Any) -> Any:
-    """This rank's part of a DTensor: what is added up element by element is added up in each part."""
+    """Return this rank's part of a DTensor: element-wise sums are computed in each part."""
     return part_of(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -217,13 +217,13 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
-    """How much of what lies there is what lay there before, and should not be."""
+    """Return how many elements have their values of before the step, and should not; None if none can be compared."""
     if not bool(torch.isfinite(value.exact).all()):
         return None
     if not bool(torch.isfinite(now).all()):
         is_new = all(bool(torch.isfinite(before).all()) for before in value.reads.values())
         return Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, 0, 0, is_broken=is_new)
-    found = None
+    chosen = None
     for key, before in value.reads.items():
         if before.shape != now.shape or not _is_far(value.terms, before):
             continue
@@ -232,18 +232,18 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         number, lost = int(wanted.sum()), int(stays.sum())
         if lost and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others):
             lost = 0
-        if key == value.memory.cdata or lost > (found.lost if found is not None else 0):
-            found = Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost)
-    return found
+        if key == value.memory.cdata or lost > (chosen.lost if chosen is not None else 0):
+            chosen = Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost)
+    return chosen
 
 
 def _is_far(terms: list[float], before: torch.Tensor) -> bool:
-    """Whether a number is far from something that it should follow; near it, it has arrived. Of others nobody asks."""
+    """Return whether a number is far from a term that it should follow: near it, it need not change. True of others."""
     return before.numel() > 1 or any(abs(term - float(before)) > _FAR * abs(float(before)) for term in terms)
 
 
 def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: torch.Tensor) -> bool:
-    """Whether somebody else holds what was rounded away, with either sign, or the sum as it would have been."""
+    """Return whether another tensor holds what was rounded away, with either sign, or the exact sum."""
     wide, rest = exact[stays], (exact - now)[stays]
     room = 0.1 * rest.abs() + torch.finfo(torch.float32).eps * wide.abs()
     shares = (((other[stays] - held).abs() <= room).float().mean() for held in (rest, -rest, wide))
@@ -251,20 +251,20 @@ def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: t
 
 
 def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Found]:
-    """What a step has lost, of weights together and of averages at each line, if it is much. trained: where weights lie
-    that backwards have given gradients, whatever was made of these.
+    """Return findings about what a step has lost, of all weights and of averages at each line, where it exceeds a
+    limit. names: of weights, by storage key; trained: the storage keys of weights that have gradients of backwards.
     """
     rows: dict[Any, list[Lost]] = {}
     for one in lost:
         one.is_weight = one.key in trained or (one.is_weight and one.key in names)
         rows.setdefault("weights" if one.is_weight else one.site.at, []).append(one)
-    found = []
+    findings = []
     for group in rows.values():
         wanted, stay = sum(one.wanted for one in group), sum(one.lost for one in group)
         most = max(group, key=lambda one: one.lost)
         broken = next((one for one in group if one.is_broken and one.is_weight), None)
         if broken is not None:
-            found.append((
+            findings.append((
                 "an update that is not finite",
                 f"{names.get(broken.key, 'a weight')} in {FORMATS[broken.dtype]} is infinite or NaN after this update, "
                 "and would be finite without rounding: what it is divided by, or squared, is beyond the format",
@@ -279,16 +279,16 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
             f"they were{where}: what is added is less than half a unit of "
         )
         if most.is_weight:
-            found.append((
+            findings.append((
                 "updates lost in rounding", f"{what}the weight",
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
                 "or use an optimizer that rounds at random or holds what was rounded away (Kahan).",
                 most.site,
             ))  # fmt: skip
         else:
-            found.append((
+            findings.append((
                 "an average in a low format", f"{what}the average",
                 "Keep the average in fp32: average = copy.deepcopy(model).float(), and add weight.float() to it.",
                 most.site,
             ))  # fmt: skip
-    return found
+    return findings

@@ -1,4 +1,4 @@
-"""Looks at gradients in steps of training: who clips them while they are scaled, what becomes of the scale, and which
+"""Inspects gradients in steps of training: whether they are clipped while scaled, how the scale is updated, and which
 of them underflow in fp16, besides those that are zero in theory and round-off in practice.
 """
 
@@ -27,12 +27,12 @@ from narrowcast.training.check.powers import HIDES, LIMITS, UNKNOWN, Power, Powe
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
 ) | {"linalg_vector_norm", "amax", "aminmax", "dot", "cat", "stack"}
-"""What a norm of gradients is computed with."""
+"""The ops by which a norm of gradients is computed."""
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _SCALES = 16.0
-"""From here on a number that a loss is multiplied by scales it; below, it is a weight."""
+"""From here on, a factor of a loss is a loss scale; below, it is a weight."""
 _TWICE = 2
-"""So many steps tell what becomes of weights in each of them: what is copied at the start of the next, too."""
+"""How many steps show whether weights change: some loops copy them at the start of the next step."""
 Found = tuple[str, str, str, Site]
 _CLIP = (
     "clip before unscale",
@@ -57,14 +57,14 @@ _HIDDEN = (
 
 
 class Gradients:
-    """What is done to gradients between a backward and the optimizer's step. is_scaled_by_hand: they were multiplied by
-    a number that no norm of theirs went into, or the loss was by a large one.
+    """Inspects gradients between a backward and the optimizer's step. is_scaled_by_hand: they were multiplied by a
+    number that was not computed from a norm of theirs, or the loss was by a large one.
     """
 
     def __init__(self, kept: KeptMemory, powers: Powers) -> None:
         self._kept, self._powers = kept, powers
         self.is_scaled_by_hand = False
-        self._copies_used: list[Site] = []  # the lines of optimizers' steps with them
+        self._copies_used: list[Site] = []  # the lines of optimizers' steps with copies of gradients
         self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
@@ -72,52 +72,52 @@ class Gradients:
         self.used()
 
     def backward(self) -> None:
-        """New gradients are computed."""
+        """Note that new gradients are computed."""
         self._known, self._knows_scale = None, False
 
     def scale_read(self) -> None:
-        """A scale is read: whatever knows it may clip at a limit that is scaled, too, or unscale by hand."""
+        """Note that a scale is read: later code may clip at a limit that is scaled, too, or unscale by hand."""
         self._knows_scale = True
 
     def forget(self) -> None:
-        """Gradients may lie elsewhere."""
+        """Forget where gradients lie, as they may have moved."""
         self._known = None
 
     def used(self) -> None:
-        """All optimizers have had theirs."""
+        """Note that all optimizers have used their gradients."""
         self._known, self._are_measured = None, False
         self._clipped: ByStorage[tuple[str, Site]] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
 
     def written(self, call: SeenCall) -> None:
-        """A call is about to write to something, perhaps to a gradient."""
+        """Inspect a call that is about to write, perhaps to a gradient."""
         name = op_name(call.facts.op)
         if name.endswith("_") and name[:-1] in _FACTORS:
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, targets, targets)
 
     def copied(self, call: SeenCall) -> None:
-        """A call has perhaps made copies of gradients in fp32, for weights of which there are copies."""
+        """Note copies of gradients that a call has made, perhaps in fp32, for copies of weights."""
         if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
             self._copies.put(call.result, True)
 
     def computed(self, call: SeenCall) -> None:
-        """A call has computed something, perhaps of a gradient."""
+        """Inspect a call that has run: it may scale a loss, measure gradients or multiply them."""
         name = op_name(call.facts.op)
         if name not in _MEASURES and name not in _FACTORS:
             return
-        given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
-        if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
-            by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
+        inputs = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
+        if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in inputs):
+            by = [t for t in inputs if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
             self.is_scaled_by_hand |= any(float(number) >= _SCALES for number in by)
-        if name in _FACTORS and self._changed(call, given[:1], call.results):
+        if name in _FACTORS and self._changed(call, inputs[:1], call.results):
             return
-        if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
+        if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in inputs):
             self._are_measured = True
 
-    def _changed(self, call: SeenCall, read: list[torch.Tensor], gives: list[torch.Tensor]) -> bool:
-        """Whether a call gives gradients times a factor. One that a norm went into clips them; one that knows nothing
-        of them averages, or unscales.
+    def _changed(self, call: SeenCall, read: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+        """Return whether a call multiplies gradients by a factor. If a norm was computed before, it clips them; else it
+        averages or unscales them.
         """
         others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
         if any(t.numel() != 1 for t in others):
@@ -127,12 +127,12 @@ class Gradients:
         if not self._are_measured:
             self.is_scaled_by_hand = True
         elif not self._knows_scale:
-            for tensor in gives:
+            for tensor in results:
                 self._clipped.put(tensor, (call.id.op, call.site))
         return True
 
     def steps(self, optimizer: Any) -> None:
-        """An optimizer is about to use its gradients."""
+        """Inspect the gradients that an optimizer is about to use: copies, or none."""
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
@@ -143,8 +143,8 @@ class Gradients:
             self._clipped.drop(gradient)
 
     def judge(self) -> Found | None:
-        """Whether an optimizer holds no weight of the models, or copies of low weights are trained, in fp32, and the
-        weights themselves never get what these learn.
+        """Return a finding if an optimizer holds no weight of the models, or trains copies of weights in a low format,
+        and nothing writes to the weights themselves.
         """
         if len(self._idle) >= _TWICE:
             return (
@@ -166,20 +166,20 @@ class Gradients:
         )
 
     def lie_in(self) -> set[int]:
-        """Where gradients lie now."""
+        """Return the storage keys of the current gradients."""
         if self._known is None:
             self._known = self._kept.gradients()
         return self._known
 
     def unscaled(self, call: SeenCall) -> Found | None:
-        """Gradients are unscaled: whether these were clipped, or what is not scaled was added to them, before."""
+        """Return a finding if gradients that are unscaled now were clipped, or had unscaled values added, before."""
         gradients = written(call.facts, call.args, call.kwargs)
         changed = next((power for power in map(self._powers.of, gradients) if _is_changed(power)), None)
         clipped = next(filter(None, (self._clipped.get(g) for g in gradients if self._powers.of(g) == UNKNOWN)), None)
         for gradient in gradients:
             self._clipped.drop(gradient)
             if changed is not None or clipped is not None:
-                self._powers.put(gradient, UNKNOWN)  # it is told once
+                self._powers.put(gradient, UNKNOWN)  # reported once
         if changed is not None:
             is_sum = changed.is_mixed and any(part in changed.op for part in ("add", "sub", "lerp"))
             (kind, what, todo) = _HIDDEN if changed.does == HIDES else _ADDITION if is_sum else _CLIP
@@ -190,13 +190,13 @@ class Gradients:
 
 
 def _is_changed(power: Power) -> bool:
-    """Whether scaled gradients were changed so that unscaling them does not give what they should be."""
+    """Return whether scaled gradients were changed so that unscaling them does not yield the right values."""
     return power.is_mixed or power.does == HIDES or (power.does == LIMITS and power.power == 0)
 
 
 class Updates:
     """Updates of a loop's scale. skipped: those of steps that were skipped; is_known: the scale of the last one was
-    there before the steps.
+    known before it.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Updates:
         self._site: Site | None = None
 
     def add(self, scale: float, is_skipped: bool, is_known: bool, site: Site) -> None:
-        """One more."""
+        """Count an update."""
         self._updates += 1
         self._of_known += is_known
         self.skipped += is_skipped
@@ -218,11 +218,11 @@ class Updates:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all steps so far were skipped, and a smaller scale is left."""
+        """Whether all steps so far were skipped, and the scale can still decrease."""
         return bool(self._updates) and self.skipped == self._updates and self._has_room
 
     def judge(self, were_there: bool) -> Found | None:
-        """Whether no step passes, or each has a scaler of its own. were_there: the weights, before the steps."""
+        """Return a finding if all steps are skipped, or each has a new scaler. were_there: weights existed before."""
         if were_there and self._updates >= _TWICE and not self._of_known:
             return (
                 "a scaler made in each step",
@@ -244,23 +244,23 @@ class Updates:
 
 _SMALLEST_NORMAL = FORMATS[torch.float16].smallest_normal
 _HALF, _FIVE_BITS = 0.5, 2.0**-6
-"""Of a gradient's size, what has to be lost of it so that it is told of; and where even the largest gradient of the
-step is subnormal, so that a larger scale would save all of them.
+"""The share of a gradient's norm that has to be lost so that it is reported; and the share where even the largest
+gradient of the step is subnormal, so that a larger scale would save all of them.
 """
 _SMALL = 1.0
-"""A step whose largest gradient in fp16 reaches it is not told of: what underflows (below 3e-8) is less than half a
+"""A step whose largest gradient in fp16 reaches this is not reported: what underflows (below 3e-8) is less than half a
 unit of that in fp32, and a scaler that doubles its scale now and then has few steps left to do so.
 """
 _SURE = 4.0
-"""How many times the size of its round-off a gradient has to be, so that it is more than that."""
+"""How many times as large as its round-off a gradient has to be, so that it is not taken for that."""
 _HALF_A_UNIT = FORMATS[torch.float16].epsilon / 2
 
 
 class Underflow:
-    """What backwards in fp16 lose, of what would be there without rounding.
+    """Measures what gradients in fp16 lose to underflow, compared with fp32.
 
-    Each gradient has a size of its round-off: how far a call's result moves if each number that it reads moves by half
-    a unit of fp16, or by its own round-off. A gradient that is as small as that is zero in theory (of a key's bias,
+    The round-off of each gradient is estimated: how far a call's result changes if each of its inputs changes by half a
+    unit of fp16, or by its own round-off. A gradient that is as small as that is zero in theory (of a key's bias,
     before a norm whose output's squares are the loss), and nothing is lost with it.
     """
 
@@ -269,17 +269,17 @@ class Underflow:
         self._sizes: ByStorage[float] = ByStorage()
         self._largest = 0.0  # of a step's gradients in fp16; the gradient of a loss is a scale, and none of them
         self._lost: list[tuple[float, Found]] = []  # in the step
-        self._has_told = False
+        self._has_reported = False
 
     def passed_on(self, args: Any, results: Iterable[torch.Tensor]) -> None:
-        """Values were copied, or written over by what has them: so is what is known of their round-off."""
+        """Record the round-off of the arguments for results that have their values."""
         size = max((self._sizes.get(t) or 0.0 for t in tensors_in(args)), default=0.0)
         if size:
             for tensor in results:
                 self._sizes.put(tensor, size)
 
     def look(self, call: SeenCall) -> None:
-        """At a call of a backward: how much of what it gives in fp16 lies below what fp16 holds."""
+        """Measure how much of the results of a call of a backward is lost below the normal range of fp16."""
         args, kwargs = planned_arguments(call)
         results = [t for t in call.results if is_floating(t)]
         if not all(t.numel() == 0 or is_finite(t) for t in results):
@@ -301,17 +301,17 @@ class Underflow:
             if result.dtype is torch.float16 and size > _SURE * round_off:
                 lost = _size(torch.where(wide.abs() < _SMALLEST_NORMAL, result.float() - wide, 0.0)) / size
                 if lost > _FIVE_BITS:
-                    self._lost.append((lost, _found(call, result, wide, lost)))
+                    self._lost.append((lost, _underflows(call, result, wide, lost)))
                 if lost > _HALF:
                     round_off = size  # nothing is known of what is computed of it
             self._sizes.put(result, round_off)
 
     def end_of_step(self) -> Found | None:
-        """The first of the step's gradients of which too much is lost; once."""
+        """Return a finding about the first of the step's gradients of which too much is lost; only once in a loop."""
         limit = _FIVE_BITS if self._largest < _SMALLEST_NORMAL else _HALF if self._largest < _SMALL else math.inf
-        told = [found for lost, found in self._lost if lost > limit and not self._has_told]
-        self._largest, self._lost, self._has_told = 0.0, [], self._has_told or bool(told)
-        return told[0] if told else None
+        findings = [finding for lost, finding in self._lost if lost > limit and not self._has_reported]
+        self._largest, self._lost, self._has_reported = 0.0, [], self._has_reported or bool(findings)
+        return findings[0] if findings else None
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.detach().float()
@@ -324,11 +324,11 @@ class Underflow:
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """The root of the mean square."""
+    """Return the root mean square."""
     return float(tensor.double().square().mean().sqrt())
 
 
-def _found(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost: float) -> Found:
+def _underflows(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost: float) -> Found:
     zeros = int(((result == 0) & (exact != 0)).sum()) / int((exact != 0).sum())
     if zeros > _HALF:
         what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"

@@ -1,4 +1,4 @@
-"""What a step of training changes, restored: all memory that was there before and is written to, and objects."""
+"""Restores what steps of training change: all memory that existed before and is written to, and objects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from narrowcast.training.scaler.steps import Steps
 class KeptMemory:
     """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.
 
-    Memory is copied if a tensor that lay in it was alive at the start. What nobody knew then is left as the steps leave
-    it: giving it older values back would harm a tensor that was made in them.
+    Memory is copied if a tensor in it was alive at the start. Other memory is left as the steps leave it: restoring
+    older values would overwrite a tensor that was made in them.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class KeptMemory:
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def model(self, model: torch.nn.Module) -> None:
-        """A model is called: what it holds is to be restored."""
+        """Note that a model is called: its state is to be restored."""
         if id(model) not in self._models:
             self._models[id(model)] = model
             with quietly():
                 self._living.model(model)
 
     def optimizer(self, optimizer: Any, is_seen: bool = True) -> None:
-        """An optimizer is about to step. is_seen: this thread's ops are: else all that it may write to is copied."""
+        """Note that an optimizer is about to step. is_seen: its ops are; else all that it may write to is copied."""
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer
             with quietly():
@@ -58,8 +58,8 @@ class KeptMemory:
                         self._copy(tensor)
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Copy what an op is about to write to, if it was there before the steps, and the state of a generator; all
-        that it writes to.
+        """Copy what an op is about to write to, if it existed before the steps, and the state of its generator; return
+        all tensors that it writes to.
         """
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self._generators:
@@ -79,38 +79,38 @@ class KeptMemory:
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def was_there(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory that a tensor lies in was there before the steps."""
+        """Return whether the memory of a tensor existed before the steps."""
         return storage_key(tensor) in self._there
 
     def gradients(self) -> set[int]:
-        """Where the gradients lie that the parameters of models and optimizers have now."""
+        """Return the storage keys of the current gradients of the parameters of models and optimizers."""
         return {storage_key(t) for t in _in_memory([parameter.grad for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
-        """The models' parameters: names by where they lie."""
+        """Return the names of the models' parameters, by storage key."""
         rows = self._parameters()
         return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
 
     def weights(self) -> list[torch.Tensor]:
-        """The parameters of models and optimizers as they lie in memory."""
+        """Return the parameters of models and optimizers as they lie in memory."""
         return _in_memory([parameter for _, parameter in self._parameters()])
 
     def scales(self) -> set[int]:
-        """Where the scales of all scalers lie."""
+        """Return the storage keys of the scales of all scalers."""
         scales = [scale_of(scaler) for scaler in self._living.scalers]
         scales += [loss.scale for s in self._living.scalers for loss in vars(s).get("_losses", {}).values()]
         return {storage_key(scale) for scale in scales if scale is not None} | self._scales.keys()
 
     def meets_scale(self, scale: torch.Tensor) -> None:
-        """A scaler updates its scale."""
+        """Note that a scaler updates its scale."""
         self._scales[storage_key(scale)] = scale
 
     def states(self) -> list[torch.Tensor]:
-        """What optimizers that have stepped hold besides weights."""
+        """Return the state of the optimizers that have stepped, as it lies in memory."""
         return [t for optimizer in self._optimizers.values() for t in _in_memory(list(optimizer.state.values()))]
 
     def trained(self) -> set[int]:
-        """The parameters, by identity, of the optimizers that have stepped."""
+        """Return the parameters, by identity, of the optimizers that have stepped."""
         return {id(parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)}
 
     @property
@@ -119,7 +119,7 @@ class KeptMemory:
         return any(self.was_there(t) for o in self._optimizers.values() for t in _in_memory(*optimized_by(o)))
 
     def low_weights(self) -> dict[str, bool]:
-        """The models' weights in low formats that ask for gradients, by name: whether they were written to."""
+        """Return whether the models' weights in low formats that require gradients were written to, by name."""
         low = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.dtype in LOW]
         return {name: not all(map(self._is_untouched, _in_memory(p))) for name, p in low}
 
@@ -134,38 +134,38 @@ class KeptMemory:
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """Give all of it its values back."""
+        """Restore all memory, objects and generators."""
         with quietly():
             for whole, before in self._copies.values():
-                if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # nobody has resized it
+                if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # not resized since
                     with torch.inference_mode(whole.is_inference()):
                         whole.copy_(before)
             self._living.put_back()
             for _, parameter in self._parameters():
                 parts = _in_memory(parameter)
                 if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():
-                    increment_version(parameter)  # what is written through .data does not: casts that are kept
+                    increment_version(parameter)  # a write through .data does not: cached casts depend on it
             for generator, state in self._generators.values():
                 generator.set_state(state)
 
 
 def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes to."""
-    given = (
+    """Return the tensors that a call writes to."""
+    values = (
         args[slot.position] if slot.position < len(args) else kwargs.get(slot.name)
         for slot in facts.slots
         if slot.written
     )
-    return _in_memory(list(given))
+    return _in_memory(list(values))
 
 
 def _in_memory(*trees: Any) -> list[torch.Tensor]:
-    """The tensors in nested arguments as they lie in memory: of a DTensor this rank's part, of sparse ones values."""
-    found = tensors_in(*trees)
-    return [t for t in (values_of(t) if t.layout is not torch.jagged else t for t in found) if has_storage(t)]
+    """Return the tensors in nested arguments as they lie in memory: this rank's part of a DTensor, sparse values."""
+    tensors = tensors_in(*trees)
+    return [t for t in (values_of(t) if t.layout is not torch.jagged else t for t in tensors) if has_storage(t)]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor lies in, in one row; it counts writes together with the tensor."""
+    """Return the whole memory of a tensor as a vector; both share a version counter."""
     elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((elements,), (1,), 0)

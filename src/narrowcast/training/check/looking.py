@@ -1,4 +1,4 @@
-"""Looks at steps of training: what runs outside of regions, what is cast again, what a scaler is missing for."""
+"""Inspects steps of training: what runs outside of regions, what is cast again, where a scaler is missing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COSTS_TIME = "weights cast again"
 
 
 class LoopObserver(Observer):
-    """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; has_seen, has_lowered: there
-    was a call, a region lowered one; is_cast_beside: somebody casts besides the region.
+    """Inspects the steps of a loop. found: how often each finding occurred; updates: of a scale; has_seen, has_lowered:
+    there was a call, a region lowered one; is_cast_beside: a wrapper casts besides the region.
     """
 
     sees_inside = True
@@ -74,7 +74,7 @@ class LoopObserver(Observer):
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call; the outermost says whether this is training."""
+        """Run a module's call; the outermost shows whether it is an evaluation."""
         if self._depth:
             return super().called(call, module, args, kwargs)
         self.door.run("a model", self._met_model, module)
@@ -94,10 +94,10 @@ class LoopObserver(Observer):
         self._gradients.forget()
         self._powers.forget()
         self._reduced.met(module, loop_line())
-        found = casts_beside(module, loop_line()) if in_region() else None
-        if found is not None and not self.is_cast_beside:
+        finding = casts_beside(module, loop_line()) if in_region() else None
+        if finding is not None and not self.is_cast_beside:
             self.is_cast_beside = True
-            self.add(*found)
+            self.add(*finding)
 
     def __torch_dispatch__(
         self, func: dispatch.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,7 +117,7 @@ class LoopObserver(Observer):
         return result
 
     def _follows_scale(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Power] | None:
-        """Which power of the scale an op gives: outside of backwards, and in hooks on gradients of weights."""
+        """Return the powers of an op's results, outside of backwards and in hooks; None if they are not followed."""
         is_backward = current_graph_task() != -1
         scales = self._kept.scales()
         if facts.is_view or facts.id in (UNSCALE, UPDATE_SCALE) or not scales:
@@ -174,11 +174,11 @@ class LoopObserver(Observer):
         return None
 
     def looks_before(self, facts: OpFacts) -> bool:
-        """Whether it writes."""
+        """Return whether an op writes to its arguments."""
         return facts.overwrites
 
     def before(self, call: SeenCall) -> None:
-        """Scalers and clips."""
+        """Inspect a call that is about to write: a scaler's, or one that may clip or accumulate gradients."""
         if call.facts.id == UNSCALE:
             self._scales = self._scales or loop_line()
             self._say(self._gradients.unscaled(call))
@@ -197,7 +197,7 @@ class LoopObserver(Observer):
             self._backwards.written(call, written(call.facts, call.args, call.kwargs))
 
     def after(self, call: SeenCall) -> None:
-        """Where it stood, and what it gave."""
+        """Inspect a call that has run: in a region or not, and its results."""
         if call.id.direction == BACKWARD:
             self._gradients.backward()
             if not in_hook():
@@ -231,16 +231,16 @@ class LoopObserver(Observer):
 
     @property
     def follows(self) -> bool:
-        """Copies of gradients in fp16, and of what is meant to be fp32."""
+        """Whether there are gradients in fp16, or values that are in fp32 on purpose, whose copies are followed."""
         return self._fp16 is not None or self._outside.follows
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A copy has what it is copied from."""
+        """Note a copy: it has the round-off of its source, and is in fp32 on purpose if that is."""
         self._underflow.passed_on((args, kwargs), tensors_in(result))
         self._outside.copied(tensors_in(args, kwargs), tensors_in(result))
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Casts of weights; and whether gradients will flow back."""
+        """Note casts of weights, and whether gradients will flow back; return the result."""
         is_forward = seen.id.direction == FORWARD and torch.is_grad_enabled()
         if seen.plan is None and is_forward:
             seen.notes["trains"] = any(t.requires_grad for t in tensors_in(args, kwargs))
@@ -252,7 +252,7 @@ class LoopObserver(Observer):
         return result
 
     def steps(self, optimizer: Any, is_seen: bool) -> None:
-        """An optimizer is about to step; is_seen: on the thread that is looked at."""
+        """Inspect an optimizer that is about to step. is_seen: in the thread that is observed."""
         self._kept.optimizer(optimizer, is_seen)
         with dispatch.without_functions():
             self._gradients.steps(optimizer)
@@ -261,14 +261,14 @@ class LoopObserver(Observer):
         self.end_of_step()
 
     def stepped(self) -> None:
-        """It has stepped."""
+        """Inspect the weights after an optimizer's step."""
         self._is_stepping = False
         if self._fp16 is not None:
             with dispatch.without_functions():
                 self._backwards.stepped()
 
     def end_of_step(self) -> None:
-        """An optimizer steps, or a scaler has skipped that: what was cast until now was cast for one step."""
+        """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
         again = {key: sites for key, sites in self._casts.items() if len(sites) > 1}
         if again:
             (key, _), sites = max(again.items(), key=lambda item: len(item[1]))
@@ -286,35 +286,35 @@ class LoopObserver(Observer):
         self._sums.end_of_step()
 
     def end_of_round(self) -> None:
-        """The step function has returned."""
+        """Report what is known once the step function has returned."""
         self._gradients.used()
         self._backwards.end_of_round()
         self._powers.end_of_step()
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())
         lost = self._exact.end_of_step(self._kept.states())
-        for found in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
-            self._say(found)
+        for finding in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
+            self._say(finding)
         self._backwards.found.clear()
 
     def _adds_up(self, call: SeenCall) -> None:
-        """What is added up term by term, outside of models."""
+        """Report sums of gradients, and outside of models of losses, that a call accumulates in a low format."""
         dtype = self._sums.of_gradients(call, self._gradients.lie_in)
         if dtype is not None:
             self._backwards.low_sum(dtype, call.site)
         elif not self._depth:
             self._say(self._sums.of_losses(call))
 
-    def _say(self, found: Found | None) -> None:
-        if found is not None:
-            self.add(*found)
+    def _say(self, finding: Found | None) -> None:
+        if finding is not None:
+            self.add(*finding)
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """What only the whole of the steps shows."""
-        for found in self._outside.judge(self._backwards.differentiated, self._kept.trained()):
-            self._say(found)
+        """Report what only all of the steps together show."""
+        for finding in self._outside.judge(self._backwards.differentiated, self._kept.trained()):
+            self._say(finding)
         self._say(self.updates.judge(self._kept.has_trained_what_was_there))
         self._say(self._gradients.judge())
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand

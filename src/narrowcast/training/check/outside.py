@@ -1,4 +1,4 @@
-"""Looks at what runs outside of regions and should not: forwards, losses, evaluations of the model that is trained."""
+"""Inspects what runs outside of regions and should not: forwards, losses, evaluations of the model that is trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outside:
         self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
         self._evaluated: dict[int, _Evaluated] = {}
         self._evaluation: _Evaluated | None = None
-        self._meant: ByStorage[bool] = ByStorage()
+        self._intentional: ByStorage[bool] = ByStorage()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -48,26 +48,26 @@ class Outside:
         return {"inside": self.inside + sum(e.inside for e in evaluated), "outside": outside}
 
     def evaluates(self, model: torch.nn.Module | None) -> None:
-        """A model is called for an evaluation, until none is."""
+        """Note that a model is called for an evaluation; None: that the call has ended."""
         self._evaluation = None if model is None else self._evaluated.setdefault(id(model), _Evaluated(model))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def ran_inside(self) -> None:
-        """A region has decided about a call."""
+        """Count a call that a region decided about."""
         if self._evaluation is not None:
             self._evaluation.inside += 1
         else:
             self.inside += 1
 
     def ran_outside(self, call: SeenCall) -> None:
-        """No region has: whether one would lower the call."""
+        """Record a call that no region decided about, if one would lower it."""
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
         if not floats or any(t.dtype is not torch.float32 for t in floats) or in_region():
             return
         if listed_kinds(floats[0].device.type).get(dispatch.op_name(call.facts.op)) is not Kind.LOWER:
             return
-        if any(self._meant.get(t) for t in floats):
+        if any(self._intentional.get(t) for t in floats):
             return
         if self._evaluation is not None:
             self._evaluation.outside.append((call.id.op, call.site))
@@ -76,37 +76,37 @@ class Outside:
 
     @property
     def follows(self) -> bool:
-        """Whether copies are to be told."""
-        return bool(self._meant)
+        """Whether there are values whose copies are to be reported to `copied`."""
+        return bool(self._intentional)
 
     def goes_on_in_fp32(self, call: SeenCall) -> None:
-        """What the user has cast to fp32, and whatever is computed from it outside of regions, is meant to be fp32."""
+        """Note values that are in fp32 on purpose: cast to it by the user, or computed from these outside a region."""
         if call.plan is not None:
             return
-        given = tensors_in(call.args, call.kwargs)
+        inputs = tensors_in(call.args, call.kwargs)
         is_cast = call.facts.op is dispatch.TO_COPY
-        if is_cast and given[0].dtype in LOW and call.result.dtype is torch.float32:
+        if is_cast and inputs[0].dtype in LOW and call.result.dtype is torch.float32:
             for tensor in call.results:
-                self._meant.put(tensor, True)
-        self.copied(given, call.results)
+                self._intentional.put(tensor, True)
+        self.copied(inputs, call.results)
 
-    def copied(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Something is computed, or copied, from what is perhaps meant to be fp32."""
-        if any(self._meant.get(t) for t in given):
+    def copied(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Note results that are computed, or copied, from values that are in fp32 on purpose."""
+        if any(self._intentional.get(t) for t in inputs):
             for tensor in results:
-                self._meant.put(tensor, True)
+                self._intentional.put(tensor, True)
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def judge(self, differentiated: Set[int], trained: Set[int]) -> list[Found]:
-        """What has run outside of regions. differentiated: the autograd nodes of gradients that are differentiated
-        themselves, as in a penalty, and in fp32 on purpose; trained: the parameters, by identity.
+        """Return findings about calls outside of regions. differentiated: the autograd nodes of gradients that are
+        differentiated themselves, as in a penalty, and in fp32 on purpose; trained: the parameters, by identity.
         """
-        found: list[Found] = []
+        findings: list[Found] = []
         outside = [o for o in self._outside if not self.inside or o[0] not in differentiated]
         if outside:
             _, op, site = outside[0]
-            found.append((
+            findings.append((
                 "forward outside of the region",
                 f"{len(outside)} calls that the region would lower run outside of it, the first of them {op}",
                 "Move this code into the region, or close the region where fp32 is intended: "
@@ -118,23 +118,23 @@ class Outside:
             ))  # fmt: skip
         evaluated = self._unlike_training(trained)
         if evaluated:
-            found.append((
+            findings.append((
                 "evaluation without the region",
                 f"{len(evaluated)} calls of an evaluation run in fp32, where training runs in a region",
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated[0][1],
             ))  # fmt: skip
-        return found
+        return findings
 
     def _unlike_training(self, trained: Set[int]) -> list[tuple[str, Site]]:
-        """What an evaluation of a model that is trained runs outside of regions. A teacher may have its own formats."""
-        for found in self._evaluated.values() if self.inside else ():
-            is_trained = not trained or any(id(p) in trained for p in found.model.parameters())
-            if found.outside and not found.inside and is_trained:
-                return found.outside
+        """Return calls of an evaluation of a trained model outside of regions. A teacher may have its own formats."""
+        for evaluated in self._evaluated.values() if self.inside else ():
+            is_trained = not trained or any(id(p) in trained for p in evaluated.model.parameters())
+            if evaluated.outside and not evaluated.inside and is_trained:
+                return evaluated.outside
         return []
 
 
 def in_region() -> bool:
-    """Whether a region is open here, torch's or ours."""
+    """Return whether a region is open here, torch's or ours."""
     return bool(autocast_nesting() or stack.innermost)

@@ -1,5 +1,5 @@
-"""Follows the loss scale: to which power of it each value is proportional, and what puts together what is with what is
-not. Which power that is, an op shows when it is run again with its scaled arguments doubled.
+"""Follows the loss scale: to which power of it each value is proportional, and what mixes scaled and unscaled values.
+The power of a result is measured: the op is run again with its scaled arguments multiplied by another scale.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from narrowcast.runtime.torch_surface.autograd import next_sequence_number
 from narrowcast.training.check.kept import KeptMemory, written
 
 _EXACT = 1e-9
-"""How far apart results in fp64 may lie, of their largest element, and still be proportional."""
+"""How far apart results in fp64 may lie, relative to their largest element, and still be proportional."""
 _EPSILON = 1e-4
-"""Up to here what is added to something scaled only keeps a division from zero."""
+"""Up to here, a term that is added to scaled values only prevents a division by zero."""
 _FAR = 2.0**20
-"""A scale so much larger shows a limit that is not reached yet."""
+"""The factor of a scale that shows a limit which is not reached yet."""
 MIXES, LIMITS, HIDES, ASKS = "mixes", "limits", "hides", "asks"
 
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Of the loss scale. power: None if nobody knows; site: the line that made the value, none in a backward. does:
-    what `op` does at that line: it MIXES, in a sum, what is scaled and what is not; it LIMITS gradients, so that they
-    no longer grow with the scale; it HIDES from a scaler what is not finite in them; it ASKS whether they are finite.
-    of_gradients: and not of the loss that is scaled. is_kept: nobody knows since a user has kept it from before the
+    """The power of the loss scale in a value. power: None if unknown; site: the line that made the value, none in a
+    backward. does: what `op` does at that line: it MIXES, in a sum, scaled and unscaled values; it LIMITS gradients, so
+    that they no longer grow with the scale; it HIDES from a scaler that some are not finite; it ASKS whether they are
+    finite. of_gradients: and not of the loss that is scaled. is_kept: unknown, as the value is kept from before the
     steps.
     """
 
@@ -48,12 +48,12 @@ class Power:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it is a sum of what is scaled and what is not."""
+        """Whether the value is a sum of scaled and unscaled values."""
         return self.does == MIXES
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is of gradients, and grows or falls with the scale."""
+        """Whether the value is computed from gradients, and grows or falls with the scale."""
         return self.of_gradients and bool(self.power)
 
 
@@ -62,7 +62,7 @@ PLAIN, UNKNOWN, KEPT = Power(0.0), Power(None), Power(None, is_kept=True)
 
 class Powers:
     """Which values are multiplied by a scale, outside of backwards. mixed: the autograd nodes of losses, or parts of
-    them, that scaled gradients were put into.
+    them, that are computed from scaled gradients and unscaled values.
     """
 
     def __init__(self, kept: KeptMemory) -> None:
@@ -71,14 +71,14 @@ class Powers:
         self._read: set[float] = set()  # the scales that the host has read
         self.met: set[float] = set()  # those that losses were multiplied by
         self._has_read = False  # the host knows numbers that a scale, or what is scaled, went into
-        self._begun_with = kept.scales()  # scales at the step's start; nobody sees one read before it is made
+        self._begun_with = kept.scales()  # scales at the step's start; later ones may be read unseen
         self._weights: set[int] | None = None
         self.mixed: dict[int, Power] = {}
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor) -> Power:
-        """What is known of a tensor."""
+        """Return the power of a tensor."""
         if not has_storage(tensor):
             return UNKNOWN
         if dispatch.storage_key(tensor) in self._kept.scales():
@@ -93,33 +93,33 @@ class Powers:
         return known or (UNKNOWN if self._has_read and tensor.numel() == 1 else PLAIN)  # made of a number, perhaps
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies where a model's weight lies."""
+        """Return whether a tensor shares the memory of a model's weight."""
         if self._weights is None:
             self._weights = set(self._kept.names())
         return dispatch.storage_key(tensor) in self._weights
 
     def put(self, tensor: torch.Tensor, power: Power, is_new: bool = False) -> None:
-        """Keep what is known of the memory that a tensor lies in: nothing if it is a part of what is not new."""
+        """Record the power of the memory of a tensor: unknown if that is only a part of memory that is not new."""
         if has_storage(tensor):
             is_all = is_new or tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
             self._values.put(tensor, power if is_all else UNKNOWN)
 
     def unscaled(self, tensor: torch.Tensor) -> None:
-        """A scaler divides it by its scale."""
+        """Note that a scaler divides a tensor by its scale."""
         known = self._values.get(tensor)
         if known is not None and known.power is not None:
             self.put(tensor, replace(known, power=known.power - 1))
 
     def forget(self) -> None:
-        """Weights may lie elsewhere."""
+        """Forget where weights lie, as they may have moved."""
         self._weights = None
 
     def end_of_step(self) -> None:
-        """Another begins."""
+        """Begin another step."""
         self._begun_with = self._kept.scales()
 
     def number_read(self, tensor: torch.Tensor) -> None:
-        """The host reads a number: whatever it multiplies by one later may be multiplied by it."""
+        """Note that the host reads a number: what it multiplies by numbers later may be multiplied by a scale."""
         known = self.of(tensor)
         if known.power != 0 and known != KEPT:
             self._has_read = True
@@ -131,7 +131,7 @@ class Powers:
     def runs(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site]
     ) -> list[Power]:
-        """An op is about to run: what will be known of each of its results, or of all of them."""
+        """Return the powers of the results of an op that is about to run: one for each, or one for all of them."""
         floats = _read(facts, args, kwargs)
         known = [self.of(t) for t in floats]
         mixed = next((power for power in known if power.is_mixed), None)
@@ -161,13 +161,13 @@ class Powers:
         return [self._given(exponent, known, site(), facts.id, by_scale) for exponent in exponents]
 
     def _answer(self, tensors: list[torch.Tensor]) -> Power | None:
-        """What asked whether gradients are finite, if one of these is the answer."""
+        """Return the power of the first tensor that holds whether gradients are finite; None if there is none."""
         known = [self._values.get(t) for t in tensors if has_storage(t)]
         return next((power for power in known if power is not None and power.does == ASKS), None)
 
     @staticmethod
     def _given(exponent: float | None, known: list[Power], site: Site, op: str, by_scale: bool) -> Power:
-        """What an op gives. by_scale: a scale itself is among what it reads."""
+        """Return the power of a result. exponent: as measured; by_scale: a scale itself is among the inputs."""
         of_gradients = any(power.of_gradients for power in known)
         if exponent is None or exponent == math.inf:
             return UNKNOWN if exponent else Power(None, site, op, MIXES, of_gradients)
@@ -178,8 +178,8 @@ class Powers:
         return Power(exponent, site, op, LIMITS if limits else "", of_gradients)
 
     def _unscaled(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], may_scale: bool) -> Power:
-        """What an op gives of what is not scaled, or kept: that is not, if it is added to what is not. may_scale: the
-        host knows a scale, and may have computed a number of it.
+        """Return the power of the results where no input is known to be scaled: KEPT if one is kept, and not added to
+        unscaled values; else PLAIN. may_scale: the host knows a scale, and may have computed a number of it.
         """
         floats = _read(facts, args, kwargs)
         known = [self.of(t) for t in floats]
@@ -189,13 +189,13 @@ class Powers:
         return PLAIN if is_sum else KEPT
 
     def moved_weights(self) -> list[Power]:
-        """What is known of weights that lie where scaled gradients were added to something: `weight.data = ...`."""
+        """Return the powers of weights whose memory is a sum with scaled gradients, as after `weight.data = ...`."""
         known = [self._values.get(weight) for weight in self._kept.weights()]
         return [power for power in known if power is not None and power.is_mixed and power.of_gradients]
 
     def gave(self, results: list[torch.Tensor], powers: list[Power], trains: bool, are_new: bool = True) -> None:
-        """It has run. trains: it has an autograd node; a part of a loss is plain, whatever was put into it. are_new:
-        the results lie in memory of their own.
+        """Record the powers of the results of an op that has run. trains: it has an autograd node; a part of a loss is
+        PLAIN, whatever it is computed from. are_new: the results have memory of their own.
         """
         powers = powers * len(results) if len(powers) == 1 else powers
         for result, power in zip(results, powers, strict=False):
@@ -205,7 +205,7 @@ class Powers:
             self.put(result, power, are_new)
 
     def _of_number(self, number: float) -> float | None:
-        """The power of a scale that a number is; None if it is as large as one that nobody was seen to read."""
+        """Return the power of a scale that a number is; None if it equals a scale whose reading was not observed."""
         for scale in self._read | self.met:
             is_scale, is_inverse = abs(number - scale) <= 1e-6 * scale, abs(number * scale - 1) <= 1e-6
             if scale != 1 and (is_scale or is_inverse):
@@ -213,17 +213,17 @@ class Powers:
         return 0.0
 
     def _measured(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | None]:
-        """The power of each result; None: it is a sum, or has a limit; infinity: nobody knows."""
+        """Return the power of each result; None: it is a mixed sum, or has a limit; infinity: unknown."""
         is_known = all(self.of(t) != KEPT for t in tensors_in(args, kwargs))
-        found = self._powers_of(facts, args, kwargs, [(2.0, 0.0), (_FAR, 0.0) if is_known else (2.0, 1.0)])
+        pairs = self._powers_of(facts, args, kwargs, [(2.0, 0.0), (_FAR, 0.0) if is_known else (2.0, 1.0)])
         if is_known:  # where both say something, they have to agree
-            return [one if two in (one, math.inf) else two if one == math.inf else None for one, two in found]
-        return [one if one is not None else two if two is not None else math.inf for one, two in found]
+            return [one if two in (one, math.inf) else two if one == math.inf else None for one, two in pairs]
+        return [one if one is not None else two if two is not None else math.inf for one, two in pairs]
 
     def _powers_of(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[tuple[float, float]]
     ) -> list[list[float | None]]:
-        """The powers of each result, one for each factor of the scale and power of what is kept."""
+        """Return the powers of each result, one for each row: a factor of the scale, and the power of kept values."""
         tensors = tensors_in(args, kwargs)
         if facts.op.namespace != "aten" or is_random(facts.op) or not all(map(has_storage, tensors)):
             return [[math.inf] * len(rows)]
@@ -239,7 +239,7 @@ class Powers:
         ]
 
     def _asks_alone(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], known: list[Power]) -> bool:
-        """Whether an op asks of gradients whether they are finite: neither sizes nor signs change its answer."""
+        """Return whether an op checks whether gradients are finite: neither sizes nor signs change its results."""
         if _name(facts) not in named("result.counts") or any(power.power not in (0.0, 1.0) for power in known):
             return False
         with quietly():
@@ -254,7 +254,7 @@ class Powers:
     def _run(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, unknown: float
     ) -> list[torch.Tensor] | None:
-        """What an op gives in fp64 with the scale times a factor. unknown: the power of what nothing is known of."""
+        """Return the results of an op in fp64 with the scale times a factor. unknown: the power of unknown values."""
 
         def scaled(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -267,7 +267,7 @@ class Powers:
 
 
 def _read(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The floating tensors whose values an op reads: not what it writes over, nor what is only to have a shape."""
+    """Return the floating tensors whose values an op reads: not those that it overwrites, or reads the shape of."""
     name = _name(facts)
     if name.endswith("_like") or name.startswith("new_"):
         return []
@@ -280,7 +280,7 @@ def _name(facts: OpFacts) -> str:
 
 
 def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
-    """The floats among arguments, in lists, too."""
+    """Yield the floats among arguments, in lists, too."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, float):
             yield value
@@ -289,8 +289,8 @@ def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
 
 
 def _exponent(once: torch.Tensor, other: torch.Tensor, factor: float, room: float) -> float | None:
-    """To which power of a factor a result has grown, in halves; None if its parts have not grown alike; infinity of
-    zeros, and of what is no number. room: how far apart they may lie.
+    """Return the power of a factor by which a result has grown, in halves; None if its elements have grown differently;
+    infinity if a norm is zero, infinite or NaN. room: how far apart they may lie.
     """
     if not once.is_floating_point() or once.shape != other.shape or not once.numel():
         return math.inf

@@ -1,4 +1,4 @@
-"""Looks at sums that are added up term by term in a low format: losses, counters, gradients, batch norm statistics."""
+"""Inspects sums that are accumulated in a low format: losses, counters, gradients, batch norm statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TERMS = 3
 
 @dataclass(slots=True)
 class _Sum:
-    """What was added up at one line: additions, and the step in which the first of them was."""
+    """A sum that is accumulated at one line: how many additions, and the step of the first of them."""
 
     at: tuple[str, str, int]
     additions: int
@@ -28,7 +28,7 @@ class _Sum:
 
 
 class Sums:
-    """Which sums are added up in a low format."""
+    """Sums that are accumulated in a low format."""
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
         self._was_there = was_there
@@ -37,11 +37,11 @@ class Sums:
         self._step = 0
 
     def end_of_step(self) -> None:
-        """An optimizer has stepped."""
+        """Count a step."""
         self._step += 1
 
     def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
-        """The format of a sum in a low one that a call adds a gradient to, again."""
+        """Return the low format of a sum to which a call adds a gradient again; None for other calls."""
         if call.facts.op is dispatch.TO_COPY:
             if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
                 self._casts.put(call.result, True)
@@ -53,8 +53,8 @@ class Sums:
         return None
 
     def of_losses(self, call: SeenCall) -> Found | None:
-        """Whether a call adds a number to a sum of them: over many terms, or from step to step."""
-        found = self._of_numbers(call)
+        """Return a finding if a call adds a number to a sum in a low format: of many terms, or from step to step."""
+        finding = self._of_numbers(call)
         for total, term, result in _additions(call):
             if result.numel() != 1 or term.numel() != 1:
                 continue
@@ -63,10 +63,10 @@ class Sums:
             if known is None or additions < (2 if known.since < self._step else _TERMS):
                 continue
             return _low_sum(call, result)
-        return found
+        return finding
 
     def _of_numbers(self, call: SeenCall) -> Found | None:
-        """Whether a number is added, again, to what it no longer changes: a counter. Else it may begin a sum."""
+        """Return a finding if a number is added again to a counter that no longer changes; else it may begin a sum."""
         if dispatch.op_name(call.facts.op) not in ("add", "add_") or not any(
             isinstance(value, int | float) for value in call.args[:2]
         ):
@@ -88,7 +88,7 @@ class Sums:
     def _again(
         self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
     ) -> int:
-        """How often the sum was added to at this line."""
+        """Return how many times this line has added to a sum, this one included."""
         at = call.site.at
         known = self._sums.get(total) or self._sums.get(term)
         if known is None or known.at != at or not (over_steps or known.since == self._step):
@@ -110,7 +110,7 @@ def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
 
 
 def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of an addition in a low format the sum so far, the term, and the new sum."""
+    """Return, of additions in a low format, the sum so far, the term and the new sum."""
     name = dispatch.op_name(call.facts.op)
     if name not in ("add", "add_", "_foreach_add", "_foreach_add_") or len(call.args) < 2:
         return []
@@ -123,7 +123,7 @@ def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def low_statistics(call: SeenCall) -> Found | None:
-    """Whether a call adds to statistics that are in a low format. Nothing is added to those of a frozen one."""
+    """Return a finding if a call updates statistics in a low format; those of a frozen module are not updated."""
     if "batch_norm" not in call.facts.id:
         return None
     names = [argument.name for argument in dispatch.schema_of(call.facts.op).arguments]
