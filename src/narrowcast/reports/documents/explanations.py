@@ -162,9 +162,11 @@ def _todos(result: Explanation) -> list[Todo]:
     todos += _break_todos(result.graph_rows())
     for row in result.rules:
         if not row.calls:
-            at = short_place(row.origin) or "no file"
-            todos.append(Todo(f"Fix or delete the rule {row.rule}", f"it matched nothing ({at})"))
-    todos += ledgers.advice_todos(result.ledger)
+            at = short_place(row.origin)
+            known = (each.what.partition(f"the rule {row.rule} matches nothing: ")[2] for each in result.ledger.advice)
+            why = ": ".join(["it matched nothing", *filter(None, known)])
+            todos.append(Todo(f"Fix or delete the rule {row.rule}", f"{why} ({at})" if at else why))
+    todos += ledgers.advice_todos(result.ledger, "rule without effect" if result.rules else "")
     of_casts = ledgers.cast_todos(result.ledger, result.front_end in ("compile", "export"), result.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
         on = spent(comparison)

@@ -103,9 +103,10 @@ def format_bars(nodes: list[Node]) -> list[Bar]:
     return [bar for unit, title in (*titles.items(), ("ns", "Time by format")) for bar in shares(nodes, unit, title)]
 
 
-def advice_todos(ledger: Ledger) -> list[Todo]:
-    """Return the ledger's own advice."""
-    return [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in ledger.advice]
+def advice_todos(ledger: Ledger, without: str = "") -> list[Todo]:
+    """Return the ledger's own advice; without that of a kind that is given elsewhere."""
+    advice = (row for row in ledger.advice if row.kind != without)
+    return [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in advice]
 
 
 def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
