@@ -23,7 +23,7 @@ from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
 from narrowcast.training.check.kept import KeptMemory, written
-from narrowcast.training.check.outside import Outside, in_region
+from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
 from narrowcast.training.check.sums import Sums, low_statistics
 
@@ -41,7 +41,7 @@ class LoopObserver(Observer):
         super().__init__()
         self.found: dict[Advice, int] = {}
         self.updates = Updates()
-        self._outside = Outside()
+        self._outside = OutsideRegions()
         self._kept = kept
         self._powers = Powers(kept)
         self._gradients = Gradients(kept, self._powers)

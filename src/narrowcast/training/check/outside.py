@@ -30,7 +30,7 @@ class _Evaluated:
     outside: list[tuple[str, Site]] = field(default_factory=list)
 
 
-class Outside:
+class OutsideRegions:
     """Calls in regions and out of them. inside: how many a region decided about in training."""
 
     def __init__(self) -> None:
