@@ -212,11 +212,10 @@ class Observer(WatchingMode):
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
         seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         on = () if decided or self._executing.op else self._autocast_on()
-        try:
-            self._local.outer = seen if on else self._local.outer
+        if on:
+            result = self._execute_around(seen, func, args, kwargs, on)
+        else:
             result = self._execute(func, args, kwargs, on)
-        finally:
-            self._local.outer = None if on else self._local.outer
         if seen is None:
             if self.follows and not decided:
                 self._look(self.moved, facts.id, facts, args, kwargs, result)
@@ -235,6 +234,16 @@ class Observer(WatchingMode):
         self._tell_of(self.after, seen)
         seen.who.end()
         return result
+
+    def _execute_around(
+        self, seen: SeenCall | None, func: OpOverload, args: Any, kwargs: dict[str, Any], on: tuple[Any, ...]
+    ) -> Any:
+        """Run an op with autocast on; listed ops that its kernel calls are noted with its call."""
+        self._local.outer = seen
+        try:
+            return self._execute(func, args, kwargs, on)
+        finally:
+            self._local.outer = None
 
     def _is_nobodys(self, facts: OpFacts, types: Any) -> bool:
         """Return whether an op is ignored: a view, a question, what we compute ourselves, what is fake."""
