@@ -11,6 +11,7 @@ from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned, range_d
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
+    UNLIKE,
     Distance,
     Piece,
     Whole,
@@ -36,7 +37,7 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger the relative difference of a sound call's results may be than that of its inputs, besides the
 growth that sizes explain; what exceeds that and local rounding is a fault. The second: of ops that pass it on.
 """
-_ORDERED, _UNLIKE, _NEAR = 3, 0.5, 0.25
+_ORDERED, _NEAR = 3, 0.25
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
@@ -200,7 +201,7 @@ class Values:
         compared = pieces if _are_constant(values) else values
         orders = [(self._in_order(*_reordered(compared, one)).relative, one) for one in _orders(*values)]
         difference, order = min(orders, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
-        if not difference < _UNLIKE and self._are_of_one_value(*values):  # transposed, by head, or in too many parts
+        if not difference < UNLIKE and self._are_of_one_value(*values):  # transposed, by head, or in too many parts
             return self._in_any_order(*pieces), grown
         return self._in_order(*_reordered(pieces, order)), grown
 

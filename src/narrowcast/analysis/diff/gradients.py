@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.sides import Side
+from narrowcast.analysis.diff.pieces import Piece
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
@@ -54,31 +54,28 @@ def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, No
     there, whose values it has: weights are fused, in whatever order.
     """
     left, rows = [a, b], dict[_Names, None]()
-    for most in (1, _PARTS):
-        for whole in (0, 1):
-            for name in list(left[whole]):
-                for parts in _next_to_each_other(
-                    values.sides[1 - whole], left[1 - whole], values.sides[whole], name, most
-                ):
-                    names = ((name,), parts) if whole == 0 else (parts, (name,))
-                    if values.are_parts(*names):
-                        rows[names] = None
-                        left = [[n for n in side if n not in paired] for side, paired in zip(left, names, strict=True)]
-                        break
+    for whole, least, most in ((0, 1, 1), (0, 2, _PARTS), (1, 2, _PARTS)):
+        for name in list(left[whole]):
+            of, others = values.sides[whole].value(name), values.sides[1 - whole]
+            pieces = {part: others.value(part) for part in left[1 - whole]}
+            for parts in _next_to_each_other(pieces, of, least, most):
+                names = ((name,), parts) if whole == 0 else (parts, (name,))
+                if values.are_parts(*names):
+                    rows[names] = None
+                    left = [[n for n in side if n not in paired] for side, paired in zip(left, names, strict=True)]
+                    break
     return rows
 
 
-def _next_to_each_other(side: Side, names: list[str], other: Side, whole: str, most: int) -> Iterator[tuple[str, ...]]:
-    """Yield the parameters that have, together, as many elements as one of the other side; biases by themselves."""
-    of = other.value(whole)
-    pieces = [(name, side.value(name)) for name in names]
-    pieces = [(name, piece) for name, piece in pieces if (piece.dimensions < 2) == (of.dimensions < 2)]
-    for first in range(len(pieces)):
+def _next_to_each_other(pieces: Mapping[str, Piece], of: Piece, least: int, most: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names of `least` to `most` adjacent pieces with as many elements as another; biases by themselves."""
+    names = [name for name, piece in pieces.items() if (piece.dimensions < 2) == (of.dimensions < 2)]
+    for first in range(len(names)):
         total = 0
-        for last, (_, piece) in enumerate(pieces[first : first + most], first):
-            total += piece.elements
-            if total == of.elements:
-                yield tuple(name for name, _ in pieces[first : last + 1])
+        for last, name in enumerate(names[first : first + most], first + 1):
+            total += pieces[name].elements
+            if total == of.elements and last - first >= least:
+                yield tuple(names[first:last])
 
 
 def in_one_alone(values: Values) -> list[GradientRow]:

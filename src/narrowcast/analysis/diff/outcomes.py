@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
@@ -21,8 +22,6 @@ UNEXPLAINED = "its inputs do not explain that"
 OF_OTHERS = "its inputs are outputs of other calls"
 OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
-UNLIKE = 0.5
-"""The distance of unrelated results is 1.4."""
 _PLAIN = 8.0
 """A difference of this many times the widest rounding bound of the outcome would be visible there."""
 _BAND_OF_LOW, WIDEST = 1e-3, 0.05

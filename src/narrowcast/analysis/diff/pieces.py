@@ -19,7 +19,7 @@ TENSORS, SKETCHES, STATISTICS, RANGES, NOTHING = "tensors", "sketches", "statist
 smallest and largest value; not at all.
 """
 _Rows = Mapping[tuple[int, int], sketch.Row]
-_UNLIKE = 0.5
+UNLIKE = 0.5
 """The distance of unrelated rows is 1.4."""
 _LOWEST_OF_8 = -0.99 * bf16.max
 NINE_DIGITS = 1e-8
@@ -144,7 +144,7 @@ def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = 
         if all(one.is_known for one in each):
             distances.append(max(each, key=lambda one: one.relative))
     best = min((one for one in distances if one.is_known), key=lambda one: one.relative, default=Distance())
-    return best if fewer == 1 or best.relative < _UNLIKE else Distance()
+    return best if fewer == 1 or best.relative < UNLIKE else Distance()
 
 
 def _divisors(number: int) -> list[int]:
