@@ -23,6 +23,7 @@ from narrowcast.observation.trial.output_errors import gradient_error, output_er
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import AskedFormat, Differences, Remedy
+from narrowcast.reports.results.lines import or_infinity
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SOURCE = "narrowcast compare"
@@ -53,7 +54,7 @@ class Harm:
             error = math.inf if gradient is None else gradient_error(expected.gradients[self.parameter], gradient)
         else:
             error = max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=math.inf)
-        return math.inf if math.isnan(error) else error
+        return or_infinity(error)
 
     def is_helped_by(self, error: float) -> bool:
         """Return whether a remedy that leaves this error helps."""
@@ -66,13 +67,13 @@ def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
         return None  # a kernel is at fault by itself
     if result.verdict == verdicts.FAULT and result.unmatched and not result.faults:
         return None  # the two are different programs
-    worst = max((math.inf if math.isnan(o.relative_error) else o.relative_error for o in result.outputs), default=0.0)
+    worst = max((or_infinity(o.relative_error) for o in result.outputs), default=0.0)
     if worst > VISIBLE * low_epsilon:
         return Harm("", worst)
     lost = [g for g in result.gradients if g.verdict in verdicts.AT_FAULT]
     if not lost:
         return Harm("", worst) if result.verdict == verdicts.FAULT and worst else None
-    errors = {g.parameter: math.inf if math.isnan(g.relative_error) else g.relative_error for g in lost}
+    errors = {g.parameter: or_infinity(g.relative_error) for g in lost}
     parameter = max(errors, key=errors.__getitem__)
     return Harm(parameter, errors[parameter])
 

@@ -20,6 +20,7 @@ from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.output_errors import error_of, gradient_error, output_errors
 from narrowcast.observation.trial.trial import Outcome
+from narrowcast.reports.results.lines import or_infinity
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map, version_of
 
@@ -142,8 +143,7 @@ class Bands:
     def add_calls(self, errors: dict[CallId, float]) -> None:
         """Add the errors of calls in one more run; where one is not finite, no error is beyond round-off."""
         for identity, error in errors.items():
-            band = math.inf if math.isnan(error) else error
-            self.calls[identity] = max(self.calls.get(identity, 0.0), band)
+            self.calls[identity] = max(self.calls.get(identity, 0.0), or_infinity(error))
 
     def add(self, expected: Outcome, moved: Outcome) -> None:
         """Add the errors of outputs and gradients of one more run, unless its outputs are not finite where the

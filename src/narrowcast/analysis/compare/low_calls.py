@@ -23,6 +23,7 @@ from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, without_modes
 
 _SEVERAL = 3.0
+_LOW = frozenset(str(FORMATS[dtype]) for dtype in LOW)
 
 
 class AsksHigh(Observer):
@@ -96,7 +97,7 @@ class LowFlow(AsksHigh):
         sources = tuple(dict.fromkeys(maker for t in came_in(call) if (maker := self._makers.get(t)) is not None))
         results = [t for t in call.results if is_floating(t)]
         if call.id.direction == FORWARD and not call.is_cast:
-            is_low = any(name in map(str, map(FORMATS.get, LOW)) for name in call.computes.split(","))
+            is_low = not _LOW.isdisjoint(call.computes.split(","))
             is_decided = call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)
             self._calls[call.id] = LowCall(is_low, is_low and is_decided, sources, (call.site.file, call.site.line))
         for tensor in results:
