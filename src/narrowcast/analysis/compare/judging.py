@@ -164,7 +164,7 @@ def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str,
 
 def _are_alike(a: str, b: str, unit: float) -> bool:
     try:
-        x, y = torch.tensor([float(a)]).double(), torch.tensor([float(b)]).double()
+        x, y = (torch.tensor([float(v)], dtype=torch.float64, device="cpu") for v in (a, b))
     except ValueError:
         return False
     return bool(torch.maximum(x, y) <= MASKED) or bool((x - y).abs() <= unit * x.abs())

@@ -85,9 +85,9 @@ def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu":
         return False
     size = (_PROBED, _PROBED) if kind == bounds.PRODUCT else (_PROBED,)
-    tiny = torch.full(size, FORMATS[dtype].smallest_normal / 4, dtype=torch.float64).to(dtype)
+    tiny = torch.full(size, FORMATS[dtype].smallest_normal / 4, dtype=torch.float64, device="cpu").to(dtype)
     try:
-        product = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == bounds.PRODUCT else tiny * 1.0
+        product = tiny @ torch.eye(_PROBED, dtype=dtype, device="cpu") if kind == bounds.PRODUCT else tiny * 1.0
     except (RuntimeError, NotImplementedError):  # a format of 8 bits
         return False
     return not bool(product.any())

@@ -51,7 +51,7 @@ class Inputs:
 
         def rounded(value: Any) -> Any:
             if isinstance(value, float):
-                return float(torch.tensor(value, dtype=dtype))
+                return float(torch.tensor(value, dtype=dtype, device="cpu"))
             return value.detach().to(dtype) if _is_number(value) else value
 
         args, kwargs = tuple(map(rounded, self.args)), {k: rounded(v) for k, v in self.kwargs.items()}

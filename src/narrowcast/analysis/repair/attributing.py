@@ -97,7 +97,7 @@ class Attribution(RepairObserver):
         for identity, sums in sums_by_call.items():
             self.effects[identity].probes = tuple(sums)
         self._changes.clear()
-        return torch.zeros((), requires_grad=True)
+        return torch.zeros((), device="cpu", requires_grad=True)
 
 
 def _visiting(low: Mapping[CallId, ForwardCall]) -> Policy:
@@ -109,7 +109,7 @@ def _visiting(low: Mapping[CallId, ForwardCall]) -> Policy:
 def _signs(tensor: torch.Tensor, draw: int) -> torch.Tensor:
     """Return random signs, always the same; those of a large output weigh as much as those of a small one."""
     generator = torch.Generator().manual_seed(draw)
-    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2.0 - 1.0
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, device="cpu") * 2.0 - 1.0
     size = float(tensor.detach().double().norm()) or 1.0
     return (signs / size).to(tensor)
 

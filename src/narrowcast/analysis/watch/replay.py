@@ -120,7 +120,7 @@ DEVICE = torch.device(options.device)
 
 def load(name, dtype, shape, stride):
     raw = torch.from_numpy(np.load(Path(__file__).parent / name, allow_pickle=False))
-    values = (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
+    values = (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype, device="cpu")).reshape(shape)
     if all(stride):
         values = torch.empty_strided(shape, stride, dtype=dtype).copy_(values)
     return values.to(DEVICE)

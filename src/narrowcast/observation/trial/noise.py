@@ -18,7 +18,7 @@ class Noise:
     """
 
     def __init__(self, seed: int) -> None:
-        self._strip = 2 * torch.rand(_LENGTH, generator=torch.Generator().manual_seed(seed)) - 1
+        self._strip = 2 * torch.rand(_LENGTH, generator=torch.Generator().manual_seed(seed), device="cpu") - 1
         self._factors: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
         self._at = 0
 

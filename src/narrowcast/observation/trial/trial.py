@@ -333,6 +333,6 @@ def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient for an output: random signs, always the same, of one size that every format holds."""
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, device="cpu") * 2 - 1
     size = 2.0 ** -round(math.log2(max(1, tensor.numel())) / 2)
     return (signs * size).to(tensor)

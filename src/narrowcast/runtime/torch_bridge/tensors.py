@@ -71,7 +71,7 @@ def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tenso
     dtype = torch.result_type(others[0], like) if others else torch.get_default_dtype()
     if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
         dtype = torch.float64
-    return torch.scalar_tensor(number, dtype=dtype)
+    return torch.scalar_tensor(number, dtype=dtype, device="cpu")
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
@@ -88,17 +88,16 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
 
 
 def device_type_of(*trees: Any) -> str | None:
-    """Return the device type of the first floating tensor of modules and nested arguments, or else of the first tensor;
-    None without any, and for tensors on meta, which are yet to come to a device.
+    """Return the device type of modules and nested arguments: where most elements of their floating tensors are, or
+    else of other tensors; None without any, and for tensors on meta, which are yet to come to a device.
     """
-    first = None
     inside = [[*t.parameters(), *t.buffers()] if isinstance(t, torch.nn.Module) else t for t in trees]
-    for tensor in tensors_in(*inside):
-        if not tensor.is_meta:
-            if tensor.is_floating_point():
-                return tensor.device.type
-            first = first or tensor.device.type
-    return first
+    tensors = [tensor for tensor in tensors_in(*inside) if not tensor.is_meta]
+    tensors = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors
+    types = dict.fromkeys(tensor.device.type for tensor in tensors)
+    if len(types) < 2:
+        return next(iter(types), None)
+    return max(types, key=lambda type_: sum(t.numel() for t in tensors if t.device.type == type_))
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,12 @@ def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     hands tensors that were Python numbers to a mode as these numbers, which that op alone does not take.
     """
     if op is _EQUAL:
-        args = [torch.as_tensor(arg, dtype=_WIDE.get(type(arg))) for arg in args]
+        args = [arg if isinstance(arg, torch.Tensor) else _number(arg) for arg in args]
     return op(*args, **kwargs)
+
+
+def _number(value: complex) -> torch.Tensor:
+    return torch.tensor(value, dtype=_WIDE.get(type(value)), device="cpu")
 
 
 def step_out(mode: DispatchMode) -> bool:

@@ -234,7 +234,7 @@ def _casts() -> str | None:
             return func(*args, **(kwargs or {}))
 
     seen: list[object] = []
-    x = torch.zeros(2, 2)
+    x = torch.zeros(2, 2, device="cpu")
     with Mode(), torch.autocast("cpu", torch.bfloat16):
         torch.mm(x, x)
     from narrowcast.runtime.torch_surface.dispatch import TO_COPY
@@ -261,7 +261,7 @@ def _regions_in_graphs() -> str | None:
         with torch.autocast("cpu", torch.bfloat16):
             return torch.mm(x, x)
 
-    targets = [node.target for node in make_fx(inside, pre_dispatch=True)(torch.zeros(2, 2)).graph.nodes]
+    targets = [node.target for node in make_fx(inside, pre_dispatch=True)(torch.zeros(2, 2, device="cpu")).graph.nodes]
     gone = [f.__name__ for f in (ENTER_AUTOCAST, EXIT_AUTOCAST) if f not in targets]
     return f"no {gone[0]} in {targets}" if gone else None
 

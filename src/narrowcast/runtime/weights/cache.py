@@ -95,7 +95,7 @@ def _references(weight: weakref.ref[torch.Tensor]) -> int:
 def _unused() -> int:
     """Return the reference count of a weight that only a graph in C++ holds; -1 where torch does not let one tell."""
     with torch.inference_mode(False), torch.enable_grad():
-        weight = torch.ones(1, requires_grad=True)
+        weight = torch.ones(1, device="cpu", requires_grad=True)
         graph = weight.to(torch.bfloat16)
         reference = weakref.ref(weight)
         used = _references(reference)

@@ -114,7 +114,7 @@ class Exact:
         if not known and not any(t.dtype in LOW for t in tensors):
             return None
         with quietly():
-            value = _ExactValue(None, (), torch.float32, torch.empty(0), site(), of_gradients=steps)
+            value = _ExactValue(None, (), torch.float32, torch.empty(0, device="cpu"), site(), of_gradients=steps)
             sources = [args[1]] if name == "copy" else tensors
             for tensor in sources:
                 self._read(tensor, value)

@@ -25,7 +25,7 @@ class HostNumbers:
         if not isinstance(tensor, torch.Tensor):
             self._values = [tensor]
         elif tensor.device.type in _WITH_EVENTS:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device)
             self._event.record(torch.accelerator.current_stream(tensor.device))
