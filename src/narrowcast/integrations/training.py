@@ -23,7 +23,7 @@ from narrowcast.integrations.resuming import precision_state, take_up
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.sites.python_stack import loop_line, warn_at
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge import FORMATS, device_type_of
 from narrowcast.training.scaler.scaler import Scaler
 
 LedgerTo = Callable[[int, Ledger], None] | str | Path | None
@@ -298,9 +298,9 @@ def find_framework(module: str, package: str, asked: str) -> Any:
 
 def _device_type(model: Any) -> str:
     """Return the device type of the model's parameters; before they are anywhere, the accelerator's."""
-    parameter = next(iter(model.parameters()), None) if model is not None else None
-    if parameter is not None and parameter.device.type != "meta":
-        return str(parameter.device.type)
+    device_type = device_type_of(model) if model is not None else None
+    if device_type is not None:
+        return device_type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
