@@ -25,6 +25,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
+_POLES = ("finite.not_at_zero", "finite.not_below_zero", "growth.with_poles", "growth.steep")
 _NOTHING = 1e-30
 """Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
 
@@ -116,6 +117,11 @@ def is_quotient(call: SeenCall) -> bool:
 def sums_all(call: SeenCall) -> bool:
     """Return whether each element of its arguments goes into a sum, as in products."""
     return _name(call) in named("finite.sums_all")
+
+
+def has_poles(call: SeenCall) -> bool:
+    """Return whether the op is infinite at a finite argument."""
+    return any(_name(call) in named(key) for key in _POLES)
 
 
 def find_culprit(

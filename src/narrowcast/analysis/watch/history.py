@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-from narrowcast.analysis.watch.culprit import unscales
+from narrowcast.analysis.watch.culprit import has_poles, unscales
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
@@ -205,6 +205,13 @@ class PutOff:
         """Whether its format may overflow: the range of fp16 is smaller than that of bf16 and fp32."""
         return "fp16" in self.call.computes
 
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether it may be infinite in every format: a logarithm, a quotient, what fp16 does not compute. A cast that
+        overflows makes masks.
+        """
+        return self.call.is_cast or not self.may_overflow or has_poles(self.call)
+
 
 def judged(
     calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool
@@ -231,7 +238,7 @@ def judged(
         elif put_off.numbers:
             yield put_off, Verdict.MEANT, put_off.numbers
             continue
-        elif is_masked and (put_off.call.is_cast or not put_off.may_overflow):
+        elif is_masked and put_off.may_be_exact:
             yield put_off, Verdict.MEANT, "masked by all who read it"
             continue
         elif is_thrown_away and (put_off.call.is_cast or put_off.may_overflow):
@@ -244,8 +251,8 @@ def judged(
 
 
 def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -> set[int]:
-    """Return the memory of values that are not finite, were read, and in the end led to nothing but finite values, and
-    infinities that were freed unread.
+    """Return the memory of values that are not finite and in the end led to nothing but finite values, and infinities
+    that were freed unread.
     """
     masked: set[int] = set()
     spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
@@ -254,7 +261,9 @@ def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -
         for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
             is_nothing = memory not in spoiled and storage.expired() and not read.has_nan([number])
-            is_through &= read.is_finite(number) or memory in masked or is_nothing
+            if is_nothing and not read.is_finite(number):
+                masked.add(memory)
+            is_through &= read.is_finite(number) or memory in masked
         # a cast without results is one to integers; the result of another call was not used
         for number in put_off.came if put_off.gave or put_off.call.is_cast else ():
             if not read.is_finite(number):
