@@ -16,6 +16,7 @@ class Part:
     target:     `module:function`; the function takes a Context, and `arguments` by name.
     limit_s:    after this many seconds it is killed.
     exact:      bits are compared: kernels that give the same bits in every run are asked for. Not where time counts.
+    timed:      time counts: nothing else runs beside it.
     attempts:   how often it is started in one run, as long as it keeps more with each: a sweep that ends early, or that
                 a device error ends, goes on after what it kept.
     """
@@ -26,4 +27,5 @@ class Part:
     arguments: Mapping[str, object] = field(default_factory=dict)
     limit_s: float = LIMIT_S
     exact: bool = False
+    timed: bool = False
     attempts: int = 1

@@ -1,12 +1,13 @@
 """Conformance and benchmarks on a GPU, in parts that can be resumed. Needs the torch that is there, and no network.
 
     make gpu PYTHON=python3.12 [ARGS="--budget 1500"]
-    python benchmarks/gpu/run.py [--list] [--only PART ...] [--again] [--budget SECONDS] [--table]
+    python benchmarks/gpu/run.py [--list] [--only PART ...] [--again] [--jobs N] [--budget SECONDS] [--table]
 
 Each part runs in a process of its own and is killed after its time limit (480 s). What is finished is kept in
 benchmarks/results/gpu/MACHINE/PART.json and not run again while torch, the device and the sources are the same; so the
-same command goes on where the last one ended, however it ended. The most valuable parts come first. Exit status 1 if
-any check failed, 2 if a package is missing; where there is no GPU one line says so, and the status is 0.
+same command goes on where the last one ended, however it ended. The most valuable parts come first. With --jobs, parts
+that compare bits run side by side, then those that measure time, each alone. Exit status 1 if any check failed, 2 if a
+package is missing; where there is no GPU one line says so, and the status is 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no part after that"
     )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that run side by side")
     parser.add_argument("--limit", type=float, default=None, metavar="SECONDS", help="time limit of each part")
     parser.add_argument("--table", action="store_true", help="write docs/internals/benchmarks.md, run nothing")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to test the parts")
@@ -167,30 +170,39 @@ def _environment(part: Part | None, facts: dict[str, Any]) -> dict[str, str]:
 
 def run_parts(chosen: list[Part], folder: Path, facts: dict[str, Any], options: argparse.Namespace) -> list[Part]:
     """Run what is not finished; the parts that there was no time for."""
-    began = time.monotonic()
-    for number, part in enumerate(chosen):
-        there = known(part, folder, facts, options.small)
-        if there is not None and there["outcome"] in FINISHED and not options.again:
-            print(f"[{number + 1}/{len(chosen)}] {part.name}: {there['outcome']} on {there['date']}, kept")
-            continue
-        limit = options.limit or part.limit_s
-        if time.monotonic() - began >= options.budget:
-            return [p for p in chosen[number:] if not _is_finished(p, folder, facts, options.small)]
-        print(f"[{number + 1}/{len(chosen)}] {part.name}: {part.about} (at most {limit:.0f} s)", flush=True)
-        if options.again or there is None:
-            there = {}
-        for attempt in range(part.attempts):
-            within = time.monotonic() - began < options.budget
-            if attempt and not within:
-                break
-            kept = len(there.get("kept", {}))
-            there = run_part(part, folder, facts, options, limit, there)
-            again = there["outcome"] in (UNFINISHED, KILLED, CRASHED) and len(there.get("kept", {})) > kept
-            if not again:
-                break
-        counts = _counts(there)
-        print(f"    {there['outcome']} in {there['seconds']} s: {counts}{_because(there)}", flush=True)
-    return []
+    end = time.monotonic() + options.budget
+    groups = [chosen] if options.jobs == 1 else [[p for p in chosen if not p.timed], [p for p in chosen if p.timed]]
+    for number, group in enumerate(groups):
+        workers = options.jobs if number == 0 else 1
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(lambda part: _run_if_missing(part, folder, facts, options, end), group):
+                pass
+    return [p for p in chosen if not _is_finished(p, folder, facts, options.small)] if time.monotonic() >= end else []
+
+
+def _run_if_missing(
+    part: Part, folder: Path, facts: dict[str, Any], options: argparse.Namespace, end: float
+) -> None:
+    """One part, as often as its attempts allow while each keeps more; nothing after the end of the budget."""
+    there = known(part, folder, facts, options.small)
+    if there is not None and there["outcome"] in FINISHED and not options.again:
+        print(f"{part.name}: {there['outcome']} on {there['date']}, kept")
+        return
+    if time.monotonic() >= end:
+        return
+    limit = options.limit or part.limit_s
+    print(f"{part.name}: {part.about} (at most {limit:.0f} s)", flush=True)
+    if options.again or there is None:
+        there = {}
+    for attempt in range(part.attempts):
+        if attempt and time.monotonic() >= end:
+            break
+        kept = len(there.get("kept", {}))
+        there = run_part(part, folder, facts, options, limit, there)
+        again = there["outcome"] in (UNFINISHED, KILLED, CRASHED) and len(there.get("kept", {})) > kept
+        if not again:
+            break
+    print(f"{part.name}: {there['outcome']} in {there['seconds']} s: {_counts(there)}{_because(there)}", flush=True)
 
 
 def known(part: Part, folder: Path, facts: dict[str, Any], small: bool) -> dict[str, Any] | None:

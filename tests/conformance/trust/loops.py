@@ -12,6 +12,7 @@ import sequences
 import torch
 import torch.nn.functional as F
 from language import Language, with_loss
+from program import DEVICE
 from torch import Tensor, nn
 
 X, Y = torch.linspace(-1, 1, 256).reshape(16, 16).sin(), torch.arange(16) % 4
@@ -39,10 +40,10 @@ class Trainer:
     def __init__(self, dtype: torch.dtype, model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> None:
         self.dtype, self.model = dtype, model
         self.optimizer = kind([p for p in model.parameters() if p.requires_grad], **({"lr": 1e-3} | options))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, enabled=dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=4096.0, enabled=dtype is torch.float16)
 
     def region(self) -> Any:
-        return torch.autocast("cpu", self.dtype)
+        return torch.autocast(DEVICE, self.dtype)
 
     def step(self, loss: Tensor, clip: float | None = None) -> None:
         self.optimizer.zero_grad()

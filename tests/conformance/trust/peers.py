@@ -21,7 +21,7 @@ import wrong_arguments
 import wrong_kernels
 import wrong_values
 from planting import Between, Layers, Plant, lines_of, placed
-from program import MISSED, PLACE, RIGHT, Said
+from program import DEVICE, MISSED, PLACE, RIGHT, Said
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
@@ -47,7 +47,7 @@ class Program:
         self.lines = lines_of(plant) if plant is not None else set()
 
     def run(self) -> Tensor:
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(DEVICE, self.dtype):
             return self.model(self.x)
 
     def train(self) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+DEVICE = os.environ.get("TRUST_DEVICE", "cpu")
+"""What everything runs on: torch's default device, so that programs which name none run there."""
+if "TRUST_DEVICE" in os.environ:
+    torch.set_default_device(DEVICE)
 
 PROGRAMS: dict[str, Program] = {}
 RIGHT, FALSE_ALARM, MISSED, PLACE, ADVICE = "right", "false alarm", "missed", "wrong place", "wrong advice"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from loops import Loop, Step, moved_by
-from program import Made, Program, tensors_of
+from program import DEVICE, Made, Program, tensors_of
 
 import narrowcast as nc
 from narrowcast.reports.results.verdicts import EXACT, ROUND_OFF
@@ -51,11 +52,13 @@ def made_anew(program: Program) -> Made:
 
 
 def random_state() -> tuple[Any, ...]:
-    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+    own = [state.tolist() for state in torch.cuda.get_rng_state_all()] if DEVICE == "cuda" else []
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist(), own
 
 
 def bits(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    return [(t.dtype, t.shape, t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()) for t in tensors]
+    flat = ((t, t.detach().cpu().contiguous().flatten()) for t in tensors)
+    return [(t.dtype, t.shape, values.view(torch.uint8).numpy().tobytes()) for t, values in flat]
 
 
 def state(made: Made) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def state(made: Made) -> dict[str, Any]:
         "gradients": bits(p.grad for p in parameters if p.grad is not None),
         "inputs": bits(tensors_of(made.args)),
         "versions": [p._version for p in parameters],
-        "modes": [module.training for module in modules] + [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")],
+        "modes": [*(m.training for m in modules), torch.is_grad_enabled(), torch.is_autocast_enabled(DEVICE)],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules],
         "attributes": [sorted(vars(module).keys() - {"_is_torch_compile"}) for module in modules],  # torch marks it
         "random numbers": random_state(),
@@ -92,13 +95,13 @@ def finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def forward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
-    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+    with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=dtype is not None):
         return list(tensors_of(made.model(*made.args)))
 
 
 def backward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
     """With the scale that fp16 needs; a power of two."""
-    with nc.autocast("cpu", dtype):
+    with nc.autocast(DEVICE, dtype):
         loss = made.loss_of(made.model(*made.args))
     (loss * (256.0 if dtype is torch.float16 else 1.0)).backward()
     return [loss.detach()]
@@ -130,11 +133,11 @@ def stepping(subject: Subject, dtype: torch.dtype) -> tuple[Step, Callable[[], d
         return step, lambda: {"weights": bits(moved_by(step)), "random numbers": random_state()}
     made = made_anew(subject)
     optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=dtype is torch.float16)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with nc.autocast("cpu", dtype):
+        with nc.autocast(DEVICE, dtype):
             loss = made.loss_of(made.model(*made.args))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -159,11 +162,11 @@ def course(subject: Subject, dtype: torch.dtype, number: int) -> dict[str, Any]:
 # -- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def watched(run: Run) -> Callable[[Program, torch.dtype], str]:
+def watched(run: Run, **options: Any) -> Callable[[Program, torch.dtype], str]:
     def verb(program: Program, dtype: torch.dtype) -> str:
         before = alone(program, dtype, run)
         made = made_anew(program)
-        with nc.watch() as found:
+        with nc.watch(**options) as found:
             gave = run(made, dtype)
         unchanged(before, {"outputs": bits(gave), **state(made)}, lambda: alone(program, dtype, run))
         return watching(found)
@@ -171,11 +174,11 @@ def watched(run: Run) -> Callable[[Program, torch.dtype], str]:
     return verb
 
 
-def watched_steps(subject: Subject, dtype: torch.dtype) -> str:
+def watched_steps(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
     """The first, planned overflow of a scaler is not told."""
     before = course(subject, dtype, STEPS)
     step, moved = stepping(subject, dtype)
-    with nc.watch() as found:
+    with nc.watch(**options) as found:
         losses = [step() for _ in range(STEPS)]
     unchanged(before, {"losses": bits(tensors_of(losses)), **moved()}, lambda: course(subject, dtype, STEPS))
     return watching(found)
@@ -251,7 +254,7 @@ def against_twin(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 def decoding(made: Made, dtype: torch.dtype, trains: bool) -> str:
     """The whole sequence at once against a prompt and one token at a time."""
-    with torch.no_grad(), nc.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+    with torch.no_grad(), nc.autocast(DEVICE, dtype or torch.bfloat16, enabled=dtype is not None):
         with nc.capture() as whole:
             made.model(*made.args)
         with nc.capture() as by_token:
@@ -287,6 +290,7 @@ FORWARD: dict[str, Verb] = {
     "compare forward": at_rest(compare, forward),
     "diff, fp32": at_rest(against_fp32, backward),
     "watch forward": watched(forward),
+    "watch forward, late": watched(forward, at="step"),
     "explain --run": at_rest(explain, forward),
     "repair, fit": at_rest(repair, forward),
 }
@@ -294,7 +298,10 @@ WITH_TWIN: dict[str, Verb] = {"diff, written otherwise": at_rest(against_twin, f
 WITH_CACHE: dict[str, Verb] = {"diff, decoding": at_rest(decoding, forward)}
 COMPILED: dict[str, Verb] = {"diff, compiled": at_rest(compiled, forward)}
 TO_COMPILE = ("unet_interpolated", "decoder", "encoder_post_norm")
-OF_LOOPS: dict[str, Verb] = {"watch step": watched_steps, "check_training": check_training}
+OF_LOOPS: dict[str, Verb] = {
+    "watch step": watched_steps, "watch late": partial(watched_steps, at="step"), "check_training": check_training,
+}  # fmt: skip
 TRAINING: dict[str, Verb] = {
-    "compare backward": at_rest(compare_backward, backward), "watch backward": watched(backward), **OF_LOOPS,
+    "compare backward": at_rest(compare_backward, backward), "watch backward": watched(backward),
+    "watch backward, late": watched(backward, at="step"), **OF_LOOPS,
 }  # fmt: skip

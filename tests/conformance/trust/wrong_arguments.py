@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from planting import Between, Fault, Places, Plant, lines_of, placed
-from program import DTYPES, MISSED, PLACE, RIGHT, Said
+from program import DEVICE, DTYPES, MISSED, PLACE, RIGHT, Said
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -152,7 +152,7 @@ def compared(pair: Pair) -> Said:
 
     def low(model: nn.Module) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
-            with nc.autocast("cpu", pair.dtype):
+            with nc.autocast(DEVICE, pair.dtype):
                 return model(x)
 
         return run

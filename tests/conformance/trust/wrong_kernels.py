@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from planting import Between, Fault, Plant, lines_of, placed
-from program import ADVICE, DTYPES, PLACE, RIGHT, Said
+from program import ADVICE, DEVICE, DTYPES, PLACE, RIGHT, Said
 from torch import Tensor
 
 import narrowcast as nc
@@ -109,7 +109,7 @@ def judged(op: str, how: str, dtype: torch.dtype) -> Said:
     torch.manual_seed(0)
     model, args = Between(plant), (torch.randn(64, 64),)
     with planted(op, how):
-        found = nc.compare(model, args, under=nc.autocast("cpu", dtype, policy=LOW))
+        found = nc.compare(model, args, under=nc.autocast(DEVICE, dtype, policy=LOW))
         said = placed([(row.file, row.line) for row in found.faults], lines_of(plant), str(found))
         if said.word != RIGHT:
             return said
@@ -117,7 +117,7 @@ def judged(op: str, how: str, dtype: torch.dtype) -> Said:
             return Said(PLACE, f"wanted {name}:\n{found}")
         first = found.faults[0].id
         rule = nc.Rule(first.op, "full", module=first.module_path)
-        again = nc.compare(model, args, under=nc.autocast("cpu", dtype, policy=LOW.with_rules(rule)))
+        again = nc.compare(model, args, under=nc.autocast(DEVICE, dtype, policy=LOW.with_rules(rule)))
         return Said(ADVICE, f"the rule did not help:\n{again}") if again.faults else said
 
 

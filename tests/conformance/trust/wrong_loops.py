@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from planting import Fault, lines_of, placed
-from program import PLACE, RIGHT, Said
+from program import DEVICE, PLACE, RIGHT, Said
 from torch import Tensor, nn
 from wrong_scales import WRONG_SCALES
 
@@ -32,7 +32,7 @@ class Loop:
         self.weights = list(self.net.parameters())
         kind = torch.optim.SGD if self.is_torchs and low is torch.float32 else torch.optim.AdamW
         self.optimizer = kind(self.weights, lr=rate)
-        self.scaler, self.other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1024.0, 64.0))
+        self.scaler, self.other = (torch.amp.GradScaler(DEVICE, init_scale=scale) for scale in (1024.0, 64.0))
         self.x, self.y = torch.randn(8, 16, dtype=low), torch.arange(8) % 4
         self.average = [p.detach().to(BF16) for p in self.weights]
         self.kept = [torch.zeros_like(p, dtype=BF16) for p in self.weights]
@@ -41,7 +41,7 @@ class Loop:
         self.head = nn.Linear(4, 1)
 
     def region(self, dtype: torch.dtype = BF16) -> Any:
-        return torch.autocast("cpu", dtype) if self.is_torchs else nc.autocast("cpu", dtype)
+        return torch.autocast(DEVICE, dtype) if self.is_torchs else nc.autocast(DEVICE, dtype)
 
     def loss(self, dtype: torch.dtype = BF16, x: Any = None, y: Any = None) -> Tensor:
         with self.region(dtype):
@@ -242,7 +242,7 @@ def never_cleared(loop: Loop) -> None:
 
 def two_formats(loop: Loop) -> None:
     policy = nc.Policy("mine").with_rules(nc.Rule("aten.linear", "full"))
-    with nc.autocast("cpu", BF16, policy=policy), torch.autocast("cpu", BF16):  # HERE
+    with nc.autocast(DEVICE, BF16, policy=policy), torch.autocast(DEVICE, BF16):  # HERE
         loss = F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
     loss.backward()
 

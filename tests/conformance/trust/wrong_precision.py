@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from planting import Fault, Layers, Plant, Residual, lines_of
-from program import ADVICE, DTYPES, MISSED, PLACE, RIGHT, Said
+from program import ADVICE, DEVICE, DTYPES, MISSED, PLACE, RIGHT, Said
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -168,7 +168,7 @@ def error(place: type[Layers], plant: Plant, dtype: torch.dtype, policy: nc.Poli
     model, x = made(place, plant)
     with torch.no_grad():
         expected = model(x).double()
-        with nc.autocast("cpu", dtype, policy=policy):
+        with nc.autocast(DEVICE, dtype, policy=policy):
             found = model(x).double()
     return float((found - expected).norm() / expected.norm()) if bool(found.isfinite().all()) else math.inf
 

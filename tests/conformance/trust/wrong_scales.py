@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from program import DEVICE
 from torch import Tensor, nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -126,7 +127,7 @@ def another_scaler(loop: Any) -> None:
 
 
 def made_anew(loop: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     scaler.scale(loop.loss(FP16)).backward()
     scaler.step(loop.optimizer)
     scaler.update()  # HERE

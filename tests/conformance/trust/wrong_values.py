@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from planting import Fault, Images, Layers, Plant, Residual, Squares, lines_of, placed
-from program import ADVICE, DTYPES, PLACE, RIGHT, Said
+from program import ADVICE, DEVICE, DTYPES, PLACE, RIGHT, Said
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -90,7 +90,7 @@ def run(place: Any, plant: Plant, region: Any) -> tuple[Tensor, nn.Module]:
 
 
 def not_finite(place: Any, plant: Plant, backward: bool, dtype: torch.dtype) -> bool:
-    out, model = run(place, plant, nc.autocast("cpu", dtype))
+    out, model = run(place, plant, nc.autocast(DEVICE, dtype))
     if backward:
         out.float().sum().backward()
     return not all(bool(t.isfinite().all()) for t in (out, *(p.grad for p in model.parameters() if p.grad is not None)))
@@ -101,7 +101,7 @@ def watched(place: Any, plant: Plant, ops: str, backward: bool, dtype: torch.dty
 
     def watch(policy: Any = None) -> Any:
         with nc.watch() as found:
-            out, _ = run(place, plant, nc.autocast("cpu", dtype, policy=policy))
+            out, _ = run(place, plant, nc.autocast(DEVICE, dtype, policy=policy))
             if backward:
                 out.float().sum().backward()
         return found
