@@ -92,11 +92,12 @@ class Context:
 
 
 def told(error: BaseException) -> str:
-    """An error in two lines: what it says, and the last places that it came through."""
+    """An error in two lines: what it says first and last, and the last places that it came through."""
     lines = str(error).strip().splitlines() or [""]
+    lines = [*lines[:2], *lines[2:][-4:]]
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     places = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(error).__name__}: {' '.join(lines[:4])[:600]} ({places})"
+    return f"{type(error).__name__}: {' '.join(lines)[:900]} ({places})"
 
 
 def is_lost(error: BaseException) -> bool:

@@ -45,7 +45,8 @@ PARTS: tuple[Part, ...] = (
              "parts.placement:run", {"model": model, "mode": mode}, timed=True)
         for model, mode in ROWS
     ),
-    Part("overhead", "what a region, an op and a compiled call cost on top of torch's", "parts.overhead:run", timed=True),
+    Part("overhead", "what a region, an op and a compiled call cost on top of torch's", "parts.overhead:run",
+         timed=True),
 )  # fmt: skip
 
 

@@ -180,9 +180,7 @@ def run_parts(chosen: list[Part], folder: Path, facts: dict[str, Any], options: 
     return [p for p in chosen if not _is_finished(p, folder, facts, options.small)] if time.monotonic() >= end else []
 
 
-def _run_if_missing(
-    part: Part, folder: Path, facts: dict[str, Any], options: argparse.Namespace, end: float
-) -> None:
+def _run_if_missing(part: Part, folder: Path, facts: dict[str, Any], options: argparse.Namespace, end: float) -> None:
     """One part, as often as its attempts allow while each keeps more; nothing after the end of the budget."""
     there = known(part, folder, facts, options.small)
     if there is not None and there["outcome"] in FINISHED and not options.again:

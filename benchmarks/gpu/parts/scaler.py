@@ -14,7 +14,7 @@ from functools import partial
 import subjects
 import torch
 from context import Context, Skip
-from same import CUSTOM, copies, mirror, quiet_dynamo
+from same import CUSTOM, copies, mirror, quiet_dynamo, torchs_graphs_differ
 from torch import nn
 
 import narrowcast as nc
@@ -107,6 +107,8 @@ def _compare(context: Context, label: str, model: nn.Module, args: tuple, optimi
             wrong = _differences(against, found)
             if wrong and _differences(expected, _train(model, args, native, optimizer, device)):
                 raise Skip("native does not give its own bits twice")
+            if wrong and "compiled" in name and (why := torchs_graphs_differ(model, args)):
+                raise Skip(why)
             context.check(f"{label}: {name}", wrong)
             if context.is_cuda and against is expected and "compiled" not in name:
                 more = found.waits - expected.waits

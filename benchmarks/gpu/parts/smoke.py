@@ -19,6 +19,7 @@ from same import (
     quiet_dynamo,
     raised,
     run_in,
+    torchs_graphs_differ,
     values_of,
 )
 from torch import nn
@@ -83,14 +84,7 @@ def _eager(context: Context, label: str, model: nn.Module, args: tuple, low: tor
 
 def _graphs(context: Context, label: str, model: nn.Module, args: tuple, low: torch.dtype) -> None:
     """Compiled and exported as eager, without code generation: there equal bits are promised."""
-
-    def torch_differs() -> str:
-        torch._dynamo.reset()
-        plain, own = copies(model), copies(model)
-        compiled = torch.compile(own, backend="aot_eager")
-        wrong = differences(values_of(plain, lambda: plain(*args)), values_of(own, lambda: compiled(*args)))
-        return "in fp32 torch's own aot_eager differs from eager, too" if wrong else ""
-
+    torch_differs = partial(torchs_graphs_differ, model, args)
     for name, policy in (("native", None), ("custom", CUSTOM), ("safe", "safe")):
         eager = partial(_ours, context, model, args, low, policy)
 
@@ -130,7 +124,7 @@ def _recorded(context: Context, name: str, model: nn.Module, args: tuple) -> Non
         context.check(f"{name}: recorded", "; ".join([*wrong[:3], *map(str, unseen[:3])]))
         context.data.setdefault("casts", {})[name] = len(seen)
     with context.attempt(f"{name}: explained"):
-        found = nc.explain(copies(model), args, under=nc.autocast("cpu", low, policy=CUSTOM))
+        found = nc.explain(copies(model), args, under=nc.autocast(context.device, low, policy=CUSTOM))
         told, real = Counter(map(_kind, found.ledger.casts)), Counter(map(_kind, seen))
         more = [f"{how} {k} {n}" for how, gap in (("only explained", told - real), ("only seen", real - told))
                 for k, n in gap.items()]  # fmt: skip
@@ -172,10 +166,15 @@ def _scripts(context: Context, name: str, model: nn.Module, args: tuple) -> None
 
 
 def _scripts_differ(model: nn.Module, args: tuple) -> str:
-    plain, own = copies(model), copies(model)
-    scripted = torch.jit.script(own)
-    wrong = differences(values_of(plain, lambda: plain(*args)), values_of(own, lambda: scripted(*args)))
-    return "in fp32 torch's own script differs from eager, too" if wrong else ""
+    """In fp32, or with low weights and inputs."""
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, own = copies(model).to(dtype), copies(model).to(dtype)
+        inputs = tuple(a.to(dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+        scripted = torch.jit.script(own)
+        wrong = differences(values_of(plain, lambda: plain(*inputs)), values_of(own, lambda: scripted(*inputs)))  # noqa: B023
+        if wrong:
+            return f"in {dtype} torch's own script differs from eager, too ({wrong[0]})"
+    return ""
 
 
 def _inductor(context: Context, scale: str) -> None:

@@ -75,5 +75,3 @@ def _said(corpus: Any, trial: Any) -> Any:
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-

@@ -86,8 +86,15 @@ def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
     if size is None:
         return None
     terms = bounds.terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
-    factor = bounds.accumulated(terms)
+    low = _rounding_in_between(inputs, results)
+    factor = bounds.gamma(terms, low) if low else bounds.accumulated(terms)
     return [s * factor for s in size[: len(results)]]
+
+
+def _rounding_in_between(inputs: Inputs, results: Samples) -> float:
+    """Return half a unit of the format that a kernel on an accelerator rounds to in between; 0 where it does not."""
+    is_so = not results[0].is_cpu and bounds.rounds_on_accelerators(inputs.facts.id)
+    return bounds.unit(FORMATS[results[0].dtype]) if is_so else 0.0
 
 
 def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
@@ -151,6 +158,12 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         off = [_distance(run[n], y64) for run in others if run is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
         slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
+    if "_softmax_backward_data" in inputs.facts.id and (low_product := _rounding_in_between(inputs, results)):
+        grad, output = (inputs.given(name).detach().double() for name in ("grad_output", "output"))
+        size = (grad * output).abs()
+        slack[0] += low_product * (size + output * size.sum(inputs.args[2], keepdim=True))
+    if "native_group_norm" in inputs.facts.id and (low_mean := _rounding_in_between(inputs, results)):
+        slack[0] += low_mean * _size_by_group(inputs, inputs.run() or [])
     if "layer_norm_backward" in inputs.facts.id:
         _add_sums_of_rows(inputs, results, slack)
     if "batch_norm_backward" in inputs.facts.id and inputs.given("save_mean") is not None:
@@ -197,6 +210,17 @@ def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> No
     slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * held.abs()
 
 
+def _size_by_group(inputs: Inputs, exact: Samples) -> torch.Tensor:
+    """Return the error of a group norm that holds means and deviations in its low format, in units of that format."""
+    y64, mean, scale = exact[:3]
+    weight, bias = (inputs.given(name) for name in ("weight", "bias"))
+    each = (y64.shape[0], y64.shape[1], *[1] * (y64.dim() - 2))
+    subtracted = (mean * scale).abs().repeat_interleave(y64.shape[1] // mean.shape[1], 1).view(each)
+    subtracted = subtracted if weight is None else subtracted * weight.detach().double().abs().view(each[1:])
+    added = 0.0 if bias is None else bias.detach().double().abs().view(each[1:])
+    return 2 * subtracted + 2 * (y64.abs() + added)
+
+
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
     """Return the error of a batch norm that holds means, deviations, or what it computes of them, in its low format."""
     y64, mean, scale = exact[:3]
@@ -221,7 +245,8 @@ def _noise() -> Noise:
 
 def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
     """Return the slack of attention: weights are rounded to the low format, scores have errors as products do."""
-    query, key, mask = (inputs.given(name) for name in ("query", "key", "attn_mask"))
+    query, key, mask, bias = (inputs.given(name) for name in ("query", "key", "attn_mask", "attn_bias"))
+    mask = bias if mask is None else mask
     position = next(slot.position for slot in inputs.facts.slots if slot.name == "value")
     if position >= len(inputs.args) or not query.numel() or not key.numel():
         return None

@@ -50,7 +50,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         `step`, read once where an optimizer steps and where the block ends, without that proof; `auto`, op on the cpu.
     stop: raise NotFiniteError at the first finding. callback: called with each finding.
     every: with optimizers that step in the block: inspect gradients every N steps (`w.history`), and report trends: a
-        share of underflow above `underflow`, or a growth of `growth` times since the first inspection.
+        share of underflow above `underflow`, or a growth of `growth` times since the first two inspections.
     log: a file to which a JSON line is added for each finding and each inspection of gradients.
     """
 
@@ -181,6 +181,8 @@ _SMALL = 256
 """Gradients may underflow if their root mean square is below this many of the smallest numbers: few do above."""
 _LOOKS = 3
 """How many inspections in a row must show a trend of a parameter."""
+_EARLY = 2
+"""With how many of the first inspections growth is compared."""
 
 
 class Trends:
@@ -188,12 +190,14 @@ class Trends:
 
     underflow: a trend is a share of zeros above it, for a parameter whose gradients had fewer in the first inspection,
     and are so small that some may underflow in the formats of the backward. growth: or this many times the largest
-    magnitude of the first inspection. Of a sharded gradient this rank's part is inspected.
+    magnitude of the first two inspections: the gradient of the very first step may be zero but for errors, as of a
+    norm's input where its weights are all alike. Of a sharded gradient this rank's part is inspected.
     """
 
     def __init__(self, every: int, underflow: float, growth: float) -> None:
         self._every, self._underflow, self._growth = every, underflow, growth
-        self._first: dict[str, tuple[float, float, float]] = {}
+        self._first: dict[str, tuple[float, float]] = {}
+        self._early: dict[str, list[float]] = {}
         self._often: dict[tuple[str, str], int] = {}
 
     def look(
@@ -212,14 +216,17 @@ class Trends:
         for number, ((parameter, _), (largest, rms, zeros)) in enumerate(zip(known, figures, strict=True)):
             name = names.get(id(parameter), f"parameter {number}")
             rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
-            first_largest, first_rms, first_zeros = self._first.setdefault(name, (largest, rms, zeros))
+            first_rms, first_zeros = self._first.setdefault(name, (rms, zeros))
+            early = self._early.setdefault(name, [])
+            if len(early) < _EARLY:
+                early.append(largest)
             is_small = (rms or first_rms) < small
             if self._shows(name, "underflow", is_small and zeros > self._underflow > first_zeros):
                 sentence = f"{zeros:.0%} of the gradient of {name} are zero; {first_zeros:.0%} were at the first look"
                 advice = "Scale the loss (GradScaler), or compute the gradients of these layers in bf16 or fp32."
                 findings.append(_trend(name, "underflow", sentence, advice, step))
-            if self._shows(name, "growth", 0 < first_largest * self._growth < largest):
-                sentence = f"the largest gradient of {name} is {largest:.3g}, {first_largest:.3g} at the first look"
+            if self._shows(name, "growth", 0 < max(early) * self._growth < largest):
+                sentence = f"the largest gradient of {name} is {largest:.3g}, {max(early):.3g} in its first steps"
                 findings.append(_trend(name, "growth", sentence, "Lower the learning rate, or clip gradients.", step))
         return {"step": step, "gradients": rows}, findings
 

@@ -105,6 +105,11 @@ def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
     return u * (2 * logarithm + 4 if "logsumexp" in name else logarithm)
 
 
+def rounds_on_accelerators(op: str) -> bool:
+    """Return whether an op's kernel on an accelerator, unlike the one on the cpu, rounds in between."""
+    return op_kind(op).name in named("bound.on_accelerators")
+
+
 def rounds_means(op: str, others: Sequence[Format]) -> bool:
     """Return whether a norm subtracts a mean that it holds in a low format, as its other results are."""
     is_one = op_kind(op).name in named("bound.rounds_means")

@@ -134,7 +134,9 @@ def _pinv(matrix: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = N
         right, values, vectors = torch.linalg.svd(matrix, full_matrices=False)
         sizes, largest, left = values, values.narrow(-1, 0, 1), vectors.mH
     tolerance = torch.max(atol.unsqueeze(-1), rtol.unsqueeze(-1) * largest)
-    inverted = torch.where(sizes > tolerance, values.reciprocal(), torch.zeros((), dtype=values.dtype, device=values.device)).to(matrix.dtype)
+    inverted = torch.where(
+        sizes > tolerance, values.reciprocal(), torch.zeros((), dtype=values.dtype, device=values.device)
+    ).to(matrix.dtype)
     return torch.matmul(left * inverted.unsqueeze(-2), right.mH)
 
 

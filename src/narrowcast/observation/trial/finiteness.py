@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops import named
+from narrowcast.core.ops import ATTENTION, named, op_kind
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
@@ -25,8 +25,11 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 
 def inputs_of(call: SeenCall) -> Named:
-    """Return the floating arguments of a call by name; of those that it writes to, the copies that `before` kept."""
-    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+    """Return the floating arguments of a call by name; of those that it writes to, the copies that `before` kept. What
+    attention kept for its backward is left out, as in its results.
+    """
+    named_tensors = tensors_by_name(call.facts, call.args, call.kwargs)
+    return [(name, t) for name, t in named_tensors if is_floating(t) and name != "logsumexp"]
 
 
 def came_in(call: SeenCall) -> list[torch.Tensor]:
@@ -66,10 +69,14 @@ def parts_inside(call: SeenCall) -> Named:
 
 
 def gave(call: SeenCall) -> list[torch.Tensor]:
-    """Return the floating tensors that a call returned, or wrote to."""
+    """Return the floating tensors that a call returned, or wrote to. Of attention the output alone: the logarithms that
+    it keeps for its backward are infinite for rows that see nothing, and for padding.
+    """
     if gives_memory(call):
         return []
     results = [t for t in call.results if is_floating(t)]
+    if op_kind(call.facts.id).family == ATTENTION:
+        return results[:1]
     if not call.facts.overwrites:
         return results
     there = {id(t) for t in results}
@@ -194,7 +201,9 @@ def _total(tensor: torch.Tensor) -> float | torch.Tensor:
     if not x.is_cpu:
         return total.float()
     value: float = total.item()
-    return value if math.isfinite(value) or not bool(torch.isfinite(x).all()) else 0.0
+    if math.isfinite(value):
+        return value
+    return 0.0 if bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all()) else value  # 2.11: not of fp8
 
 
 def largest_of(tensors: Iterable[torch.Tensor]) -> float:

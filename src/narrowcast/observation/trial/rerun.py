@@ -90,7 +90,7 @@ def run_wide(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, change: Change | None = None
 ) -> list[torch.Tensor] | None:
     """Return the results of an op with every floating tensor in one dtype; None if it has no such kernel. change: what
-    is done to each tensor then.
+    is done to each tensor then. Of attention on an accelerator, whose kernels have no wide formats, the output alone.
     """
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,10 +101,29 @@ def run_wide(
     args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
     kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
     try:
-        given = facts.op(*args, **kwargs)
+        given = _attention(facts, args, kwargs) if facts.id in _LOW_ATTENTION else facts.op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
         return None
     return tensors_in(args[0] if given is None else given)  # lists that are written to are not given back
+
+
+_LOW_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+)  # fmt: skip
+
+
+def _attention(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what attention is by definition, of the arguments of one of its kernels."""
+    schema = facts.op._schema.arguments
+    given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(
+        query, key, value, given.get("attn_bias"), given["dropout_p"], given["is_causal"], scale=given["scale"],
+        enable_gqa=query.shape[-3] != key.shape[-3],
+    )[0]  # fmt: skip
+    return output
 
 
 def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
