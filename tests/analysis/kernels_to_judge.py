@@ -26,11 +26,11 @@ OF_POSITIVES = (torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log1
 
 @contextmanager
 def kernel(op: str, function: Callable[..., object]) -> Iterator[None]:
-    """An op's cpu kernel replaced."""
+    """An op's kernel replaced, of the cpu or of the device that is the default."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl(op, function, "CPU")
+        library.impl(op, function, torch.get_default_device().type.upper())
     try:
         yield
     finally:

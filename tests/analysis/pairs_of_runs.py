@@ -123,7 +123,9 @@ def like(model: nn.Module, **given: object) -> Decoder:
 
 
 def ids_of(batch: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(1), device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def log_probabilities(run: Run, logits: torch.Tensor, ids: torch.Tensor) -> None:
@@ -135,7 +137,7 @@ def log_probabilities(run: Run, logits: torch.Tensor, ids: torch.Tensor) -> None
 def whole(model: nn.Module, batch: int = 1, dtype: str = "", tokens: bool = False) -> Run:
     """A forward of all tokens."""
     ids = ids_of(batch)
-    with nc.capture() as run, nc.autocast("cpu", dtype or "bf16", enabled=bool(dtype)):
+    with nc.capture() as run, nc.autocast(torch.get_default_device().type, dtype or "bf16", enabled=bool(dtype)):
         logits = model(ids)
     if tokens:
         log_probabilities(run, logits, ids)
@@ -147,7 +149,7 @@ def stepped(model: nn.Module, batch: int = 1, dtype: str = "", tokens: bool = Fa
     """The prompt, then one token after the other."""
     ids = ids_of(batch)
     caches: list[dict] = [{} for _ in model.blocks]
-    with nc.capture() as run, nc.autocast("cpu", dtype or "bf16", enabled=bool(dtype)):
+    with nc.capture() as run, nc.autocast(torch.get_default_device().type, dtype or "bf16", enabled=bool(dtype)):
         found = [model(ids[:, :PROMPT], caches)]
         found += [model(ids[:, n : n + 1], caches, n) for n in range(PROMPT, LENGTH)]
     if tokens:
@@ -337,7 +339,7 @@ def _low(a: nn.Module, b: nn.Module, x: torch.Tensor) -> tuple[Run, Run]:
     runs = []
     for model in (a, b):
         model.zero_grad()  # they may share weights
-        with nc.capture() as run, nc.autocast("cpu", "bf16"):
+        with nc.capture() as run, nc.autocast(torch.get_default_device().type, "bf16"):
             model(x).float().square().mean().backward()
         runs.append(run)
     return runs[0], runs[1]

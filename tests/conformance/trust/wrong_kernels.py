@@ -122,7 +122,9 @@ def judged(op: str, how: str, dtype: torch.dtype) -> Said:
 
 
 def is_faulty(op: str, how: str, dtype: torch.dtype) -> bool:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu").to(
+        torch.get_default_device(), dtype
+    )
     right = OPS[op][1](x)
     with planted(op, how):
         return not torch.equal(OPS[op][1](x), right)

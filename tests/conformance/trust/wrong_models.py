@@ -50,8 +50,8 @@ def plant(module: nn.Module, fault: str) -> None:
     elif fault == "epsilon":
         module.eps = 0.1
     else:
-        more = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(2))
-        module.weight.data += 0.3 * module.weight.std().clamp(min=0.3) * more
+        more = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(2), device="cpu")
+        module.weight.data += 0.3 * module.weight.std().clamp(min=0.3) * more.to(module.weight)
 
 
 @torch.no_grad()

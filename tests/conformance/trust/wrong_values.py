@@ -100,7 +100,7 @@ def watched(place: Any, plant: Plant, ops: str, backward: bool, dtype: torch.dty
     """The call, its line, and its advice: a rule moves the finding on; without one, fp32 has it too."""
 
     def watch(policy: Any = None) -> Any:
-        with nc.watch() as found:
+        with nc.watch(at="op") as found:
             out, _ = run(place, plant, nc.autocast(DEVICE, dtype, policy=policy))
             if backward:
                 out.float().sum().backward()

@@ -23,6 +23,7 @@ from narrowcast.analysis.diff.pieces import (
 )
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ops import named, op_kind
 from narrowcast.core.ops.bounds import rounding
 from narrowcast.core.ops.facts import CONV, GEMM, NORM
 from narrowcast.formats import FORMATS, Format, tf32
@@ -73,7 +74,7 @@ class Values:
 
     def band_of(self, side: int, bundle: Bundle) -> float:
         """Return the rounding bound of one call's result."""
-        return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle.call))])
+        return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle))])
 
     def band_of_inputs(self, pair: Aligned) -> float:
         """Return the rounding bound of inputs of both calls: casts are no pairs."""
@@ -168,7 +169,7 @@ class Values:
         """Return the rounding bound of the results' difference, where nothing cancels."""
         formats: list[str] = []
         for side, bundles in self._both(pair):
-            coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
+            coarse = [_coarsest(_formats_of(side.runs[0], x)) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
         smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # infinity if all 0
         return _band(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
@@ -368,21 +369,21 @@ def _is_number(a: str, b: str) -> bool:
     return float(a) != float(b) and any(mark in text for text in (a, b) for mark in ".en")
 
 
-def _formats_of(run: Run, call: CallRecord) -> list[str]:
-    named = [*call.computes.split(","), *(run.tensors[n].format for _, n in call.outputs)]
-    return [name for name in named if name in FORMATS] or ["fp32"]
+def _formats_of(run: Run, bundle: Bundle) -> list[str]:
+    found = [*bundle.call.computes.split(","), *(run.tensors[n].format for _, n in bundle.call.outputs)]
+    known = [name for name in found if name in FORMATS] or ["fp32"]
+    return [*known, tf32.name] if _allows_tf32(run, bundle) else known
 
 
-def _tf32(run: Run, bundle: Bundle) -> list[str]:
-    """Return `tf32` in a list, where an accelerator may compute products in it."""
+def _allows_tf32(run: Run, bundle: Bundle) -> bool:
+    """Return whether an accelerator may compute a call's products of fp32 in tf32."""
     flags = run.environment.get("flags") or {}
-    if run.environment.get("device_type") != "cuda" or bundle.family not in (GEMM, CONV):
-        return []
+    if run.environment.get("device_type") != "cuda":
+        return False
+    if bundle.family == CONV or op_kind(bundle.id.op).name in named("multiplies.recurrent"):
+        return bool(flags.get("backends.cudnn.allow_tf32"))
     lowers = flags.get("get_float32_matmul_precision", "highest") != "highest"
-    is_on = lowers or flags.get("backends.cuda.matmul.allow_tf32")
-    if bundle.family == CONV:
-        is_on = flags.get("backends.cudnn.allow_tf32")
-    return [tf32.name] if is_on else []
+    return bundle.family == GEMM and bool(lowers or flags.get("backends.cuda.matmul.allow_tf32"))
 
 
 def _coarsest(names: Sequence[str]) -> str:
