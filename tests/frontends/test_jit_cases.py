@@ -353,6 +353,20 @@ CALLERS = {
 }
 
 
+@contextlib.contextmanager
+def opened(device_type, dtype):
+    """A region of torch's, also of a device that is not here, for which torch.autocast opens none."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu")):
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(device_type, before[0])
+            torch.set_autocast_dtype(device_type, before[1])
+
+
 @holds("test_jit_executor_under_autocast")
 def test_a_script_in_callers_regions_of_several_devices():
     """One script in all of them, there and back; outside it has no casts."""
@@ -360,7 +374,7 @@ def test_a_script_in_callers_regions_of_several_devices():
     for name in (*CALLERS, *reversed(CALLERS)):
         with contextlib.ExitStack() as stack:
             for device_type, dtype in CALLERS[name]:
-                stack.enter_context(torch.autocast(device_type, dtype))
+                stack.enter_context(opened(device_type, dtype))
             expected = assert_same(cases.products, scripted, *arguments)
         on_cpu = any(device_type == "cpu" for device_type, _ in CALLERS[name])
         assert set(formats_of(expected)) == {BF16 if on_cpu else FP32}

@@ -74,6 +74,10 @@ class Writer:
         leaves, inner = Leaves(self.graph), cast_inside(program)
         for step in program.casts():
             scope, number = self._scope(step), step.operands[0].value
+            behind = program.steps.get(number)
+            is_second = behind is not None and behind.op == CAST and self._scope(behind).device_type != scope.device_type
+            if behind is not None and is_second:  # of two devices' regions one at most casts it
+                number = behind.operands[0].value
             value = self.read.get(number)
             if value is None or not scope.cached or not self._is_low(step) or step.id in inner:
                 continue
@@ -82,7 +86,7 @@ class Writer:
                 if known.type not in (TENSOR, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
                     continue
             self.weights.add(step.id)
-            if scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
+            if is_second or scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
                 self.searched.add(scope.session)
         for item in self.section.walk():
             if item.node.kind() == "prim::fork":
