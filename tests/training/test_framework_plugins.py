@@ -74,7 +74,8 @@ def stepped(dtype):
 
 @pytest.fixture
 def lightning(monkeypatch):
-    """Both packages' modules; only `lightning` is imported."""
+    """Both packages' modules; only `lightning` is imported. No accelerator is here, whatever the machine has."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     trainers = {"MixedPrecision": stand_ins.MixedPrecision}
     stand_ins.install(
         monkeypatch,

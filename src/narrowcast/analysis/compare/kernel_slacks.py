@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops import bounds
+from narrowcast.core.ops import bounds, op_kind
 from narrowcast.formats import Format, fp32
 from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import is_floating
@@ -73,6 +73,8 @@ _MASKED_OUT = 200.0
 """A mask that adds a value of this size or more makes a weight zero, however it is rounded."""
 _SPLITS = 32
 """An inner dimension is split into at most this many parts."""
+_LEAST_OF_SPLIT = 32
+"""Parts have at least this many terms: what one instruction for products adds up."""
 _BLOCK = 32
 """A block has at least this many rows of scores; what each block adds to a gradient is rounded."""
 _LOST = 1.0
@@ -87,7 +89,7 @@ def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         return None
     terms = bounds.terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
     low = _rounding_in_between(inputs, results)
-    factor = bounds.gamma(terms, low) if low else bounds.accumulated(terms)
+    factor = bounds.gamma(bounds.scanned(terms), low) if low else bounds.accumulated(terms)
     return [s * factor for s in size[: len(results)]]
 
 
@@ -105,8 +107,9 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
     terms = bounds.terms_of(inputs.facts.id, shapes, shapes_of(results))
     # hardware for products has no subnormal numbers
     slack = [s * bounds.accumulated(terms) + terms * fp32.smallest_normal for s in size[: len(results)]]
-    if _splits_sums(results[0]):
-        slack = [f + s * bounds.gamma(_SPLITS, low) for f, s in zip(slack, size, strict=False)]
+    splits = min(_SPLITS, terms // _LEAST_OF_SPLIT)
+    if splits > 1 and _splits_sums(results[0]):
+        slack = [f + s * bounds.gamma(splits, low) for f, s in zip(slack, size, strict=False)]
     is_transposed = ("transposed", "True") in others_as_text(inputs.facts, inputs.args, inputs.kwargs)
     steps = bounds.steps_in_between(inputs.facts.id, shapes, is_transposed) if results[0].is_cpu else 0
     if steps:
@@ -158,16 +161,13 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         off = [_distance(run[n], y64) for run in others if run is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
         slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
-    if "_softmax_backward_data" in inputs.facts.id and (low_product := _rounding_in_between(inputs, results)):
-        grad, output = (inputs.given(name).detach().double() for name in ("grad_output", "output"))
-        size = (grad * output).abs()
-        slack[0] += low_product * (size + output * size.sum(inputs.args[2], keepdim=True))
-    if "native_group_norm" in inputs.facts.id and (low_mean := _rounding_in_between(inputs, results)):
-        slack[0] += low_mean * _size_by_group(inputs, inputs.run() or [])
+    if in_between := _rounding_in_between(inputs, results):
+        slack[0] += in_between * _SIZE_IN_BETWEEN[op_kind(inputs.facts.id).name](inputs)
     if "layer_norm_backward" in inputs.facts.id:
         _add_sums_of_rows(inputs, results, slack)
-    if "batch_norm_backward" in inputs.facts.id and inputs.given("save_mean") is not None:
-        _add_held_projection(inputs, results, slack)
+    if "batch_norm_backward" in inputs.facts.id and results[0].shape == inputs.given("input").shape:
+        held = _held_by_batch_norm(inputs, lambda t, others: t.mean(others, keepdim=True))
+        slack[0] = slack[0] + low * held
     if is_pointwise(inputs.facts.op):
         rounded = inputs.with_rounded_numbers(results[0].dtype)
         numbers = rounded.run() if rounded is not None else None
@@ -195,30 +195,59 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
             slack[n] = slack[n] + factor * size + rows * incoming.smallest
 
 
-def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """Add the rounding of what a batch norm's backward subtracts from an input's gradient: the cpu holds it as low."""
+def _held_by_batch_norm(inputs: Inputs, mean_of: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> torch.Tensor:
+    """Return what a batch norm's backward subtracts from an input's gradient, which the cpu holds in its low format."""
     tensors = [inputs.given(name) for name in ("grad_out", "input", "save_mean", "save_invstd")]
-    if any(t is None or not t.numel() for t in tensors) or results[0].shape != tensors[1].shape:
-        return
+    if any(t is None or not t.numel() for t in tensors):
+        return torch.zeros((), dtype=torch.float64, device=inputs.args[0].device)
     grad, x, mean, scale = (t.detach().double() for t in tensors)
     weight = inputs.given("weight")
     size = (1, -1, *[1] * (x.dim() - 2))
     others = [axis for axis in range(x.dim()) if axis != 1]
     normal = (x - mean.view(size)) * scale.view(size)
-    subtracted = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
-    held = subtracted * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
-    slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * held.abs()
+    subtracted = normal.abs() * mean_of(grad * normal, others).abs() + mean_of(grad, others).abs()
+    factor = scale if weight is None else scale * weight.detach().double().abs()
+    held: torch.Tensor = subtracted * factor.view(size)
+    return held
 
 
-def _size_by_group(inputs: Inputs, exact: Samples) -> torch.Tensor:
-    """Return the error of a group norm that holds means and deviations in its low format, in units of that format."""
-    y64, mean, scale = exact[:3]
+def _size_of_product(inputs: Inputs) -> torch.Tensor:
+    """Return, of softmax, the gradient times the output, and the sum of these products."""
+    grad, output = (inputs.given(name).detach().double() for name in ("grad_output", "output"))
+    size: torch.Tensor = (grad * output).abs()
+    size += output * size.sum(inputs.args[2], keepdim=True)
+    return size
+
+
+def _size_of_square(inputs: Inputs) -> torch.Tensor:
+    """Return, of tanh, the square of the output, its difference from one, and the gradient times that."""
+    grad, output = (inputs.given(name).detach().double() for name in ("grad_output", "output"))
+    size: torch.Tensor = grad.abs() * (output.square() + 2 * (1 - output.square()).abs())
+    return size
+
+
+def _size_of_means(inputs: Inputs) -> torch.Tensor:
+    """Return, of a batch norm's backward, the sums of the gradient, and of the gradient times the normalised input."""
+    return _held_by_batch_norm(inputs, lambda t, others: t.abs().mean(others, keepdim=True))
+
+
+def _size_by_group(inputs: Inputs) -> torch.Tensor:
+    """Return, of a group norm, its means, and what it computes of them."""
+    y64, mean, scale = (inputs.run() or [])[:3]
     weight, bias = (inputs.given(name) for name in ("weight", "bias"))
     each = (y64.shape[0], y64.shape[1], *[1] * (y64.dim() - 2))
     subtracted = (mean * scale).abs().repeat_interleave(y64.shape[1] // mean.shape[1], 1).view(each)
     subtracted = subtracted if weight is None else subtracted * weight.detach().double().abs().view(each[1:])
     added = 0.0 if bias is None else bias.detach().double().abs().view(each[1:])
-    return 2 * subtracted + 2 * (y64.abs() + added)
+    size: torch.Tensor = 2 * subtracted + 2 * (y64.abs() + added)
+    return size
+
+
+_SIZE_IN_BETWEEN: dict[str, Callable[[Inputs], torch.Tensor]] = {
+    "_softmax_backward_data": _size_of_product, "tanh_backward": _size_of_square, "native_group_norm": _size_by_group,
+    "native_batch_norm_backward": _size_of_means,
+}  # fmt: skip
+"""The sizes of what kernels on an accelerator round in between, to the format of their result."""
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:

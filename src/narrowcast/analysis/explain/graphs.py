@@ -57,7 +57,7 @@ def graphs_of(
                     with region:
                         run()
             if compiled and goal.kind == MEMORY and not count_dispatch_modes():
-                held = _held_at_most(*compiled[0], region)
+                held = _held_at_most(*compiled[0], region, trial.device_type)
         finally:
             if front_end == "compile":  # not earlier: Dynamo forgets where graphs break with the rest
                 forget_compiled_code()
@@ -99,7 +99,7 @@ def _through(front_end: str, goal: Goal, backend: str, calls: list[Made]) -> Thr
     return run_compiled if front_end == "compile" else exported
 
 
-def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: Any) -> str:
+def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: Any, device_type: str) -> str:
     """Return what one more call holds at most, with its backward where gradients flow, as a sentence."""
     runs_back = False
 
@@ -112,7 +112,7 @@ def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: A
             torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
 
     try:
-        held = held_at_most(run)
+        held = held_at_most(run, device_type)
     except RuntimeError:  # a model that runs once, or whose results have no backward
         return ""
     directions = "forward and backward" if runs_back else "forward"

@@ -38,6 +38,7 @@ NAMED = 2.0
 """A kernel is named from this many times its bound on."""
 WIDE_FACTOR = 4.0
 """How many times the error of the op in fp32 its low kernel may be off inside, which adds in another order."""
+_SCANNED = 512
 _SURE_TERMS = 4096
 _LUCK = 9.0
 _POLYNOMIAL = 2.0**-20
@@ -103,6 +104,13 @@ def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
         return 0.0
     logarithm = math.log(max((max(shape, default=1) for shape in given), default=1))
     return u * (2 * logarithm + 4 if "logsumexp" in name else logarithm)
+
+
+def scanned(terms: int) -> int:
+    """Return how many additions follow each other in a parallel running sum: up and down a tree in blocks of 512 terms,
+    and one from block to block.
+    """
+    return 2 * min(terms, _SCANNED).bit_length() + terms // _SCANNED
 
 
 def rounds_on_accelerators(op: str) -> bool:

@@ -74,10 +74,9 @@ class Writer:
         leaves, inner = Leaves(self.graph), cast_inside(program)
         for step in program.casts():
             scope, number = self._scope(step), step.operands[0].value
-            behind = program.steps.get(number)
-            is_second = behind is not None and behind.op == CAST and self._scope(behind).device_type != scope.device_type
-            if behind is not None and is_second:  # of two devices' regions one at most casts it
-                number = behind.operands[0].value
+            first = self._first_cast(step)
+            if first is not None:
+                number = first.operands[0].value
             value = self.read.get(number)
             if value is None or not scope.cached or not self._is_low(step) or step.id in inner:
                 continue
@@ -86,11 +85,18 @@ class Writer:
                 if known.type not in (TENSOR, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
                     continue
             self.weights.add(step.id)
-            if is_second or scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
+            if first or scope.open or not (known.weight or (leaves.is_given(value) and not self.kept)):
                 self.searched.add(scope.session)
         for item in self.section.walk():
             if item.node.kind() == "prim::fork":
                 self.searched |= {scope.session for scope in item.scopes.values() if scope.cached}
+
+    def _first_cast(self, step: Step) -> Step | None:
+        """Return the cast by another device's region that comes before a cast: of the two one at most casts."""
+        first = self.program.steps.get(step.operands[0].value)
+        if first is None or first.op != CAST or self._scope(first).device_type == self._scope(step).device_type:
+            return None
+        return first
 
     def write(self, program: Program) -> None:
         """Change the graph."""

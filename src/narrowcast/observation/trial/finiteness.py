@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops import ATTENTION, named, op_kind
+from narrowcast.core.ops import named
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_surface.dispatch import holds_others, op_name, tree_leaves, version_of
 
+_KEPT = ("logsumexp", "log_alpha")
+"""Arguments of a backward that are results which the fact `finite.keep` is about."""
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -26,10 +28,10 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 def inputs_of(call: SeenCall) -> Named:
     """Return the floating arguments of a call by name; of those that it writes to, the copies that `before` kept. What
-    attention kept for its backward is left out, as in its results.
+    a forward kept for this backward is left out where it is left out of the forward's results.
     """
-    named_tensors = tensors_by_name(call.facts, call.args, call.kwargs)
-    return [(name, t) for name, t in named_tensors if is_floating(t) and name != "logsumexp"]
+    given = tensors_by_name(call.facts, call.args, call.kwargs)
+    return [(name, t) for name, t in given if is_floating(t) and name not in _KEPT]
 
 
 def came_in(call: SeenCall) -> list[torch.Tensor]:
@@ -69,13 +71,11 @@ def parts_inside(call: SeenCall) -> Named:
 
 
 def gave(call: SeenCall) -> list[torch.Tensor]:
-    """Return the floating tensors that a call returned, or wrote to. Of attention the output alone: the logarithms that
-    it keeps for its backward are infinite for rows that see nothing, and for padding.
-    """
+    """Return the floating tensors that a call returned, or wrote to, without what is for its backward alone."""
     if gives_memory(call):
         return []
     results = [t for t in call.results if is_floating(t)]
-    if op_kind(call.facts.id).family == ATTENTION:
+    if op_name(call.facts.op) in named("finite.keep"):
         return results[:1]
     if not call.facts.overwrites:
         return results

@@ -12,7 +12,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import gives_memory
 from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import holds_others, tree_map_only
+from narrowcast.runtime.torch_surface.dispatch import attention_by_definition, holds_others, schema_of, tree_map_only
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -115,11 +115,11 @@ _LOW_ATTENTION = (
 
 def _attention(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return what attention is by definition, of the arguments of one of its kernels."""
-    schema = facts.op._schema.arguments
+    schema = schema_of(facts.op).arguments
     given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     query, key, value = given["query"], given["key"], given["value"]
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(
+    output: torch.Tensor = attention_by_definition(
         query, key, value, given.get("attn_bias"), given["dropout_p"], given["is_causal"], scale=given["scale"],
         enable_gqa=query.shape[-3] != key.shape[-3],
     )[0]  # fmt: skip

@@ -135,9 +135,9 @@ def elapsed_ns(run: Callable[[], object], repeats: int = 1) -> float:
 # library takes past torch is not seen.
 
 
-def held_at_most(run: Callable[[], object]) -> int | None:
-    """Return the most bytes that a run holds beyond those before it; None where another profiler is on."""
-    if accelerator_in_use() is not None:
+def held_at_most(run: Callable[[], object], device_type: str = "cpu") -> int | None:
+    """Return the most bytes of a device that a run holds beyond those before it; None where another profiler is on."""
+    if device_type != "cpu":
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()

@@ -48,6 +48,8 @@ TRILINEAR = torch.ops.aten._trilinear.default
 """What torch.bilinear calls; its kernel calls bmm."""
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
+attention_by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
+"""Products, a mask, softmax, in any format: what fused kernels compute."""
 _EQUAL = torch.ops.aten.equal.default
 _WIDE = {float: torch.float64, complex: torch.complex128}
 """The dtypes of tensors that Python numbers become."""
