@@ -10,7 +10,7 @@ from narrowcast.core.ops import FAMILIES, called_by, named, op_kind
 
 FOLDER = Path(narrowcast.__file__).parent
 TABLE = tomllib.loads((FOLDER / "core/ops/facts.toml").read_text(encoding="utf-8"))
-FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key in rows if table != "calls"]
+FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key in rows if not table.startswith("calls")]
 
 
 def packets():
@@ -31,8 +31,12 @@ def test_every_name_is_that_of_an_op(fact):
 def test_what_an_op_calls_is_an_op():
     """Overloads, all of them, of some supported torch; and none that is called represents another in turn."""
     listed = (FOLDER / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8").split()
-    assert TABLE["calls"] and {*TABLE["calls"], *TABLE["calls"].values()} <= set(listed)
-    assert all(called_by(op) == called and called_by(called) is None for op, called in TABLE["calls"].items())
+    for table, device_type in (("calls", "cpu"), ("calls_on_cuda", "cuda")):
+        rows = TABLE[table]
+        assert rows and {*rows, *rows.values()} <= set(listed)
+        for op, called in rows.items():
+            assert called_by(op, device_type) == called and called_by(called, device_type) is None
+    assert called_by("aten.lstm.input") != called_by("aten.lstm.input", "cuda")
 
 
 def test_an_op_has_one_family():

@@ -48,9 +48,9 @@ def named(fact: str) -> frozenset[str]:
     return frozenset(_table()[table][key].split())
 
 
-def called_by(op: str) -> str | None:
+def called_by(op: str, device_type: str = "cpu") -> str | None:
     """Return the op id of the one op that the kernel of this one calls, where policies are asked about that."""
-    return _table()["calls"].get(op)
+    return _table().get(f"calls_on_{device_type}", {}).get(op) or _table()["calls"].get(op)
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from narrowcast.core.ops import called_by
 from narrowcast.frontends.scripts.region_facts import constant
+from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.runtime.torch_bridge import OpFacts, find_registered, op_facts
 from narrowcast.runtime.torch_surface.dispatch import parse_schema
 
@@ -21,12 +23,18 @@ class Source:
     value: Any
 
 
-def decided_as_itself(op: str) -> bool:
+def device_of_regions(scopes: Iterable[Scope]) -> str:
+    """Return the device type whose kernels run in these regions: the cpu, if one of several is for it."""
+    devices = [scope.device_type for scope in scopes if scope.enabled is not False]
+    return devices[0] if devices and "cpu" not in devices else "cpu"
+
+
+def decided_as_itself(op: str, device_type: str) -> bool:
     """Return whether a policy is asked about this op itself, and not about one that it calls."""
-    return called_by(op) is None
+    return called_by(op, device_type) is None
 
 
-def decided_as(node: Any, facts: OpFacts) -> str:
+def decided_as(node: Any, facts: OpFacts, device_type: str) -> str:
     """Return the op about which policies are asked: the one that a composite op, or a traced convolution, calls."""
     name = facts.id.rpartition(".")[0]
     if name == "aten.nll_loss_nd":
@@ -37,7 +45,7 @@ def decided_as(node: Any, facts: OpFacts) -> str:
         return facts.id
     if name in ("aten._convolution", "aten._convolution_mode"):
         return _convolution_called(node, name) or facts.id
-    return called_by(facts.id) or facts.id
+    return called_by(facts.id, device_type) or facts.id
 
 
 def _sums(node: Any) -> bool:

@@ -14,7 +14,7 @@ from narrowcast.core.policy import Policy
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
-from narrowcast.frontends.scripts.calls import decided_as_itself, facts_of
+from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of
 from narrowcast.frontends.scripts.runtime import graph_of
 from narrowcast.frontends.scripts.scopes import Section, policy_of
 from narrowcast.runtime.torch_bridge import find_registered, op_id
@@ -67,12 +67,12 @@ def traced_inside() -> list[str]:
     return [name for name in names if name != "aten::mv"]
 
 
-def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
+def casts_inside(node: Any, policies: Iterable[Policy], device_type: str) -> bool:
     """Return whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
     facts = facts_of(node)
     if facts is None:
         return False
-    calls_one = not decided_as_itself(facts.id) or op_name(facts.op) in named("inside.stands_for_one")
+    calls_one = not decided_as_itself(facts.id, device_type) or op_name(facts.op) in named("inside.stands_for_one")
     if not (calls_one or is_composite(node)):
         return False
     return not any(_is_named(policy, node) for policy in policies)
@@ -89,11 +89,11 @@ def is_composite(node: Any) -> bool:
 def tell_closed(section: Section) -> None:
     """Warn of ops inside which eager autocast casts, and a script does not."""
     for item in section.walk():
-        kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
+        kind, on = item.node.kind(), [scope for scope in item.scopes.values() if scope.enabled is not False]
         overload, _, _ = (item.node.schema() or "").partition("(")
         name = kind.replace("::", ".")
         closed = name.removeprefix("aten.") in named("inside.closed")
-        if on and closed and decided_as_itself(overload.replace("::", ".")):
+        if on and closed and decided_as_itself(overload.replace("::", "."), device_of_regions(on)):
             site = site_in(item.caller, item.node)
             text = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
             text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"

@@ -277,9 +277,10 @@ class ReadScript:
                 Value(-1, OTHER), MODULE_CALL_OP, operands, what, computes=True,
                 region=regions[0] if regions else None, grad_mode=item.grad_mode, site=site, others=regions[1:],
             )  # fmt: skip
+        device_type = calls.device_of_regions(item.scopes.values())
         return Step(
-            Value(-1, OTHER), calls.decided_as(node, facts), operands,
-            "" if calls.decided_as_itself(facts.id) else COMPOSITE, given, facts.computes,
+            Value(-1, OTHER), calls.decided_as(node, facts, device_type), operands,
+            "" if calls.decided_as_itself(facts.id, device_type) else COMPOSITE, given, facts.computes,
             regions[0] if regions else None, item.grad_mode,
             effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:], number=item.number,
         )  # fmt: skip

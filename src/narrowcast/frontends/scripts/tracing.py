@@ -14,6 +14,7 @@ from narrowcast.core.policy import NOWHERE
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import scripted
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
+from narrowcast.frontends.scripts.calls import device_of_regions
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
@@ -137,7 +138,8 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
     _tell_inside(graph)
     scopes = {device: scope for device, scope in scripted.ambient({})[1].items() if device in regions}
     policies = [policy_of(scope) for scope in scopes.values()]
-    inside = [node for node in graph.nodes() if policies and casts_inside(node, policies)]
+    device_type = device_of_regions(scopes.values())
+    inside = [node for node in graph.nodes() if policies and casts_inside(node, policies, device_type)]
     if not inside:
         switch_off(graph, regions)
         return
@@ -161,7 +163,7 @@ def _tell_inside(graph: Any) -> None:
             marks.append(has_cast(node.inputsAt(0)))
         elif node.kind() == "prim::Exit" and region_class(node.inputsAt(0)):
             marks.pop()
-        elif marks and marks[-1] and casts_inside(node, ()):
+        elif marks and marks[-1] and casts_inside(node, (), "cpu"):
             name = node.kind().replace("::", ".")
             text = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
             text += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
