@@ -18,6 +18,7 @@ from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
+from narrowcast.analysis.explain.recurrent import RecurrentLayers
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, GoalName, as_goal
@@ -196,14 +197,17 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     has_meta = any(tensor.is_meta for tensor in trial.weights())
     if not real:
         try:
-            with trial.isolated(fake=True) as run, record() as ledger, region:
+            with (
+                trial.isolated(fake=True) as run,
+                record() as ledger,
+                region,
+                _layers(device_type, stands_in, True) as rnn,
+            ):
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
-                if stands_in and device_type != "cpu" and any(k.op.startswith(_RECURRENT) for k in ledger.calls):
-                    unlike = f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
-                    why = f"{why} {unlike}".lstrip()
+                why = _sentences(why, _unlike(device_type, rnn, ledger))
                 return replace(asked, ledger=ledger, ran_on=where, note=why)
         except Exception as error:
             failed = error
@@ -212,13 +216,13 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     if has_meta:
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    with trial.isolated() as run, record() as ledger, region:
+    with trial.isolated() as run, record() as ledger, region, _layers(device_type, stands_in, False) as rnn:
         try:
             run()
         except Exception as error:
             failed = error
         else:
-            return replace(asked, ledger=ledger, ran_on=itself, note=why)
+            return replace(asked, ledger=ledger, ran_on=itself, note=_sentences(why, _unlike(device_type, rnn, ledger)))
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
         return replace(asked, ledger=ledger, ran_on=itself, note=note)
@@ -245,7 +249,21 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
 
 
 _RECURRENT = "aten.mkldnn_rnn_layer"
-"""The cpu's kernel, which represents others that autocast treats otherwise."""
+"""The cpu's kernel, which a script calls where nothing replaces it."""
+
+
+def _layers(device_type: str, stands_in: bool, is_fake: bool) -> AbstractContextManager[RecurrentLayers | None]:
+    is_other = stands_in and device_type != "cpu"
+    return RecurrentLayers(device_type, is_fake) if is_other else nullcontext()
+
+
+def _unlike(device_type: str, layers: RecurrentLayers | None, ledger: Ledger) -> str:
+    """Return a note if a recurrent layer ran as on the cpu where another device was asked for."""
+    if layers is None or not (layers.unlike or any(k.op.startswith(_RECURRENT) for k in ledger.calls)):
+        return ""
+    return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+
+
 _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
     "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.script makes of it."

@@ -50,6 +50,7 @@ ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 attention_by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
 """Products, a mask, softmax, in any format: what fused kernels compute."""
+cudnn_rnn = torch.ops.aten._cudnn_rnn.default
 _EQUAL = torch.ops.aten.equal.default
 _WIDE = {float: torch.float64, complex: torch.complex128}
 """The dtypes of tensors that Python numbers become."""
