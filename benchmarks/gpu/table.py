@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     parser.add_argument("--into", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    text = section(options.results)
+    text = wrapped(section(options.results))
     if options.print:
         print(text)
         return 0
@@ -41,6 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     options.into.write_text(made, encoding="utf-8")
     print(f"written to {options.into}")
     return 0
+
+
+def wrapped(text: str) -> str:
+    """The text with lines of at most 120 characters; rows of tables stay."""
+    lines = []
+    for line in text.splitlines():
+        further = "  " if line.startswith("- ") else ""
+        is_row = line.startswith("|") or not line
+        lines += [line] if is_row else textwrap.wrap(line, 120, subsequent_indent=further, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def section(folder: Path) -> str:
@@ -87,7 +98,7 @@ def _checks(found: list[Result]) -> str:
                  f"{total['differences']} differences.")  # fmt: skip
     failed = [(r["part"], c) for r in found for c in r.get("checks", []) if c["outcome"] == "failed"]
     if failed:
-        text += "\n\nFailed:\n\n" + "\n".join(f"- {p}, {c['name']}: {_cell(c['detail'])[:160]}" for p, c in failed[:40])
+        text += "\n\nFailed:\n\n" + "\n".join(f"- {p}, {c['name']}: {_cell(c['detail'])[:90]}" for p, c in failed[:40])
     return text
 
 

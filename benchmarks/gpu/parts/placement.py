@@ -64,7 +64,7 @@ def _mib(module: nn.Module) -> float:
 def _made(context: Context, name: str, module: nn.Module, args: tuple, trains: bool) -> Side | None:
     """A side that has run; None, with the reason kept, where it cannot or there is no time."""
     if context.left_s < 90 and not context.small:
-        context.data["failed"][name] = "there was no time to compile it"
+        context.is_unfinished = True
         context.say(f"{name}: no time")
         return None
     before = allocated_mib(context.device)
