@@ -79,7 +79,7 @@ WRONG: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
 }  # fmt: skip
 ADDS = {"adds up in its format, one by one": 1, "adds up in its format, by 8": 8, "adds up in its format, by 32": 32}
 LOW = nc.Policy.native().with_rules(
-    *(nc.Rule(f"aten.{name}", "lower") for name in ("softmax", "layer_norm", "native_layer_norm", "_softmax", *OPS))
+    *(nc.Rule(f"aten.{name}", "lower") for name in dict.fromkeys(["softmax", "layer_norm", *OPS]))
 )  # else they compute in fp32, where the kernel is right
 
 
