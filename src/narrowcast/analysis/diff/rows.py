@@ -61,7 +61,8 @@ class Judging:
             before = max(before, self._largest)
         self._read[pair] = before
         chosen_by = max(self._chosen_by(pair), default=0.0)
-        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(input_difference) else input_difference, chosen_by)
+        unknown = self._largest if inputs and not is_of_a_part else 0.0  # of complex numbers
+        jumped = jump(pair.a[0].id.op, unknown if math.isnan(input_difference) else input_difference, chosen_by)
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)
         before = max(before, jumped)
