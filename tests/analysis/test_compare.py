@@ -33,7 +33,7 @@ def test_outputs_are_compared_by_name():
     """Nested; integers are left out."""
     ref = {"a": torch.ones(2), "b": (torch.ones(2), torch.tensor([1]))}
     rows = output_errors(ref, {"a": torch.ones(2).bfloat16(), "b": (torch.zeros(2), torch.tensor([1]))})
-    assert [(r.name, r.found, r.largest_error) for r in rows] == [("['a']", "bf16", 0.0), ("['b'][0]", "fp32", 1.0)]
+    assert [(r.name, r.found, r.largest_error) for r in rows] == [("a", "bf16", 0.0), ("b[0]", "fp32", 1.0)]
 
 
 def test_peak_memory_counts_what_lives_at_once():

@@ -74,14 +74,52 @@ def test_every_control_can_be_clicked(show):
     assert clicked > 60
 
 
-def test_alike_layers_are_folded_and_open(show):
-    """`encoder.layer.* × 3`; a double click opens the first, Unfold shows each."""
+CONTRASTS = """(() => {
+  const light = (rgb) => rgb.match(/[\\d.]+/g).slice(0, 3).map(Number).map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = {};
+  for (const name of ["fp64", "fp32", "bf16", "fp16", "fp8", "mixed", "other"]) {
+    const part = document.createElement("div");
+    part.className = `part ${name}`;
+    document.body.append(part);
+    const style = getComputedStyle(part), [a, b] = [style.color, style.backgroundColor].map(light).sort((x, y) => y - x);
+    found[name] = (a + 0.05) / (b + 0.05);
+    part.remove();
+  }
+  return found;
+})()"""
+
+
+def test_labels_on_colours_can_be_read(show):
+    """WCAG asks for a contrast of 4.5, in the light and in the dark."""
     page = show(a_ledger())
-    assert [label.split(",")[0] for label in drawn(page, ".fold")] == ["encoder.layer.* × 3"]
+    for clicks in (1, 1):  # light, then dark
+        page.click("#theme", times=clicks)
+        contrasts = page.value(CONTRASTS)
+        assert len(contrasts) == 7 and min(contrasts.values()) >= 4.5, contrasts
+
+
+def test_a_label_that_does_not_fit_is_not_cut(show):
+    """`bf16 23 %` is shown whole or not at all."""
+    page = show(a_ledger(), width=390)
+    cut = """[...document.querySelectorAll('.part span')].filter((s) => {
+      const outer = s.parentElement.getBoundingClientRect(), inner = s.getBoundingClientRect();
+      return inner.top < outer.bottom && (inner.left < outer.left - 0.5 || inner.right > outer.right + 0.5);
+    }).map((s) => s.textContent)"""
+    assert page.value(cut) == []
+
+
+def test_alike_layers_are_folded_and_open(show):
+    """A few layers stand there from the start, many as `encoder.layer.* × 12`; Unfold shows each."""
+    page = show(a_ledger())
+    assert [label.split(",")[0] for label in drawn(page, ".module")] == [f"encoder.layer.{n}" for n in range(3)]
+    page = show(a_ledger(layers=12))
+    assert [label.split(",")[0] for label in drawn(page, ".fold")] == ["encoder.layer.* × 12"]
     page.click(".box.fold .body")
     assert "do the same" in page.value("document.querySelector('.detail').textContent")
     page.click(".detail .actions button:nth-child(2)")
-    assert [label.split(",")[0] for label in drawn(page, ".module")] == [f"encoder.layer.{n}" for n in range(3)]
+    assert [label.split(",")[0] for label in drawn(page, ".module")] == [f"encoder.layer.{n}" for n in range(12)]
     page.click(".box.module .body", times=2)
     assert crumbs(page)[1:] == ["encoder", "layer", "0"]
 

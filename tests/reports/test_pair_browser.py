@@ -251,10 +251,10 @@ def test_one_module_alone_is_shown_searched_and_listed(show):
 
 def test_one_module_alone_of_one_run(show):
     """A fold means all of its modules; rows that are about no module stay, and say so."""
-    page = show(a_ledger())
+    page = show(a_ledger(layers=12))
     focus(page, 0)
     page.press("ArrowDown", "o")
-    assert page.value("document.querySelector('.only').textContent") == "Only encoder.layer.* × 3 ×"
+    assert page.value("document.querySelector('.only').textContent") == "Only encoder.layer.* × 12 ×"
     assert len(drawn(page, 0)) == 1
     page.value("document.querySelector('[data-table=casts]').click()")
     assert SCRIPT not in page.value("document.querySelector('#tables tbody').textContent")

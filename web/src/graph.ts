@@ -26,6 +26,8 @@ export interface Setting extends Pick<Doings, "histogram" | "has" | "more"> {
   keys: Record<string, () => void>;
 }
 
+const FEW = 6, UNFOLDED = 8;
+
 export class GraphView {
   readonly search: Search;
   readonly tools: HTMLElement;
@@ -56,10 +58,13 @@ export class GraphView {
     scope.changed(again);
   }
 
-  // The first module in which there is more than one thing to see.
+  // The first module in which there is more than one thing to see; a few layers, where they are nearly all there is.
   start(): void {
     let at = this.tree.root;
     for (let parts = this.tree.parts(at); at.calls.length === 0 && parts.length === 1; parts = this.tree.parts(at)) at = parts[0]!;
+    const { boxes } = this.tree.view(at, this.unfolded, () => true, 0);
+    const folds = boxes.filter((box) => box.kind === "fold" && box.members.length <= UNFOLDED);
+    if (boxes.length < FEW && !this.setting.marks) for (const fold of folds) this.unfolded.add(fold.key);
     this.open(at.path);
   }
 

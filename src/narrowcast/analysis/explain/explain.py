@@ -16,6 +16,7 @@ import torch
 from narrowcast.analysis.capture.capture import capture
 from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
+from narrowcast.analysis.explain.eager_flow import EagerFlow
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.explain.recurrent import RecurrentLayers
@@ -197,18 +198,15 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     has_meta = any(tensor.is_meta for tensor in trial.weights())
     if not real:
         try:
-            with (
-                trial.isolated(fake=True) as run,
-                record() as ledger,
-                region,
-                _layers(device_type, stands_in, True) as rnn,
-            ):
+            flow = EagerFlow((region.policy,))
+            layers = _layers(device_type, stands_in, True)
+            with trial.isolated(fake=True) as run, record() as ledger, flow.observing(), region, layers as rnn:
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 why = _sentences(why, _unlike(device_type, rnn, ledger))
-                return replace(asked, ledger=ledger, ran_on=where, note=why)
+                return replace(asked, ledger=ledger, flow=flow.flow, ran_on=where, note=why)
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"

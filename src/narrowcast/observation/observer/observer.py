@@ -78,6 +78,8 @@ class Observer(WatchingMode):
     """Those that are to be restored after the run."""
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
+    runs_fakes = False
+    """Whether fake tensors are the run's own; else they are those of code that is being compiled."""
     sees_inside = False
     """Whether `gives` is called for the ops inside of calls that are decided: casts, and what the op is made of."""
 
@@ -161,7 +163,7 @@ class Observer(WatchingMode):
             state.outer.runs_inside(planned_names(call.plan, call.tensors))
         if call.facts.id == MODULE_CALL_OP or state.decided or self._executing.op or state.looking:
             return None
-        if any(isinstance(t, FakeTensor) for _, t in call.tensors):
+        if not self.runs_fakes and any(isinstance(t, FakeTensor) for _, t in call.tensors):
             return None
         return self._seen(call.facts, call.args, call.kwargs, decided=call)
 
@@ -249,7 +251,7 @@ class Observer(WatchingMode):
         """Return whether an op is ignored: a view, a question, what we compute ourselves, what is fake."""
         if (facts.is_view and not self._local.decided) or self._local.looking or facts.id.startswith("prim."):
             return True
-        return bool(types) and any(issubclass(t, FakeTensor) for t in types)
+        return bool(types) and not self.runs_fakes and any(issubclass(t, FakeTensor) for t in types)
 
     def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
         """Return the call of an op that no kernel has decided about, if it is not part of another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -131,7 +132,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
     leaves, _ = tree_flatten_with_path(tree)
-    return [(keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
+    return [(_name_of(path), leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
+
+
+def _name_of(path: Any) -> str:
+    """Return where a tensor stands in an output: `logits`, `hidden[0]`, `output`."""
+    return re.sub(r"\['([A-Za-z_]\w*)'\]", r".\1", keystr(path)).lstrip(".") or "output"
 
 
 def has_nan(tree: Any) -> bool:

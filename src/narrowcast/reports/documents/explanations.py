@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
@@ -32,13 +33,20 @@ VERDICTS = {
 def explanation_document(result: Explanation) -> Document:
     """Return the page of an explanation."""
     ledger, comparison = result.ledger, result.comparison
-    flows = [flow for flow in result.flows() if flow.steps]
+    flows = result.flows()
     graph = flow_graph(flows, ledger) if flows else ledgers.ledger_graph(ledger)
-    if comparison is not None:
-        comparisons.add_errors(graph.nodes, comparison.differences.rows or comparison.worst)
+    listed = graph
+    if flows == [
+        result.flow
+    ]:  # of eager code the tables have conversions of the user's own, too, which are drawn as edges
+        listed = ledgers.ledger_graph(ledger)
+        count_as_recorded(graph, ledger)
     placed = placements.placed_graphs(result.graphs)
-    for _, placement in placed:
-        placements.add_costs(graph.nodes, placement)
+    for nodes in [graph.nodes] if listed is graph else [graph.nodes, listed.nodes]:
+        if comparison is not None:
+            comparisons.add_errors(nodes, comparison.differences.rows or comparison.worst)
+        for _, placement in placed:
+            placements.add_costs(nodes, placement)
     verdict, tone = _verdict(result)
     page = Document("explanation", result.subject, verdict, tone, graph=graph)
     rules = f", {len(result.rules)} rules of its own" if result.rules else ""
@@ -51,9 +59,9 @@ def explanation_document(result: Explanation) -> Document:
     page.figures = [*placements.figures(placed), *_cost_figures(comparison, result.gradients)]
     page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(result.graph_rows())]
     page.figures += comparisons.output_figures(comparison.differences) if comparison is not None else []
-    page.bars = [*placements.bars(placed), *ledgers.format_bars(graph.nodes)]
+    page.bars = [*placements.bars(placed), *ledgers.format_bars(listed.nodes)]
     page.todos = _todos(result)[:3]
-    page.tables = [*_comparison_tables(comparison, graph), *ledgers.ledger_tables(ledger, graph, result.rules)]
+    page.tables = [*_comparison_tables(comparison, listed), *ledgers.ledger_tables(ledger, listed, result.rules)]
     page.tables += _graph_tables(result)
     # Those of the backward are in no ledger: it is written before there is a backward.
     casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
@@ -107,7 +115,7 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         text = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
-        return text, "bad" if ratio > SLOWER or verdict in AT_FAULT else "good"
+        return text, "bad" if verdict in AT_FAULT else "" if ratio > SLOWER else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))
     if chosen:
         return chosen, ""
@@ -119,7 +127,7 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
     if comparison is None:
         return []
     ratio, (low, high) = comparison.time_ratio, comparison.time_quartiles
-    tone = "bad" if ratio > SLOWER else "good" if ratio < 1 else ""
+    tone = "good" if ratio < 1 else ""
     memory = comparison.memory_ratio
     weights = f" + weights {in_bytes(comparison.weight_bytes)}" if comparison.weight_bytes else ""
     peaks = f"{in_bytes(comparison.region_peak_bytes)}{weights}, fp32 {in_bytes(comparison.reference_peak_bytes)}"
@@ -224,6 +232,18 @@ def _graph_tables(result: Explanation) -> list[Table]:
     return [*tables, *placements.tables(placements.placed_graphs(result.graphs))]
 
 
+def count_as_recorded(graph: Graph, ledger: Ledger) -> None:
+    """Give the nodes of eager code the bytes that were recorded, those of ops inside of a call among them."""
+    recorded: Counter[tuple[str, str, str, int]] = Counter()
+    for kind, tally in ledger.calls.items():
+        recorded[kind.module_path, kind.op, kind.file, kind.line] += tally.moved_bytes
+    places = [(node.path, node.op, node.file, node.line) for node in graph.nodes]
+    often = Counter(places)
+    for node, place_of_call in zip(graph.nodes, places, strict=True):
+        node.bytes = recorded[place_of_call] // often[place_of_call] or node.bytes
+
+
+FLOW = "Views and copies are left out; calls of a module that is called several times are one."
 _MAKES = {"dgrad": (("makes", "the gradient of an input"),), "wgrad": (("makes", "the gradient of a weight"),)}
 
 
@@ -249,4 +269,4 @@ def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
         for edge in flow.edges:
             begin = OUTSIDE if edge.start == OUTSIDE else edge.start + first
             edges.append(Edge(begin, edge.end + first, *edge[2:]))
-    return Graph(nodes, edges, flow=True, note="Views and what only names a part of a tuple are left out.")
+    return Graph(nodes, edges, flow=True, note=FLOW)

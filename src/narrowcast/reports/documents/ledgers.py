@@ -72,10 +72,9 @@ def cast_figures(totals: Totals) -> list[Figure]:
     how = ", ".join(f"{getattr(totals, way)} {way}" for way in ways if getattr(totals, way))
     again = f"; {totals.repeated} redundant" if totals.repeated else ""
     share = f"{totals.share_of_casts:.0%} of all bytes moved"
-    tone = "bad" if totals.share_of_casts > 0.2 else ""
     figures = [
         Figure("casts", totals.casts, how + again),
-        Figure("bytes in casts", totals.cast_bytes, share, tone, "bytes"),
+        Figure("bytes in casts", totals.cast_bytes, share, unit="bytes"),
         Figure("calls", totals.calls, f"{in_bytes(totals.op_bytes)} read and written"),
     ]
     refused = [Figure("refusals", totals.refusals, "calls that were not run", "bad")]

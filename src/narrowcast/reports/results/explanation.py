@@ -168,9 +168,9 @@ class Explanation(Result):
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
-    none, unless there is a fault. rules: what each rule of the policy's own matched. failure: what raised;
-    the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for. gradients:
-    whether they were on.
+    none, unless there is a fault. flow: what flows between the calls of eager code, if it ran on fake tensors. rules:
+    what each rule of the policy's own matched. failure: what raised; the explanation is then of what ran before. timed:
+    a run whose calls were timed, if that was asked for. gradients: whether they were on.
     """
 
     WHAT: ClassVar[str] = "an explanation"
@@ -187,6 +187,7 @@ class Explanation(Result):
     comparison: Comparison | None = None
     front_end: str = "eager"
     graphs: tuple[CompiledGraph, ...] = ()
+    flow: GraphFlow | None = None
     differences: tuple[DecisionDifference, ...] = ()
     rules: tuple[RuleRow, ...] = ()
     failure: Failure | None = None
@@ -198,8 +199,9 @@ class Explanation(Result):
         return [graph.row for graph in self.graphs if graph.row is not None]
 
     def flows(self) -> list[GraphFlow]:
-        """Return what flows between the calls of each captured graph."""
-        return [graph.flow for graph in self.graphs]
+        """Return what flows between the calls of each captured graph, or of eager code on fake tensors."""
+        captured = [graph.flow for graph in self.graphs if graph.flow.steps]
+        return captured or ([self.flow] if self.flow is not None and self.flow.steps else [])
 
     def op_rows(self) -> list[OpRow]:
         """Return every op with its formats and why, most bytes first."""
@@ -268,7 +270,8 @@ class Explanation(Result):
         data |= {"ops": to_data(self.op_rows()), "modules": to_data(self.module_rows())}
         data |= {"repeated_casts": to_data(self.repeats()), "graphs": to_data(self.graph_rows())}
         data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
-        data["flows"] = to_data(self.flows())
+        data["flows"] = to_data([graph.flow for graph in self.graphs])
+        data["flow"] = to_data(self.flow)
         data["comparison"] = self.comparison.data() if self.comparison else None
         return {**data, "ledger": self.ledger.data()}
 
