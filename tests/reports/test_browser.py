@@ -83,7 +83,8 @@ CONTRASTS = """(() => {
     const part = document.createElement("div");
     part.className = `part ${name}`;
     document.body.append(part);
-    const style = getComputedStyle(part), [a, b] = [style.color, style.backgroundColor].map(light).sort((x, y) => y - x);
+    const style = getComputedStyle(part);
+    const [a, b] = [style.color, style.backgroundColor].map(light).sort((x, y) => y - x);
     found[name] = (a + 0.05) / (b + 0.05);
     part.remove();
   }
