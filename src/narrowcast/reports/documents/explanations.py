@@ -36,9 +36,8 @@ def explanation_document(result: Explanation) -> Document:
     flows = result.flows()
     graph = flow_graph(flows, ledger) if flows else ledgers.ledger_graph(ledger)
     listed = graph
-    if flows == [
-        result.flow
-    ]:  # of eager code the tables have conversions of the user's own, too, which are drawn as edges
+    is_eager = flows == [result.flow]
+    if is_eager:  # its tables list conversions of the user's own, too, which are drawn as edges
         listed = ledgers.ledger_graph(ledger)
         count_as_recorded(graph, ledger)
     placed = placements.placed_graphs(result.graphs)
