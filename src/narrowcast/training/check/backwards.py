@@ -24,9 +24,11 @@ from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
+from narrowcast.training.check.unused import Unused
 
 _ADDS = ("add", "add_")
 """The ops by which autograd accumulates gradients."""
+_CLEARS = ("zero_", "_foreach_zero_", "fill_")
 _CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 
 
@@ -79,6 +81,7 @@ class Backwards:
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
         self._unscaled: list[Found] = []  # until the scale of this step proves to be known
+        self._unused = Unused()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -214,6 +217,7 @@ class Backwards:
         leaf = getattr(autograd.current_autograd_node(), "variable", None)
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
+            self._unused.reaches(leaf, self._line)
         if leaf is not None and id(leaf) in self._reaches:
             self._without_scale[id(leaf)] = leaf, self._line, bool(self._power.power)
         elif leaf is not None and self._by is not None:
@@ -261,10 +265,17 @@ class Backwards:
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Note that a call outside of backwards is about to write: it may clear gradients."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
+        if op_name(call.facts.op) in _CLEARS:
+            self._unused.cleared(list(targets), call.site)
         for tensor in targets:
             known = self._gradients.get(tensor)
             if known is not None and (clears or (known.is_used and known.added is None)):
                 self._gradients.drop(tensor)
+
+    def written_by_hand(self, targets: list[torch.Tensor]) -> None:
+        """Note that a user's op writes to tensors: gradients may have been used by weights' own updates."""
+        if any(map(self._powers.is_weight, targets)):
+            self._unused.used()
 
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""
@@ -276,14 +287,20 @@ class Backwards:
 
     def end_of_round(self) -> None:
         """Report, once the step function has returned, weights whose memory is a sum with scaled gradients."""
+        self._unused.end_of_round()
         for power in self._powers.moved_weights():
             self._moved(power.site)
 
     def _moved(self, site: Site) -> None:
         self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
+    def judge(self) -> Found | None:
+        """Return a finding about gradients that nobody uses, in all steps."""
+        return self._unused.judge()
+
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
+        self.found += self._unused.steps(optimizer)
         gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
         gradients = [gradient for gradient in gradients if has_storage(gradient)]
         self._judge_powers(gradients)
@@ -312,6 +329,7 @@ class Backwards:
 
     def stepped(self) -> None:
         """Report a step by gradients that are not finite, if the weights were finite before and are not after it."""
+        self._unused.used()
         with quietly():
             if not all(map(is_finite, self._broken)):
                 what = "gradients are not finite in this step, and neither are the weights after it"
@@ -341,6 +359,7 @@ class Backwards:
         """Note that a scaler updates its scale. is_known: it was known before, and so the losses that it scaled are."""
         updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
         self._updates[storage_key(scale)] = updates + 1, loop_line()
+        self._unused.is_used = True
         if is_known:
             self.found += self._unscaled
         self._unscaled.clear()

@@ -13,7 +13,7 @@ from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
-from narrowcast.training.check.gradients import Found
+from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import written
 
 _NAMES = (
@@ -30,6 +30,8 @@ _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
 """The share of the elements that should change and do not, from which on it is reported. The first steps of an
 optimizer are its largest: where one in a hundred weights loses its update then, most lose theirs later.
 """
+_FEW = 8
+"""Of a loss of up to this many elements nothing is said."""
 _FAR = 0.25
 """The relative distance of a term from an average from which on it has to change that."""
 _HELD = 0.8
@@ -93,7 +95,7 @@ class Exact:
     was rounded away (Kahan's compensation, a copy in fp32) is no loss.
     """
 
-    def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Callable[[], set[int]]) -> None:
+    def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Gradients) -> None:
         self._was_there, self._gradients = was_there, gradients
         self._values: ByStorage[_ExactValue] = ByStorage()
         self._left: ByStorage[_ExactValue] = ByStorage()  # by the step before
@@ -160,7 +162,7 @@ class Exact:
         losses = []
         with quietly():
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
-            states = {dispatch.storage_key(t) for t in held} | self._gradients()
+            states = {dispatch.storage_key(t) for t in held} | self._gradients.lie_in()
             values = [(v, now) for v in self._values.living() if (now := v.now()) is not None]
             others = [t.float() for t in held] + [now for _, now in values]
             for value, now in values:
@@ -175,7 +177,7 @@ class Exact:
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
         value, key = self._values.get(tensor), dispatch.storage_key(tensor)
-        is_gradient = key in self._gradients()
+        is_gradient = self._gradients.is_one(tensor)
         into.of_gradients |= is_gradient
         if value is not None:
             into.reads |= value.reads
@@ -271,7 +273,8 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype).",
                 broken.site,
             ))  # fmt: skip
-        if stay <= wanted * (_LOST_OF_WEIGHTS if most.is_weight else _LOST_OF_AVERAGES):
+        least = max(_FEW, wanted * _LOST_OF_WEIGHTS) if most.is_weight else wanted * _LOST_OF_AVERAGES
+        if not stay or (stay <= least and stay < wanted):
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
         what = (

@@ -64,6 +64,7 @@ class Gradients:
     def __init__(self, kept: KeptMemory, powers: Powers) -> None:
         self._kept, self._powers = kept, powers
         self.is_scaled_by_hand = False
+        self._taken: ByStorage[bool] = ByStorage()  # what backwards returned, as to torch.autograd.grad
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with copies of gradients
         self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
@@ -71,9 +72,16 @@ class Gradients:
         self._knows_scale = False
         self.used()
 
-    def backward(self) -> None:
+    def backward(self, results: list[torch.Tensor]) -> None:
         """Note that new gradients are computed."""
         self._known, self._knows_scale = None, False
+        for tensor in results:
+            if not self._kept.was_there(tensor):  # a view of a weight
+                self._taken.put(tensor, True)
+
+    def is_one(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a gradient of a parameter, or one that a backward returned."""
+        return has_storage(tensor) and (storage_key(tensor) in self.lie_in() or self._taken.get(tensor) is not None)
 
     def scale_read(self) -> None:
         """Note that a scale is read: later code may clip at a limit that is scaled, too, or unscale by hand."""

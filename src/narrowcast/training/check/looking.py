@@ -54,7 +54,7 @@ class LoopObserver(Observer):
         self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
         self._backwards = Backwards(self._powers)
-        self._exact = Exact(kept.was_there, self._gradients.lie_in)
+        self._exact = Exact(kept.was_there, self._gradients)
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
         self._underflow = Underflow()
@@ -154,6 +154,8 @@ class LoopObserver(Observer):
             for dtype in LOW:
                 self._casts.pop((dispatch.storage_key(tensor), dtype), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
+        if targets and not (is_backward or self._is_stepping):
+            self._backwards.written_by_hand(targets)
         if is_backward:
             self._backwards.runs()
             self._say(self._reduced.sends(facts, args))
@@ -199,10 +201,10 @@ class LoopObserver(Observer):
     def after(self, call: SeenCall) -> None:
         """Inspect a call that has run: in a region or not, and its results."""
         if call.id.direction == BACKWARD:
-            self._gradients.backward()
+            self._gradients.backward([] if in_hook() else call.results)
             if not in_hook():
                 self._backwards.gave(call.results)
-            if self._fp16 is not None:
+            if self._fp16 is not None or any(t.dtype is torch.float16 for t in call.results):
                 self._underflow.look(call)
         if call.id.direction == FORWARD and not self._is_stepping:
             self._adds_up(call)
@@ -263,9 +265,8 @@ class LoopObserver(Observer):
     def stepped(self) -> None:
         """Inspect the weights after an optimizer's step."""
         self._is_stepping = False
-        if self._fp16 is not None:
-            with dispatch.without_functions():
-                self._backwards.stepped()
+        with dispatch.without_functions():
+            self._backwards.stepped()
 
     def end_of_step(self) -> None:
         """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
@@ -299,7 +300,7 @@ class LoopObserver(Observer):
 
     def _adds_up(self, call: SeenCall) -> None:
         """Report sums of gradients, and outside of models of losses, that a call accumulates in a low format."""
-        dtype = self._sums.of_gradients(call, self._gradients.lie_in)
+        dtype = self._sums.of_gradients(call, self._gradients.is_one)
         if dtype is not None:
             self._backwards.low_sum(dtype, call.site)
         elif not self._depth:
@@ -317,6 +318,7 @@ class LoopObserver(Observer):
             self._say(finding)
         self._say(self.updates.judge(self._kept.has_trained_what_was_there))
         self._say(self._gradients.judge())
+        self._say(self._backwards.judge())
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
         if self._fp16 is not None and not scaled:
             op, site = self._fp16

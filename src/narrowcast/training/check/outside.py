@@ -36,6 +36,7 @@ class OutsideRegions:
     def __init__(self) -> None:
         self.inside = 0
         self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
+        self._off: list[tuple[str, Site]] = []  # in training, in a region that is off, or for another device
         self._evaluated: dict[int, _Evaluated] = {}
         self._evaluation: _Evaluated | None = None
         self._intentional: ByStorage[bool] = ByStorage()
@@ -63,9 +64,13 @@ class OutsideRegions:
     def ran_outside(self, call: SeenCall) -> None:
         """Record a call that no region decided about, if one would lower it."""
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
-        if not floats or any(t.dtype is not torch.float32 for t in floats) or in_region():
+        if not floats or any(t.dtype is not torch.float32 for t in floats):
             return
         if listed_kinds(floats[0].device.type).get(dispatch.op_name(call.facts.op)) is not Kind.LOWER:
+            return
+        if in_region():
+            if self._evaluation is None and call.notes.get("trains"):
+                self._off.append((call.id.op, call.site))
             return
         if any(self._intentional.get(t) for t in floats):
             return
@@ -115,6 +120,14 @@ class OutsideRegions:
             ) if self.inside else (
                 "no region", f"{len(outside)} calls run in fp32, the first of them {op}, and none in a region",
                 "Open nc.autocast(device, dtype) around the forward and the loss.", site,
+            ))  # fmt: skip
+        elif self._off and not self.inside:
+            op, site = self._off[0]
+            findings.append((
+                "no region",
+                f"all {len(self._off)} calls that a region would lower, the first of them {op}, run in fp32: the "
+                "region around them is switched off, or is for another type of device than their tensors are on",
+                "Open it for the device of the model: nc.autocast(device, dtype), without enabled=False.", site,
             ))  # fmt: skip
         evaluated = self._unlike_training(trained)
         if evaluated:

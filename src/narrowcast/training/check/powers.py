@@ -149,7 +149,8 @@ class Powers:
         if not is_scaled:
             does = [power.does for power in known]
             limited = known[does.index(LIMITS)] if LIMITS in does else asks if {*does} <= {ASKS} else None
-            return [limited or self._unscaled(facts, args, kwargs, may_know and 0 in numbers)]
+            divided = next((p for p in known if p.of_gradients and p.power == 0 and p.site is not NOWHERE), None)
+            return [limited or divided or self._unscaled(facts, args, kwargs, may_know and 0 in numbers)]
         if self._asks_alone(facts, args, kwargs, known):
             return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1

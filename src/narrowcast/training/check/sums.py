@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 
+_PARTS = ("_to_copy", "mul", "div")
+"""What they give of a gradient is added up as that is."""
 _TERMS = 3
 """How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
 
@@ -40,14 +43,14 @@ class Sums:
         """Count a step."""
         self._step += 1
 
-    def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
-        """Return the low format of a sum to which a call adds a gradient again; None for other calls."""
-        if call.facts.op is dispatch.TO_COPY:
-            if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
+    def of_gradients(self, call: SeenCall, is_gradient: Callable[[torch.Tensor], bool]) -> torch.dtype | None:
+        """Return the low format of a sum to which a call adds a gradient again, or a part of it; None for others."""
+        if dispatch.op_name(call.facts.op) in _PARTS:
+            if self._is_gradient(call.args[0], is_gradient) and has_storage(call.result):
                 self._casts.put(call.result, True)
             return None
         for total, term, result in _additions(call):
-            is_sum = self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
+            is_sum = self._is_gradient(term, is_gradient) and not self._is_gradient(total, is_gradient)
             if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
                 return result.dtype
         return None
@@ -80,10 +83,9 @@ class Sums:
                 return _low_sum(call, result)
         return None
 
-    def _is_gradient(self, tensor: torch.Tensor, gradients: Callable[[], set[int]]) -> bool:
-        return has_storage(tensor) and (
-            dispatch.storage_key(tensor) in gradients() or self._casts.get(tensor) is not None
-        )
+    def _is_gradient(self, tensor: Any, is_gradient: Callable[[torch.Tensor], bool]) -> bool:
+        is_tensor = isinstance(tensor, torch.Tensor) and has_storage(tensor)
+        return is_tensor and (is_gradient(tensor) or self._casts.get(tensor) is not None)
 
     def _again(
         self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False

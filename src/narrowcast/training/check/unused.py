@@ -1,0 +1,90 @@
+"""Inspects gradients that backwards compute and no optimizer uses: cleared before its step, or never finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.finiteness import is_finite, is_floating
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.torch_bridge import values_of
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.check.gradients import Found
+
+_TWICE = 2
+"""How many steps show that none is ever taken: a function may make one of several micro-batches."""
+
+
+class Unused:
+    """Gradients since the last step of an optimizer. is_used: one has stepped since the round began, or a scale was
+    updated.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._fresh: dict[int, torch.Tensor] = {}  # leaves that a backward has reached, by identity
+        self._lay: dict[int, int] = {}  # where they lay then
+        self._cleared: dict[int, Site] = {}  # and those whose gradients were filled with a number since
+        self._line = NOWHERE
+        self._rounds = 0
+        self._broken: list[Site] = []  # of rounds in which gradients were not finite, and not used
+
+    def reaches(self, leaf: torch.Tensor, line: Site) -> None:
+        """Note that a backward computes the gradient of a leaf."""
+        self._fresh[id(leaf)], self._lay[id(leaf)], self._line = leaf, storage_key(values_of(leaf)), line
+        self._cleared.pop(id(leaf), None)
+
+    def cleared(self, tensors: list[torch.Tensor], site: Site) -> None:
+        """Note that tensors are filled with a number."""
+        keys = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
+        for number, leaf in self._fresh.items():
+            gradient = None if leaf.grad is None else values_of(leaf.grad)
+            if gradient is not None and has_storage(gradient) and storage_key(gradient) in keys:
+                self._cleared[number] = site
+
+    def steps(self, optimizer: Any) -> list[Found]:
+        """Return a finding if all gradients that an optimizer is about to use were cleared."""
+        self.is_used = True
+        reached = [p for p in optimized_by(optimizer) if id(p) in self._fresh]
+        if any(storage_key(values_of(p)) != self._lay[id(p)] for p in reached):  # moved by hand, through .data
+            return []
+        if not reached or any(p.grad is not None and id(p) not in self._cleared for p in reached):
+            return []
+        return [(
+            "weights that never move",
+            "the gradients of the last backward are cleared before this optimizer steps: it uses zeros, or none",
+            "Clear them before the backward, or after the step: optimizer.zero_grad().",
+            next((self._cleared[id(p)] for p in reached if id(p) in self._cleared), loop_line()),
+        )]  # fmt: skip
+
+    def used(self) -> None:
+        """Forget gradients: an optimizer has stepped, or weights were written to."""
+        self._fresh.clear()
+        self._cleared.clear()
+
+    def end_of_round(self) -> None:
+        """Note whether gradients that nobody used are finite."""
+        self._rounds += 1
+        gradients = [values_of(leaf.grad) for leaf in self._fresh.values() if leaf.grad is not None]
+        with quietly():
+            if not self.is_used and not all(is_finite(g) for g in gradients if has_storage(g) and is_floating(g)):
+                self._broken.append(self._line)
+        self.is_used = False
+
+    def judge(self) -> Found | None:
+        """Return a finding if no step was taken, as gradients were never finite."""
+        if len(self._broken) < max(_TWICE, self._rounds):
+            return None
+        return (
+            "every step is skipped",
+            f"in {self._rounds} steps no optimizer steps, and no scale changes: the gradients of this backward are not "
+            "finite",
+            "Call scaler.update() in each step: it lowers a scale that is too large. If none helps, nc.watch() names "
+            "the first call that gives NaN or infinity.",
+            self._broken[0],
+        )
