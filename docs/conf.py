@@ -69,6 +69,14 @@ def write_definition_lists(app, what, name, obj, options, lines):
     lines[:] = made
 
 
+def leave_decisions_out_of_the_search(app, env):
+    """Who searches for a word looks for what to do, and not for why it became so."""
+    for name in env.found_docs:
+        if name.startswith("decisions/"):
+            env.metadata[name]["nosearch"] = True
+
+
 def setup(app):
     """Sphinx calls this."""
+    app.connect("env-updated", leave_decisions_out_of_the_search)
     app.connect("autodoc-process-docstring", write_definition_lists)
