@@ -12,6 +12,7 @@ version = release = narrowcast.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
@@ -27,6 +28,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 # -- the API, from docstrings --------------------------------------------------------------------------------------
 default_role = "code"  # docstrings write `name`
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
