@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test browser test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu lint docs clean
+.PHONY: demo test browser test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu gpu-on-cpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -103,6 +103,11 @@ bench: .venv/.models
 # run ended: make gpu PYTHON=python3.12 ARGS="--budget 1500"
 gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu/run.py $(ARGS)
+
+# The parts that a GPU would run, in small, on the CPU: they go on working where no GPU is.
+gpu-on-cpu: .venv/.ready
+	$(BIN)/python benchmarks/gpu/run.py --device cpu --small --again --jobs 2 --results build/gpu-on-cpu \
+		--only smoke lists ops-1-of-6 trust-1-of-8 scaler cuda-graphs weights-at-rest
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
