@@ -76,7 +76,7 @@ class Gradients:
         """Note that new gradients are computed."""
         self._known, self._knows_scale = None, False
         for tensor in results:
-            if not self._kept.was_there(tensor):  # a view of a weight
+            if has_storage(tensor) and not self._kept.was_there(tensor):  # as a view of a weight was
                 self._taken.put(tensor, True)
 
     def is_one(self, tensor: torch.Tensor) -> bool:
