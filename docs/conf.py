@@ -2,6 +2,8 @@
 
 import re
 
+from docutils import nodes
+
 import narrowcast
 
 project = "Narrowcast"
@@ -34,8 +36,26 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
-# Types of other packages, and private ones: no page is about them, and no network is asked.
+# Private types, and those of packages that ELSEWHERE does not know: no page is about them.
 nitpick_ignore_regex = [("py:.*", r"(?!narrowcast\.[a-z]+$).*")]
+
+# Where the types of signatures are described. The names are those that a type calls itself; intersphinx would ask the
+# network for the same at each build.
+TORCH, PYTHON = "https://docs.pytorch.org/docs/stable/", "https://docs.python.org/3/library/"
+ELSEWHERE = {
+    "torch.Tensor": TORCH + "tensors.html#torch.Tensor",
+    "torch.device": TORCH + "tensor_attributes.html#torch.device",
+    "torch.dtype": TORCH + "tensor_attributes.html#torch.dtype",
+    "torch.export.exported_program.ExportedProgram": TORCH + "export/api_reference.html#torch.export.ExportedProgram",
+    "torch.jit._script.ScriptModule": TORCH + "generated/torch.jit.ScriptModule.html",
+    "torch.nn.modules.module.Module": TORCH + "generated/torch.nn.Module.html",
+    "torch.optim.optimizer.Optimizer": TORCH + "optim.html#torch.optim.Optimizer",
+    "os.PathLike": PYTHON + "os.html#os.PathLike",
+    "pathlib.Path": PYTHON + "pathlib.html#pathlib.Path",
+} | {
+    f"collections.abc.{name}": PYTHON + f"collections.abc.html#collections.abc.{name}"
+    for name in ("Callable", "Iterable", "Iterator", "Mapping", "Sequence")
+}
 
 # -- how it looks --------------------------------------------------------------------------------------------------
 html_theme = "furo"
@@ -78,7 +98,14 @@ def leave_decisions_out_of_the_search(app, env):
             env.metadata[name]["nosearch"] = True
 
 
+def link_types_of_others(app, env, node, contnode):
+    """A type of torch's, or of Python's, leads to the page that describes it."""
+    address = ELSEWHERE.get(node.get("reftarget"))
+    return nodes.reference("", "", contnode, refuri=address, internal=False) if address else None
+
+
 def setup(app):
     """Sphinx calls this."""
+    app.connect("missing-reference", link_types_of_others)
     app.connect("env-updated", leave_decisions_out_of_the_search)
     app.connect("autodoc-process-docstring", write_definition_lists)
