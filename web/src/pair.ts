@@ -174,7 +174,7 @@ export class PairView {
     const all: Line[] = [...lines];
     this.hand.replaceChildren(
       h("h3", {}, `Mapping: ${counted(lines.length + given.length, "line")}`),
-      h("p", { class: "quiet" }, "The next comparison reads it: ", h("code", {}, `narrowcast compare RUN_A RUN_B --mapping ${FILE}`)),
+      h("p", { class: "quiet" }, "The next comparison reads it: ", h("code", {}, `narrowcast diff RUN_A RUN_B --mapping ${FILE}`)),
       h("ul", { class: "lines" },
         ...all.map((line) => row(lineText(line), () => this.partners.remove([line]), line.modules ? " modules, new " : " calls, new ")),
         ...given.map((line) => row(line, () => this.partners.removeGiven(line), " as given "))),

@@ -65,7 +65,7 @@ class RunMapping:
             return RunMapping.parse(Path(path).read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
             found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
-            advice = "Give a text file; narrowcast compare RUN_A RUN_B --mapping NEW_FILE writes one to start from."
+            advice = "Give a text file; narrowcast diff RUN_A RUN_B --mapping NEW_FILE writes one to start from."
             raise RunError(f"a mapping of runs, {path}", found, where, advice) from None
 
     def __str__(self) -> str:
