@@ -29,6 +29,7 @@ from narrowcast.reports.documents.ledgers import cast_series, format_bars, share
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.words import in_count, in_time
+from narrowcast.reports.render.notebook import colours_of
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.run import TensorFacts
@@ -332,3 +333,17 @@ def test_the_backward_of_a_graph_follows_its_forward():
 def test_numbers_are_said_in_units_that_fit(said, expected):
     """As the figures and the marks of a page have them."""
     assert said == expected
+
+
+def luminance(colour):
+    """Relative luminance after WCAG 2.1 of `#rrggbb`."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16", "e4m3fn"])
+def test_labels_in_notebooks_are_read_on_their_colours(name):
+    """A contrast of at least 4.5, as on the page."""
+    bright, dark = sorted(map(luminance, colours_of(name)), reverse=True)
+    assert (bright + 0.05) / (dark + 0.05) >= 4.5

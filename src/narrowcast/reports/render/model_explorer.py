@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
-from narrowcast.reports.render.notebook import COLOURS, OTHER
+from narrowcast.reports.render.notebook import colours_of
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
 
@@ -59,9 +59,8 @@ def _formats(graph: CompiledGraph) -> dict[str, dict[str, Any]]:
         if step.id not in graph.names or not computes:
             continue
         value = f"{computes} -> {step.value.type}" if step.is_cast else computes
-        results[graph.names[step.id]] = {
-            "value": value, "bgColor": CAST if step.is_cast else COLOURS.get(computes, OTHER), "textColor": "#000000",
-        }  # fmt: skip
+        colour, label = (CAST, "#000000") if step.is_cast else colours_of(computes)
+        results[graph.names[step.id]] = {"value": value, "bgColor": colour, "textColor": label}
     return results
 
 

@@ -11,6 +11,15 @@ from narrowcast.reports.documents.rules import rule_text
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}
 OTHER = "#7a828c"
+DARK_LABELS = {COLOURS["bf16"], OTHER}  # white on these has a contrast of 3 and 4
+
+
+def colours_of(name: str) -> tuple[str, str]:
+    """Return a format's colour, and that of a label on it."""
+    colour = COLOURS.get(name, OTHER)
+    return colour, "#000000" if colour in DARK_LABELS else "#ffffff"
+
+
 FIRST = ("casts", "errors", "findings", "headroom", "differences", "pairs", "ops")
 
 
@@ -37,9 +46,10 @@ def notebook_html(page: Document) -> str:
 def _bar(bar: Bar) -> str:
     whole = sum(amount for _, amount in bar.parts) or 1
     shown = "".join(
-        f'<span style="display:inline-block;background:{COLOURS.get(name, OTHER)};color:#fff;overflow:hidden;'
+        f'<span style="display:inline-block;background:{colour};color:{label};overflow:hidden;'
         f'white-space:nowrap;width:{100 * amount / whole:.2f}%">{escape(name)} {amount / whole:.0%}</span>'
         for name, amount in bar.parts
+        for colour, label in [colours_of(name)]
     )
     return f'<div><small>{escape(bar.title)}</small><div style="max-width:40em;font-size:smaller">{shown}</div></div>'
 
