@@ -6,11 +6,12 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .PHONY: demo test browser test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu gpu-on-cpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
-# examples come without what their packages ask for.
+# examples come without what their packages ask for. Older pips know no dependency groups.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(PIP) pip
 	$(PIP) torch==2.13.0 numpy
-	$(PIP) --editable ".[zoo,dev]"
+	$(PIP) --editable . --group zoo --group dev
 	$(PIP) --no-deps facenet-pytorch scikit-image Resemblyzer auto3d torchani ase
 	touch $@
 

