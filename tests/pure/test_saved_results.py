@@ -86,6 +86,12 @@ def test_the_verdict_is_one_of_a_closed_list_and_todos_are_the_documents(name):
 
 
 @pytest.mark.parametrize("name", RESULTS)
+def test_at_a_prompt_it_is_one_short_line(name):
+    """Where a prompt or a notebook shows its repr."""
+    assert len(repr(RESULTS[name])) < 100 and "\n" not in repr(RESULTS[name])
+
+
+@pytest.mark.parametrize("name", RESULTS)
 def test_a_file_that_lacks_a_field_is_refused(name):
     """With its name; an empty result would be good news."""
     data = json.loads(RESULTS[name].to_json())

@@ -177,7 +177,7 @@ class Remedy:
     lines: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Differences(Result):
     """What `nc.compare` found.
 
@@ -250,9 +250,6 @@ class Differences(Result):
             faults = sum(row.verdict in AT_FAULT for row in rows)
             errors.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
         return sorted(errors, key=lambda module: -module.own)
-
-    def __repr__(self) -> str:
-        return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, with the errors by module."""

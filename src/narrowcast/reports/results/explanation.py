@@ -161,7 +161,7 @@ class Comparison:
         return {"calls": inner.pop("rows"), "worst": to_data(self.worst), **inner, **own}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Result):
     """A run of a model under a policy, explained.
 

@@ -65,7 +65,7 @@ class Finding:
         return f"{self.what} made by {self.id}{at}\n  {self.sentence}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Watching(Result):
     """The result of `nc.watch`.
 
@@ -100,5 +100,3 @@ class Watching(Result):
             return NOT_FINITE
         return TREND if self.findings else NOT_INSPECTED if self.not_inspected else FINITE
 
-    def __repr__(self) -> str:
-        return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"

@@ -48,7 +48,7 @@ class TensorHeadroom:
         return self.overflow * 1e6 + self.underflow
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Headroom(Result):
     """What `run.headroom()` found. rows: by call, argument, format and scale. places: file and line of each call.
 
@@ -97,9 +97,6 @@ class Headroom(Result):
             for (op, path), row in worst.items()
         )
         return Policy(name or f"fits-{low.name}", (rules,) if rules else (), low=low.name)
-
-    def __repr__(self) -> str:
-        return f"<Headroom of {len(self.places)} calls; print shows them>"
 
 
 def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tolerance: float) -> Headroom:

@@ -76,7 +76,7 @@ class Emulated:
     ratio: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Profile(Result):
     """The samples of one device by signature text, and what it can do by op, format and direction.
 

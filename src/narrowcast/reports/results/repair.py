@@ -57,7 +57,7 @@ class RepairStep:
     products: Products = Products()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Repair(Result):
     """The result of `nc.repair`. `policy` is the repaired one, as far as that went.
 
@@ -93,9 +93,6 @@ class Repair(Result):
     def is_clean(self) -> bool:
         """Whether nothing is wrong under the policy that it ends with."""
         return self.verdict in (CLEAN, REPAIRED)
-
-    def __repr__(self) -> str:
-        return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
 
 
 def share_text(share: float) -> str:

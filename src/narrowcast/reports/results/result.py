@@ -78,6 +78,9 @@ class Result(ABC):
     def __str__(self) -> str:
         return self.to_text()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.verdict}; print shows it>"
+
     def to_json(self, indent: int | None = None) -> str:
         """Return JSON text under a schema of its own (docs/reference/run.md)."""
         return json.dumps(self.data(), indent=indent)

@@ -19,7 +19,7 @@ from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 ENDING = ".json.gz"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run(Result):
     """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
 
@@ -105,9 +105,6 @@ class Run(Result):
         bad = self.not_finite()
         has_nan = any(self.tensors[n].nan for call in bad for _, n in call.outputs)
         return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
-
-    def __repr__(self) -> str:
-        return f"<Run: {len(self.calls)} calls, {len(self.not_finite())} of them not finite; print shows it>"
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, numbers with all their digits."""

@@ -121,7 +121,7 @@ class GradientRow:
         return self.difference > self.band
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RunDifferences(Result):
     """What `nc.diff` found.
 
@@ -188,9 +188,6 @@ class RunDifferences(Result):
             return NOT_COMPARED
         moved = any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows)
         return ROUND_OFF if moved or any(row.difference for row in self.gradients) else ALIKE
-
-    def __repr__(self) -> str:
-        return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, the verdict with it."""

@@ -38,7 +38,7 @@ class ScalarWriter(Protocol):
         """Note a number under a name, for a step."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class History(Result):
     """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
 
@@ -60,9 +60,6 @@ class History(Result):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __repr__(self) -> str:
-        return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
 
     @property
     def verdict(self) -> str:

@@ -13,7 +13,7 @@ COST_TIME = ("weights cast again",)
 """Kinds of findings that leave the numbers as they are."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class TrainingCheck(Result):
     """What is wrong with the precision of a training loop.
 
@@ -49,5 +49,3 @@ class TrainingCheck(Result):
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
         return all(finding.kind in COST_TIME for finding in self.findings)
 
-    def __repr__(self) -> str:
-        return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
