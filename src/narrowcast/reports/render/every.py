@@ -161,6 +161,36 @@ def _is_place(column: Column) -> bool:
     return column.kind in ("module", "op") or (column.name == "call" and column.kind == "text")
 
 
+BY_MODULE = "modules"
+FIRST = (
+    "findings",
+    "errors",
+    "differences",
+    "skipped",
+    "tensors",
+    "headroom",
+    "pairs",
+    "casts",
+    "rules",
+    "steps",
+    "faster",
+    "ops",
+)
+"""Tables of which the first that a document has says most."""
+
+
+def telling_table(page: Document) -> Table | None:
+    """Return the table that says most: what a first screen and a notebook show of."""
+    named = {table.name: table for table in reversed(page.tables)}
+    names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
+    return next((named[name] for name in names if name in named), None)
+
+
+def first_rows(table: Table) -> list[list[Any]]:
+    """Return a table's rows in the order in which they are shown where not all are."""
+    return [table.rows[n] for n in table.first] or alike_rows(table)
+
+
 def alike_rows(table: Table) -> list[list[Any]]:
     """Return the rows; those of modules that differ by the number of their layer alone, and are alike otherwise, as
     one, if what they count can be added.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from narrowcast.output.console import in_bytes
 from narrowcast.reports.documents.model import Bar, Document, Table
 from narrowcast.reports.documents.rules import rule_text
+from narrowcast.reports.render.every import cell, first_rows, telling_table
 
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}
@@ -20,7 +20,6 @@ def colours_of(name: str) -> tuple[str, str]:
     return colour, "#000000" if colour in DARK_LABELS else "#ffffff"
 
 
-FIRST = ("casts", "errors", "findings", "headroom", "differences", "pairs", "ops")
 
 
 def notebook_html(page: Document) -> str:
@@ -37,8 +36,8 @@ def notebook_html(page: Document) -> str:
         + "</details>"
         for todo in page.todos
     ]
-    tables = {table.name: table for table in page.tables}
-    parts += [_table(tables[name]) for name in [name for name in FIRST if name in tables][:1]]
+    shown = telling_table(page)
+    parts += [] if shown is None else [_table(shown)]
     parts.append("<p><small><code>to_html()</code> gives the whole page.</small></p>")
     return "".join(parts)
 
@@ -55,16 +54,11 @@ def _bar(bar: Bar) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(column.name)}</th>" for column in table.columns)
-    cells = [[_cell(v, c.kind) for v, c in zip(row, table.columns, strict=True)] for row in table.rows[:ROWS]]
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in cells)
-    more = f"<p>and {len(table.rows) - ROWS} rows more</p>" if len(table.rows) > ROWS else ""
-    return f"<p>{escape(table.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
-
-
-def _cell(value: object, kind: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, (int, float)) and kind == "bytes":
-        return in_bytes(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    """Return its first rows, without columns that are empty in them."""
+    rows = first_rows(table)
+    cells = [[cell(v, c.kind) for v, c in zip(row, table.columns, strict=True)] for row in rows[:ROWS]]
+    known = [n for n in range(len(table.columns)) if any(row[n] for row in cells)]
+    head = "".join(f"<th>{escape(table.columns[n].name)}</th>" for n in known)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(row[n])}</td>' for n in known)}</tr>" for row in cells)
+    more = f"<p>and {len(rows) - ROWS} rows more</p>" if len(rows) > ROWS else ""
+    return f"<p>{escape(table.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"

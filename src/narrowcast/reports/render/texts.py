@@ -8,7 +8,7 @@ from typing import Any
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.render.every import TEXTS, alike_rows, cell, overview_parts, whole_text
+from narrowcast.reports.render.every import TEXTS, cell, first_rows, overview_parts, telling_table, whole_text
 from narrowcast.reports.results.result import Result
 
 LISTED = 25
@@ -24,35 +24,14 @@ def text_of(result: Result, every: bool, width: int | None, lines: int) -> str:
 
 def screen_text(page: Document, width: int, room: int) -> str:
     """Return facts, the verdict, figures, the first rows of the most telling table, and what to do."""
-    named = {table.name: table for table in reversed(page.tables)}
-    names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
-    shown = next((named[name] for name in names if name in named), None)
+    shown = telling_table(page)
     rows = [] if shown is None else [rows_part(shown, width)]
     return first_screen(overview_parts(page, width, rows), None, room, sum(len(t.rows) for t in page.tables))
 
 
-BY_MODULE = "modules"
-FIRST = (
-    "findings",
-    "errors",
-    "differences",
-    "skipped",
-    "tensors",
-    "headroom",
-    "pairs",
-    "casts",
-    "rules",
-    "steps",
-    "faster",
-    "ops",
-)
-"""Tables of which the first that a document has says most."""
-
-
 def rows_part(table: Table, width: int) -> Part:
     """Return the first rows of a table: the call, formats, figures, its line, and below why."""
-    first = [table.rows[n] for n in table.first] or alike_rows(table)
-    lines = [line for row in first[:LISTED] for line in _row(table, row, width)]
+    lines = [line for row in first_rows(table)[:LISTED] for line in _row(table, row, width)]
     return Part(["", table.title, *lines], 3, 2, least=4)
 
 
