@@ -115,12 +115,9 @@ def _table(table: Table, width: int) -> list[str]:
     ]
     columns = list(zip(*cells, strict=True))
     is_long = any(column.kind in ("call", "call_b") for column in table.columns)
-    differ = [n for n, column in enumerate(columns) if len(set(column)) > 1 or (len(cells) == 1 and column[0])]
-    alike = [
-        f"{table.columns[n].name} {column[0]}" for n, column in enumerate(columns) if n not in differ and column[0]
-    ]
+    differ, alike = split_columns(table, cells)
     shown = list(range(len(columns))) if is_long or not differ else differ
-    common = wrapped(f"all: {', '.join(alike)}", width=width) if alike and shown == differ else []
+    common = wrapped(f"all: {alike}", width=width) if alike and shown == differ else []
     widths = [max(map(len, (table.columns[n].name, *columns[n]))) for n in shown]
     over = sum(widths) + 2 * len(shown) - 1 - width
     longest = max(range(len(shown)), key=lambda n: widths[n] * (table.columns[shown[n]].kind == "text"), default=0)
@@ -128,6 +125,14 @@ def _table(table: Table, width: int) -> list[str]:
         widths[longest], over = widths[longest] - over, 0
     rows = _cards(table, cells, shown, width) if is_long or over > 0 else _lines(table, cells, shown, widths)
     return ["", table.title, *common, *rows]
+
+
+def split_columns(table: Table, cells: list[list[str]]) -> tuple[list[int], str]:
+    """Return the columns in which rows differ; and in a line the values of the others, which are equal in all rows."""
+    columns = list(zip(*cells, strict=True))
+    differ = [n for n, column in enumerate(columns) if len(set(column)) > 1 or (len(cells) == 1 and column[0])]
+    alike = [n for n, column in enumerate(columns) if n not in differ and column[0]]
+    return differ, ", ".join(f"{table.columns[n].name} {columns[n][0]}" for n in alike)
 
 
 def _lines(table: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:

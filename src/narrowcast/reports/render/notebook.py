@@ -6,7 +6,7 @@ from html import escape
 
 from narrowcast.reports.documents.model import Bar, Document, Table
 from narrowcast.reports.documents.rules import rule_text
-from narrowcast.reports.render.every import cell, first_rows, telling_table
+from narrowcast.reports.render.every import cell, first_rows, split_columns, telling_table
 
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}
@@ -18,8 +18,6 @@ def colours_of(name: str) -> tuple[str, str]:
     """Return a format's colour, and that of a label on it."""
     colour = COLOURS.get(name, OTHER)
     return colour, "#000000" if colour in DARK_LABELS else "#ffffff"
-
-
 
 
 def notebook_html(page: Document) -> str:
@@ -45,7 +43,7 @@ def notebook_html(page: Document) -> str:
 def _bar(bar: Bar) -> str:
     whole = sum(amount for _, amount in bar.parts) or 1
     shown = "".join(
-        f'<span style="display:inline-block;background:{colour};color:{label};overflow:hidden;'
+        f'<span title="{escape(name)}" style="display:inline-block;background:{colour};color:{label};overflow:hidden;'
         f'white-space:nowrap;width:{100 * amount / whole:.2f}%">{escape(name)} {amount / whole:.0%}</span>'
         for name, amount in bar.parts
         for colour, label in [colours_of(name)]
@@ -54,11 +52,13 @@ def _bar(bar: Bar) -> str:
 
 
 def _table(table: Table) -> str:
-    """Return its first rows, without columns that are empty in them."""
+    """Return its first rows; what is equal in all of them is said once, above."""
     rows = first_rows(table)
     cells = [[cell(v, c.kind) for v, c in zip(row, table.columns, strict=True)] for row in rows[:ROWS]]
-    known = [n for n in range(len(table.columns)) if any(row[n] for row in cells)]
-    head = "".join(f"<th>{escape(table.columns[n].name)}</th>" for n in known)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(row[n])}</td>' for n in known)}</tr>" for row in cells)
+    shown, alike = split_columns(table, cells)
+    common = f"<p><small>all: {escape(alike)}</small></p>" if alike else ""
+    head = "".join(f"<th>{escape(table.columns[n].name)}</th>" for n in shown)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(row[n])}</td>' for n in shown)}</tr>" for row in cells)
     more = f"<p>and {len(rows) - ROWS} rows more</p>" if len(rows) > ROWS else ""
-    return f"<p>{escape(table.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+    whole = f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<p>{escape(table.title)}</p>{common}{whole}{more}"

@@ -99,4 +99,3 @@ class Watching(Result):
         if self.first is not None:
             return NOT_FINITE
         return TREND if self.findings else NOT_INSPECTED if self.not_inspected else FINITE
-

@@ -48,4 +48,3 @@ class TrainingCheck(Result):
     def __bool__(self) -> bool:
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
         return all(finding.kind in COST_TIME for finding in self.findings)
-
