@@ -12,7 +12,7 @@ copyright = author
 version = release = narrowcast.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx_copybutton",
@@ -24,6 +24,11 @@ templates_path = []
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # links to headings as GitHub makes them
 suppress_warnings = ["myst.header"]
+nb_execution_mode = "force"  # the tour's outputs are those of this version
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 600
+nb_merge_streams = True
 highlight_language = "none"
 copybutton_prompt_text = "$ "
 copybutton_exclude = ".linenos, .gp, .go"
