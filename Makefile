@@ -51,7 +51,7 @@ mutate: .venv/.ready
 compat: .venv/.ready
 	$(BIN)/python tools/compat.py $(ARGS)
 
-# Built, installed into an empty .venv without the clone, its quickstart run.
+# Built, installed into an empty .venv without the clone, and walked through as newcomers do.
 wheel: .venv/.ready
 	$(BIN)/python tools/try_wheel.py
 

