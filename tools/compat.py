@@ -56,7 +56,7 @@ DIFFERENCES = """\
   shows such a call with line and reason in all versions.
 - **2.14 and later** say by FutureWarning that TorchScript is deprecated, earlier ones by DeprecationWarning.
   `nc.script` and `nc.trace` repeat neither.
-- **A backend is told from a registered one** by another question since 2.14; ours answers both, so weights can be
+- **Since 2.14 torch asks another question** to recognize a registered backend; ours answers both, so weights can be
   swapped after a compiled call in all versions.
 """
 

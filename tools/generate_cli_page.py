@@ -22,11 +22,11 @@ Exit codes: 0 nothing was found, 1 findings, 2 wrong use or nothing to compare, 
 interrupted. An error says what was asked, what was found, where, and what to do; `narrowcast --traceback ...` shows
 Python's traceback as well. A file to write is checked before anything runs for it.
 
-`-o FILE` saves the result (`narrowcast show FILE` prints it again), `--html FILE` writes its page, `--json` prints it
-as JSON, `--all` everything; a policy is written by `--policy-out FILE`.
+`-o FILE` saves the result (`narrowcast show FILE` prints it again, except what `check` wrote), `--html FILE` writes its
+page, `--json` prints it as JSON, `--all` everything; a policy is written by `--policy-out FILE`.
 
 ```bash
-narrowcast policy show native               # all rules, the one that wins first
+narrowcast policy show native --all         # all rules, the one that wins first
 narrowcast diff native safe --device cuda
 narrowcast profile path                     # where this device's profile is kept
 ```

@@ -10,7 +10,7 @@ import typer
 from narrowcast.cli.options import AllOption, DeviceOption, JsonOption, ModelOptions, OutputOption, check_file
 from narrowcast.cli.target import grad, load_case
 from narrowcast.output.console import print_text
-from narrowcast.output.files import is_there, replace_text
+from narrowcast.output.files import is_there, save_result
 from narrowcast.output.screen import columns, wrapped
 
 
@@ -48,7 +48,7 @@ def check_command(
     if new_casts:
         check = check.new_casts()
     if output is not None:
-        replace_text(output, check.to_json(indent=1) + "\n")
+        save_result(output, "a check", check.to_json(indent=1) + "\n")
     if json:
         typer.echo(check.to_json(indent=1))
     elif update:

@@ -24,5 +24,5 @@ def target_of(made: ExportedProgram | torch.jit.ScriptModule | Any) -> str:
         return str(getattr(made, TARGET, ""))
     raise NarrowcastError(
         asked=f"target_of({type(made).__name__})", found="it is no program that was made for a device",
-        advice="Give what narrowcast.export, script, trace or convert returned, or what was loaded from its file.",
+        advice="Give what narrowcast.export, script or trace returned, or what was loaded from its file.",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import tempfile
@@ -41,10 +42,13 @@ def replace_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def save_result(path: Path, what: str, content: str | bytes) -> None:
-    """Write what a run has given. RunError where the file system does not take it, and the file is then as it was."""
+def save_result(path: Path, what: str, text: str) -> None:
+    """Write what a run has given, compressed if the file's name ends with `.gz`. RunError where the file system does
+    not take it, and the file is then as it was.
+    """
+    content = text.encode()
     try:
-        replace_bytes(path, content.encode() if isinstance(content, str) else content)
+        replace_bytes(path, gzip.compress(content, 6, mtime=0) if path.name.endswith(".gz") else content)
     except OSError as error:
         found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
         advice = "Give a folder that exists and has room; nothing was written."

@@ -2,7 +2,7 @@
 
 So a script that such a part is put into, and torch's own pass, leave it as it is. What no region ruled is left open to
 the caller. A region in Python around the call of a saved or frozen script casts it again all the same: TorchScript has
-no means to switch that off, and a script that asks whether there is one ends the process (torch 2.13). What `convert`
+no means to switch that off, and a script that asks whether there is one ends the process (torch 2.13). What `nc.script`
 makes of such a script runs as it should.
 """
 

@@ -1,4 +1,4 @@
-"""`script`, `trace` and `convert`: TorchScript with explicit casts."""
+"""`script` and `trace`: TorchScript with explicit casts."""
 
 from __future__ import annotations
 

@@ -60,5 +60,5 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(table.columns[n].name)}</th>" for n in shown)
     body = "".join(f"<tr>{''.join(f'<td>{escape(row[n])}</td>' for n in shown)}</tr>" for row in cells)
     more = f"<p>and {len(rows) - ROWS} rows more</p>" if len(rows) > ROWS else ""
-    whole = f'<div style="overflow-x:auto;white-space:nowrap"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return f"<p>{escape(table.title)}</p>{common}{whole}{more}"
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<p>{escape(table.title)}</p>{common}<div style="overflow-x:auto;white-space:nowrap">{whole}</div>{more}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import json
 from abc import ABC, abstractmethod
@@ -90,7 +89,5 @@ class Result(ABC):
 
         Returns the file that was written. Raises RunError if it cannot be.
         """
-        text = (self.to_json(indent=self.INDENT) + "\n").encode()
-        is_compressed = Path(path).name.endswith(".gz")
-        save_result(Path(path), self.WHAT, gzip.compress(text, 6, mtime=0) if is_compressed else text)
+        save_result(Path(path), self.WHAT, self.to_json(indent=self.INDENT) + "\n")
         return Path(path)
