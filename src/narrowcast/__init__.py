@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import random
 import traceback
 from typing import TYPE_CHECKING
 
 from narrowcast import errors, formats
 from narrowcast.core.goals import Goal
 from narrowcast.core.policy import Policy, Rule, installed_torch
+from narrowcast.output.lazy import imported
 
 if TYPE_CHECKING:
     from narrowcast.analysis.capture.capture import capture
@@ -101,9 +100,8 @@ if not TYPE_CHECKING:  # so that a misspelt name is an error in an editor
         room = next((room for room, names in (_PURE_HALF | _TORCH_HALF).items() if name in names), None)
         if room is None:
             raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
-        module, drawn = f"narrowcast.{room}", random.getstate()
-        value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
-        random.setstate(drawn)  # rich draws numbers where it is imported
+        module = f"narrowcast.{room}"
+        value: object = _load(module, name) if room in _TORCH_HALF else getattr(imported(module), name)
         globals()[name] = value
         return value
 
@@ -111,8 +109,8 @@ if not TYPE_CHECKING:  # so that a misspelt name is an error in an editor
 def _load(module: str, name: str) -> object:
     """Return a name of the torch half; raise SurfaceError where this torch differs from the supported ones."""
     try:
-        importlib.import_module("narrowcast.runtime.torch_surface.probes").check_version()
-        return getattr(importlib.import_module(module), name)
+        imported("narrowcast.runtime.torch_surface.probes").check_version()
+        return getattr(imported(module), name)
     except (AttributeError, ImportError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         if not any("torch_surface" in frame.filename for frame in frames) or getattr(error, "name", "") == "torch":

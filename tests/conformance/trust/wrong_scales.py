@@ -242,6 +242,45 @@ def counts_of_classes(loop: Any) -> None:
     loop.counts.index_add_(0, loop.y, torch.ones(8, dtype=BF16))  # HERE
 
 
+def divided_and_clipped(loop: Any) -> None:
+    scaled(loop)
+    for p in loop.weights:
+        p.grad.div_(loop.scaler.get_scale())  # HERE
+    loop.scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.weights, 1.0)
+    loop.end()
+
+
+def unscaled_in_each_part(loop: Any) -> None:
+    """Micro-batches, with everything but the step in each of them."""
+    loop.optimizer.zero_grad()
+    for part in (slice(4), slice(4, 8)):
+        loop.scaler.scale(loop.loss(FP16, loop.x[part], loop.y[part]) / 2).backward()
+        loop.scaler.unscale_(loop.optimizer)  # HERE
+        nn.utils.clip_grad_norm_(loop.weights, 1.0)
+        if part.start is None:
+            loop.scaler.update()
+    loop.end()
+
+
+def weights_of_two_optimizers(loop: Any) -> None:
+    second = torch.optim.SGD(loop.weights[:2], lr=1e-3)
+    loop.optimizer.zero_grad()
+    scaled(loop)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.step(second)  # HERE
+    loop.scaler.update()
+
+
+def cleared_where_infinite(loop: Any) -> None:
+    loop.optimizer.zero_grad()
+    (loop.scaler.scale(loop.loss(FP16)) * 2.0**22).backward()
+    for p in loop.weights:
+        if not p.grad.isfinite().all():  # HERE
+            p.grad.zero_()
+    loop.end()
+
+
 WRONG_SCALES: dict[Wrong, str] = {
     penalty_of_scaled: "scaled gradients in a loss", penalty_divided_once: "scaled gradients in a loss",
     divided_again: "not scaled", momentum_of_scaled: "steps with scaled", moved_by_hand: "steps with scaled",
@@ -253,4 +292,6 @@ WRONG_SCALES: dict[Wrong, str] = {
     cleaned_in_a_hook: "hidden", where_finite: "hidden", finite_alone: "hidden", times_what_is_finite: "hidden",
     clipped_parts: "clip before", adaptive: "clip before", near_where_it_began: "added before",
     moved_through_data: "steps with scaled", beyond_fp16: "never skipped", counts_of_classes: "average",
+    divided_and_clipped: "unscaled twice", unscaled_in_each_part: "after unscale_",
+    weights_of_two_optimizers: "unscaled twice", cleared_where_infinite: "hidden",
 }  # fmt: skip

@@ -40,7 +40,7 @@ def training_verdict(result: TrainingCheck) -> str:
     if number:
         return f"{counted(number, 'thing')} wrong with the precision of this loop"
     costs = f", and {counted(slow, 'thing')} {'cost' if slow > 1 else 'costs'} time" if slow else ""
-    return f"Nothing is wrong with the precision of this loop{costs}"
+    return f"No fault was found in the precision of this loop{costs}"
 
 
 def scaler_document(history: History) -> Document:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Self, cast
 
 from narrowcast.output.collector import collector_paused
 from narrowcast.output.files import save_result
+from narrowcast.output.lazy import imported
 from narrowcast.output.screen import LINES
 
 
@@ -18,17 +18,17 @@ def renderer(name: str) -> Any:
     """Return a module of `reports.render`, which is above the results that it shows. Loaded by its name, when a result
     is shown: most programs show nothing.
     """
-    return importlib.import_module(f"narrowcast.reports.render.{name}")
+    return imported(f"narrowcast.reports.render.{name}")
 
 
 def codec() -> Any:
     """Return the module that writes results and reads them, which knows all their classes. Loaded when one is saved."""
-    return importlib.import_module("narrowcast.reports.results.codec")
+    return imported("narrowcast.reports.results.codec")
 
 
 def _document(result: Result) -> Any:
     """Return the document of a result, made by a module above the results, too."""
-    return importlib.import_module("narrowcast.reports.documents.of_results").document_of(result)
+    return imported("narrowcast.reports.documents.of_results").document_of(result)
 
 
 class Result(ABC):

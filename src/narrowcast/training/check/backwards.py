@@ -22,7 +22,7 @@ from narrowcast.runtime.torch_surface import autograd
 from narrowcast.runtime.torch_surface.dispatch import op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
-from narrowcast.training.check.gradients import Found
+from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
 from narrowcast.training.check.unused import Unused
 
@@ -34,13 +34,15 @@ _CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_cl
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """The state of a gradient: the line that unscaled it before the scale was updated, whether an optimizer has used
-    it, and the line of a backward that was added to it since.
+    """The state of a gradient: the line that unscaled it, whether an optimizer has used it, and the line of a backward
+    that was added to it since. divided: what had divided it by the scale before that. is_reported: with its cause.
     """
 
     unscaled: Site | None = None
     is_used: bool = False
     added: Site | None = None
+    divided: Power | None = None
+    is_reported: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,8 @@ class Backwards:
         self._scaled_by: dict[int, _By] = {}
         self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
         self._is_checked = False  # since gradients were unscaled, the host has read something
+        self._asked: Site | None = None  # the line at which it read whether gradients of this backward are finite,
+        self._infinite: list[torch.Tensor] = []  # and the leaves of those that were not
         self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
@@ -90,9 +94,13 @@ class Backwards:
         """Whether a loss was multiplied by a scale."""
         return bool(self._scaling)
 
-    def number_read(self) -> None:
-        """Note that the host reads a number: perhaps whether gradients are finite."""
+    def number_read(self, is_answer: bool) -> None:
+        """Note that the host reads a number. is_answer: it says whether gradients are finite."""
         self._is_checked = True
+        if is_answer and self._asked is None:
+            self._asked = loop_line()
+            with quietly():
+                self._infinite = [leaf for leaf in self._unused.leaves() if not _has_finite_gradient(leaf)]
 
     def scales(self, tensors: list[torch.Tensor], power: Power, scales: dict[int, float]) -> Found | None:
         """Inspect an op of the forward that may scale a loss; return a finding if it was scaled before. tensors: the
@@ -150,10 +158,43 @@ class Backwards:
     def unscales(self, call: SeenCall) -> None:
         """Inspect a call that unscales gradients: those of a loss that was not scaled should not be."""
         gradients = [t for t in call.args[0] if has_storage(t)]
+        by = float(call.args[2])
         self._is_checked = False
-        self._divides(gradients, 1 / float(call.args[2]) if float(call.args[2]) else 0.0)
+        self._judge_hidden()
+        if by != 1:  # an optimizer's own kernel will divide
+            self._judge_divided(gradients)
+        self._divides(gradients, 1 / by if by else 0.0)
         for gradient in gradients:
-            self._of(gradient).unscaled = loop_line()
+            power, known = self._powers.of(gradient), self._of(gradient)
+            known.unscaled = loop_line()
+            known.divided = power if (power.power or 0) < 0 and power.site is not NOWHERE else None
+
+    def _judge_hidden(self) -> None:
+        """Report gradients that were not finite when the host asked, and are, or are gone, as the scaler looks."""
+        with quietly():
+            if self._asked is not None and any(map(_has_finite_gradient, self._infinite)):
+                kind, _, todo = HIDDEN
+                what = "gradients that are not finite are cleared, or replaced, while they are multiplied by the loss "
+                what += "scale: the scaler no longer sees that its scale is too large"
+                self.found.append((kind, what, todo, self._asked))
+                self._unused.used()
+        self._asked, self._infinite = None, []
+
+    def _judge_divided(self, gradients: list[torch.Tensor]) -> None:
+        """Report gradients that are unscaled, or that an optimizer has used, as a scaler is about to divide them."""
+        known = [seen for g in gradients if (seen := self._gradients.get(g)) is not None]
+        again = [seen for seen in known if seen.unscaled is not None or (seen.is_used and seen.added is None)]
+        if again and not any(seen.is_reported for seen in again):
+            self.found.append((
+                "gradients unscaled twice",
+                f"{len(again)} gradients that were divided by the loss scale before are divided by it again: they are "
+                "too small by the scale",
+                "Give each weight to one optimizer, or call optimizer.zero_grad() and the backward again between the "
+                "steps of two.",
+                loop_line(),
+            ))  # fmt: skip
+        for seen in again:
+            seen.is_reported = True
 
     def _divides(self, gradients: list[torch.Tensor], scale: float) -> None:
         """Note that gradients are divided by a scale; report those multiplied by another, or by one updated since."""
@@ -176,26 +217,30 @@ class Backwards:
             elif scale != 1 and abs(by.scale - scale) > 1e-3 * scale:  # 1: an optimizer's own kernel will divide
                 self.found.append((
                     "gradients unscaled by another scale",
-                    f"the loss is multiplied by {by.scale:g}, and its gradients are divided by {scale:g}",
-                    "Scale a loss by the scaler that steps with its gradients.",
+                    f"the loss is multiplied by {by.scale:g}, and its gradients are divided by {scale:g}: by another "
+                    "scaler, or the scale was changed since",
+                    "Scale a loss by the scaler that steps with its gradients, and change a scale, scaler.update(), "
+                    "after the step alone.",
                     by.site,
                 ))  # fmt: skip
         for gradient in gradients:
             self._powers.unscaled(gradient)
 
     def _judge_scales(self, keys: set[int]) -> None:
-        for parameter, site, is_mixed in self._without_scale.values():
-            gradient = parameter.grad
-            if gradient is not None and storage_key(values_of(gradient)) in keys:
-                part = "a part of this loss is" if is_mixed else "this loss is"
-                self._unscaled.append((
-                    "a loss that is not scaled",
-                    f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
-                    "they are too small by the loss scale",
-                    "Scale each loss, or their sum: scaler.scale(first + second).backward().",
-                    site,
-                ))  # fmt: skip
-                break
+        wrong = [row for row in self._without_scale.values() if _lies_in(row[0].grad, keys)]
+        if wrong:
+            _, site, is_mixed = wrong[0]
+            part = "a part of this loss is" if is_mixed else "this loss is"
+            self._unscaled.append((
+                "a loss that is not scaled",
+                f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
+                "they are too small by the loss scale",
+                "Scale each loss, or their sum: scaler.scale(first + second).backward().",
+                site,
+            ))  # fmt: skip
+        for leaf, _, _ in wrong:
+            if leaf.grad is not None:
+                self._powers.put(values_of(leaf.grad), UNKNOWN)  # reported once
         self._without_scale.clear()
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -205,6 +250,7 @@ class Backwards:
         task = autograd.current_graph_task()
         if task != self._task:
             self._task, self._reaches, self._coming = task, self._coming, {}
+            self._asked, self._infinite = None, []
             self._power, self._next = self._next, UNKNOWN
             self._by, self._next_by = self._next_by, None
             here = loop_line()
@@ -241,6 +287,7 @@ class Backwards:
         if known.is_used:
             known.added = site
         elif known.unscaled is not None:
+            known.is_reported = True
             self.found.append((
                 "gradients added after unscale_",
                 "a later backward adds gradients that are multiplied by the loss scale to those that are unscaled here",
@@ -301,16 +348,18 @@ class Backwards:
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
         self.found += self._unused.steps(optimizer)
-        gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
-        gradients = [gradient for gradient in gradients if has_storage(gradient)]
-        self._judge_powers(gradients)
-        unscaled = [known.unscaled for g in gradients if (known := self._gradients.get(g)) is not None]
-        if any(unscaled) and not self._is_checked and not takes_scale(optimizer):
+        gradients = [gradient for gradient in gradients_of(optimizer) if has_storage(gradient)]
+        known = [seen for g in gradients if (seen := self._gradients.get(g)) is not None]
+        is_reported = any(seen.is_reported for seen in known)  # what follows has the same cause
+        if not is_reported:
+            self._judge_powers(gradients)
+        is_unscaled = any(seen.unscaled for seen in known) and not is_reported
+        if is_unscaled and not self._is_checked and not takes_scale(optimizer):
             self.found.append(_never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
                 "too large, they are not, and neither are the weights afterwards"
             ))  # fmt: skip
-        again = [known.added for g in gradients if (known := self._gradients.get(g)) is not None and known.added]
+        again = [seen.added for seen in known if seen.added]
         if again:
             self.found.append((
                 "gradients never cleared",
@@ -323,7 +372,11 @@ class Backwards:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
         with quietly():
-            if not takes_scale(optimizer) and not all(is_finite(g) for g in gradients if is_floating(g)):
+            if (
+                not takes_scale(optimizer)
+                and not is_reported
+                and not all(is_finite(g) for g in gradients if is_floating(g))
+            ):
                 weights = [values_of(p) for p in optimized_by(optimizer) if p.grad is not None]
                 self._broken = weights if all(map(is_finite, weights)) else []
 
@@ -338,10 +391,10 @@ class Backwards:
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:
         """Report gradients that an optimizer is about to use while scaled, or divided by the scale twice."""
-        divided = {id(g) for g in gradients if (seen := self._gradients.get(g)) is not None and seen.unscaled}
-        powers = [(gradient, self._powers.of(gradient)) for gradient in gradients]
-        scaled = next((p for g, p in powers if (p.power or 0) > 0 or (p.is_mixed and id(g) not in divided)), None)
-        again = next((power for _, power in powers if (power.power or 0) < 0 and power.site is not NOWHERE), None)
+        rows = [(self._powers.of(g), self._gradients.get(g) or _Gradient()) for g in gradients]
+        scaled = next((p for p, seen in rows if (p.power or 0) > 0 or (p.is_mixed and not seen.unscaled)), None)
+        again = next((p for p, _ in rows if (p.power or 0) < 0 and p.site is not NOWHERE), None)
+        again = again or next((seen.divided for p, seen in rows if seen.divided and (p.power or -1) < 0), None)
         if scaled is not None:
             todo = "Step by way of the scaler: scaler.step(optimizer), scaler.update()."
             self.found.append(_steps_with_scaled(todo, scaled.site))
@@ -355,15 +408,17 @@ class Backwards:
                 again.site,
             ))  # fmt: skip
 
-    def updated(self, scale: torch.Tensor, is_known: bool) -> None:
-        """Note that a scaler updates its scale. is_known: it was known before, and so the losses that it scaled are."""
+    def updated(self, scale: torch.Tensor, is_known: bool, is_skipped: bool) -> None:
+        """Note that a scaler updates its scale. is_known: it was known before, and so the losses that it scaled are;
+        is_skipped: their step was skipped.
+        """
         updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
         self._updates[storage_key(scale)] = updates + 1, loop_line()
         self._unused.is_used = True
         if is_known:
             self.found += self._unscaled
         self._unscaled.clear()
-        for known in self._gradients.living():
+        for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
         self._without_scale.clear()
         self._lines.clear()
@@ -376,6 +431,16 @@ class Backwards:
         return known
 
 
+def _has_finite_gradient(leaf: torch.Tensor) -> bool:
+    """Return whether a leaf's gradient is finite, or is none."""
+    gradient = None if leaf.grad is None else values_of(leaf.grad)
+    return gradient is None or not has_storage(gradient) or not is_floating(gradient) or is_finite(gradient)
+
+
+def _lies_in(gradient: torch.Tensor | None, keys: set[int]) -> bool:
+    return gradient is not None and storage_key(values_of(gradient)) in keys
+
+
 def _steps_with_scaled(todo: str, site: Site) -> Found:
     return (
         "an optimizer steps with scaled gradients",
@@ -386,9 +451,12 @@ def _steps_with_scaled(todo: str, site: Site) -> Found:
     )
 
 
+NEVER_SKIPPED = "a step that is never skipped"
+
+
 def _never_skipped(what: str) -> Found:
     return (
-        "a step that is never skipped", what,
+        NEVER_SKIPPED, what,
         "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps, "
         "nc.watch() names the first call that gives NaN or infinity.",
         loop_line(),

@@ -12,12 +12,15 @@ from narrowcast.analysis.record.record import record
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
 from narrowcast.observation.observer.door import NOT_INSPECTED
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.training import TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.training.check.exact import AVERAGE
 from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.looking import LoopObserver
+from narrowcast.training.check.sums import SUM
 
 _NOT_OF_LOOPS = ("rule without effect", "switched off")
 """Kinds of advice of a recording that two steps cannot judge, or that are about what is intentional."""
@@ -90,11 +93,12 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     findings = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in excluded} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
     if not trained and not looking.updates.skipped:
-        notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
+        notes.append("no optimizer of torch's interface stepped: what only its step shows was not looked for.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not inspected.")
     if looking.updates.skipped:
-        notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
+        skipped = counted(looking.updates.skipped, "step")
+        notes.append(f"{skipped} skipped: gradients were not finite at the scaler's scale.")
     return TrainingCheck(findings, ran, looking.calls, notes)
 
 
@@ -111,8 +115,11 @@ def _refuse_what_has_not_run(result: Any) -> None:
 
 
 def _one_per_line(findings: dict[Advice, int]) -> dict[Advice, int]:
-    """Return the first of the findings of one kind at one line: a loss is several ops."""
+    """Return the first of the findings of one kind at one line: a loss is several ops. A sum is no average, too."""
     first: dict[tuple[str, str, int], Advice] = {}
     for finding in findings:
         first.setdefault((finding.kind, finding.file, finding.line), finding)
+    for kind, file, line in [*first]:
+        if kind == SUM:
+            first.pop((AVERAGE, file, line), None)
     return {finding: findings[finding] for finding in first.values()}

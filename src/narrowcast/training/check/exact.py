@@ -252,6 +252,9 @@ def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: t
     return any(float(share) >= _HELD for share in shares)
 
 
+AVERAGE = "an average in a low format"
+
+
 def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Found]:
     """Return findings about what a step has lost, of all weights and of averages at each line, where it exceeds a
     limit. names: of weights, by storage key; trained: the storage keys of weights that have gradients of backwards.
@@ -290,7 +293,7 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
             ))  # fmt: skip
         else:
             findings.append((
-                "an average in a low format", f"{what}the average",
+                AVERAGE, f"{what}the average",
                 "Keep the average in fp32: average = copy.deepcopy(model).float(), and add weight.float() to it.",
                 most.site,
             ))  # fmt: skip

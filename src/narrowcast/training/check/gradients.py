@@ -48,7 +48,7 @@ _ADDITION = (
 )
 
 
-_HIDDEN = (
+HIDDEN = (
     "infinities hidden from the scaler",
     "replaces what is not finite in gradients that are still multiplied by the loss scale: the scaler no longer sees "
     "that its scale is too large, and steps with them",
@@ -141,7 +141,7 @@ class Gradients:
 
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use: copies, or none."""
-        gradients = [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
+        gradients = gradients_of(optimizer)
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
         names = self._kept.names()
@@ -190,11 +190,16 @@ class Gradients:
                 self._powers.put(gradient, UNKNOWN)  # reported once
         if changed is not None:
             is_sum = changed.is_mixed and any(part in changed.op for part in ("add", "sub", "lerp"))
-            (kind, what, todo) = _HIDDEN if changed.does == HIDES else _ADDITION if is_sum else _CLIP
+            (kind, what, todo) = HIDDEN if changed.does == HIDES else _ADDITION if is_sum else _CLIP
             return kind, f"{changed.op} {what}", todo, changed.site
         if clipped is not None:
             return _CLIP[0], f"{clipped[0]} {_CLIP[1]}", _CLIP[2], clipped[1]
         return None
+
+
+def gradients_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the gradients that an optimizer would use now: of a sharded one, this process's part."""
+    return [values_of(p.grad) for p in optimized_by(optimizer) if p.grad is not None]
 
 
 def _is_changed(power: Power) -> bool:
@@ -239,13 +244,16 @@ class Updates:
                 "Make the scaler once, before the loop.",
                 self._site or NOWHERE,
             )
-        if not self._updates or self.skipped < self._updates or not self.is_known or self._has_room:
+        if not self._updates or self.skipped < self._updates or not self.is_known:
             return None
+        todo = "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot fix it."
+        if self._has_room:
+            todo = "Begin with a smaller scale, or let it fall faster: init_scale=65536, backoff_factor=0.5."
         return (
             "every step is skipped",
             f"{self.skipped} of {self._updates} steps, the last at a scale of {self._scale:g}, have gradients that are "
             "not finite: no weight moves",
-            "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot fix it.",
+            todo,
             self._site or NOWHERE,
         )
 

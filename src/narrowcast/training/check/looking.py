@@ -18,7 +18,7 @@ from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, 
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
-from narrowcast.training.check.backwards import Backwards
+from narrowcast.training.check.backwards import NEVER_SKIPPED, Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
@@ -65,6 +65,12 @@ class LoopObserver(Observer):
     def calls(self) -> dict[str, int]:
         """How many calls of a forward a region decided about, and how many ran outside that it would lower."""
         return self._outside.calls
+
+    @property
+    def never_skips(self) -> bool:
+        """Whether an optimizer was seen to step with gradients that are not finite, or that nobody has asked about."""
+        kinds = [*(finding.kind for finding in self.found), *(kind for kind, *_ in self._backwards.found)]
+        return NEVER_SKIPPED in kinds
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -164,7 +170,7 @@ class LoopObserver(Observer):
         reads_number = facts.op is dispatch.READ_NUMBER and has_storage(args[0])
         if reads_number:
             self._powers.number_read(args[0])
-            self._backwards.number_read()
+            self._backwards.number_read(self._powers.answers(args[0]))
             if dispatch.storage_key(args[0]) in self._kept.scales():
                 self._gradients.scale_read()
         if facts.op is dispatch.ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
@@ -172,6 +178,8 @@ class LoopObserver(Observer):
         trains = _trains(args, kwargs)
         if not facts.is_view and not trains and (self._is_stepping or not (is_backward or self._depth)):
             return self._exact.begin(facts, args, kwargs, loop_line, self._is_stepping)
+        if targets and not is_backward and all(t.dtype in LOW and self._kept.was_there(t) for t in targets):
+            return self._exact.begin(facts, args, kwargs, loop_line, steps=False)  # a buffer that a forward updates
         self._exact.forget(targets)
         return None
 
@@ -187,8 +195,9 @@ class LoopObserver(Observer):
             self._backwards.unscales(call)
         elif call.facts.id == UPDATE_SCALE:
             is_known = dispatch.storage_key(call.args[0]) in self._kept.scales()
-            self.updates.add(float(call.args[0]), bool(call.args[2]), is_known, loop_line())
-            self._backwards.updated(call.args[0], is_known)
+            is_skipped = bool(call.args[2]) and not self.never_skips
+            self.updates.add(float(call.args[0]), is_skipped, is_known, loop_line())
+            self._backwards.updated(call.args[0], is_known, is_skipped)
             self._gradients.used()
             self._kept.meets_scale(call.args[0])
             self.end_of_step()

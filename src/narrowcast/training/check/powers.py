@@ -118,6 +118,10 @@ class Powers:
         """Begin another step."""
         self._begun_with = self._kept.scales()
 
+    def answers(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor holds whether gradients are finite."""
+        return self._answer([tensor]) is not None
+
     def number_read(self, tensor: torch.Tensor) -> None:
         """Note that the host reads a number: what it multiplies by numbers later may be multiplied by a scale."""
         known = self.of(tensor)
@@ -244,7 +248,8 @@ class Powers:
         if _name(facts) not in named("result.counts") or any(power.power not in (0.0, 1.0) for power in known):
             return False
         with quietly():
-            runs = [self._run(facts, args, kwargs, by, 0.0) for by in (1.0, 2.0, -1.0, math.inf, math.nan)]
+            factors = (1.0, 2.0, -1.0, math.inf, math.nan)
+            runs = [self._run(facts, args, kwargs, by, 0.0, of_finite=True) for by in factors]
         answers = [run[0] for run in runs if run]
         if len(answers) < len(runs) or not answers[0].numel() or answers[0].dtype is not torch.bool:
             return False
@@ -253,14 +258,24 @@ class Powers:
         return bool((once == once.flatten()[0]).all()) and not any(changes[:2]) and any(changes)
 
     def _run(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, unknown: float
+        self,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        factor: float,
+        unknown: float,
+        of_finite: bool = False,
     ) -> list[torch.Tensor] | None:
-        """Return the results of an op in fp64 with the scale times a factor. unknown: the power of unknown values."""
+        """Return the results of an op in fp64 with the scale times a factor. unknown: the power of unknown values;
+        of_finite: ones take the place of what is not finite.
+        """
 
         def scaled(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 power = self.of(value).power
-                return value.detach().double() * factor ** (unknown if power is None else power)
+                wide = value.detach().double()
+                wide = wide.nan_to_num(1.0, 1.0, 1.0) if of_finite else wide
+                return wide * factor ** (unknown if power is None else power)
             return value * factor ** (self._of_number(value) or 0.0) if isinstance(value, float) else value
 
         scaled_args, scaled_kwargs = dispatch.tree_map(scaled, (args, kwargs))

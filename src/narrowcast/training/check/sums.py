@@ -101,9 +101,12 @@ class Sums:
         return now.additions
 
 
+SUM = "a sum in a low format"
+
+
 def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
     return (
-        "a sum in a low format",
+        SUM,
         f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a unit of the "
         "sum is lost, so that the sum no longer changes",
         "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",

@@ -39,6 +39,10 @@ class Unused:
         self._fresh[id(leaf)], self._lay[id(leaf)], self._line = leaf, storage_key(values_of(leaf)), line
         self._cleared.pop(id(leaf), None)
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the leaves that backwards have reached since the last step."""
+        return [*self._fresh.values()]
+
     def cleared(self, tensors: list[torch.Tensor], site: Site) -> None:
         """Note that tensors are filled with a number."""
         keys = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
