@@ -14,12 +14,12 @@ import torch
 
 from narrowcast.analysis.compare.kernel_slacks import SLACK, Inputs, Samples, slack_of_low_means, with_flushed_inputs
 from narrowcast.core.ops import bounds
-from narrowcast.formats import Format, fp32
+from narrowcast.formats import Format, fp32, widest
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.rounding import round_to
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.rerun import can_run_again
-from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_pointwise, tensors_in
 
 _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
 """A mean error is a bias from this many units in the last place, this many standard errors from zero, and this many
@@ -63,7 +63,7 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not kind or not can_run_again(call):
         return None
     inputs = Inputs(call.facts, args, kwargs)
-    results, exact = [t for t in call.results if is_floating(t)], inputs.run()
+    results, exact = [_before_cast(t, call, inputs) for t in call.results if is_floating(t)], inputs.run()
     count = bounds.judged_results(call.facts.id, len(results))
     if exact is None or [t.shape for t in exact[:count]] != [t.shape for t in results[:count]]:
         return None
@@ -78,6 +78,19 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     is_twice = bounds.rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
     return _judged(results, exact, slack, flushed, is_twice)
+
+
+def _before_cast(result: torch.Tensor, call: SeenCall, inputs: Inputs) -> torch.Tensor:
+    """Return a result as the kernel returned it, where a rule casts it to a wider format."""
+    if call.plan is None or not call.plan.results:
+        return result
+    read = [FORMATS[t.dtype] for t in tensors_in(inputs.args, inputs.kwargs) if is_floating(t)]
+    format = call.plan.computes_in or (widest(read) if read else None)
+    if format is None or format.bits >= FORMATS[result.dtype].bits:
+        return result
+    returned = result.to(DTYPES[format])
+    is_same = torch.equal(returned.to(result.dtype).nan_to_num(), result.nan_to_num())
+    return returned if is_same else result
 
 
 def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:

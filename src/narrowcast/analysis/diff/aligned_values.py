@@ -42,6 +42,9 @@ _ORDERED, _NEAR = 3, 0.25
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
+_SWAPPED = {"self": "other", "other": "self"}
+"""The names of two operands."""
+
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
 
@@ -51,6 +54,7 @@ class Values:
 
     def __init__(self, a: Side, b: Side, kept: KeptTensors) -> None:
         self.sides = (a, b)
+        self._swapped: dict[Aligned, bool] = {}
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
     def results(self, pair: Aligned, is_equal: bool = False) -> Distance:
@@ -126,7 +130,7 @@ class Values:
         a, b = pair.a[0], pair.b[0]
         if len(pair.a) == len(pair.b) == 1 and a.id.op == b.id.op:
             names = [name for name in self._names(pair) if not self._is_given(pair, name)]
-            return {name: self._between(pair, _input(name), _first) for name in names}
+            return {name: self._between(pair, self._argument(pair, name), _first) for name in names}
         if a.family == b.family and a.family in INTERCHANGEABLE:
             return {"": self._between(pair, _read, _first)}
         return {}
@@ -149,9 +153,9 @@ class Values:
         before = before if a.id.direction == BACKWARD else 0.0
         for name in self._names(pair):
             if self._is_given(pair, name):
-                difference = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
-                formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
-                           for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
+                difference = _worst(self._between(pair, self._argument(pair, name), join) for join in (stacked, beside))
+                rows_of = zip(self.sides, (a, b), self.names(pair, name), strict=True)
+                formats = [side.runs[0].tensors[dict(call.inputs)[same]].format for side, call, same in rows_of]
                 if difference.is_known and difference.relative > max(before, _band(formats)):
                     rows.append(_row_of(name, formats[0], formats[1], difference.relative))
         return tuple(rows)
@@ -254,9 +258,39 @@ class Values:
         there = {name for name, _ in pair.b[0].call.inputs}
         return [name for name, _ in pair.a[0].call.inputs if name in there]
 
+    def names(self, pair: Aligned, name: str) -> tuple[str, str]:
+        """Return the names of an argument in both calls: two operands may be swapped in one of them."""
+        return name, _SWAPPED[name] if name in _SWAPPED and self._are_swapped(pair) else name
+
+    def _are_swapped(self, pair: Aligned) -> bool:
+        known = self._swapped.get(pair)
+        if known is None:
+            known = self._swapped[pair] = self._is_nearer_swapped(pair)
+        return known
+
+    def _is_nearer_swapped(self, pair: Aligned) -> bool:
+        """Return whether the operands of an op that is symmetric in them are nearer to each other if one swaps them."""
+        a, b = pair.a[0], pair.b[0]
+        sides, factors = ([dict(getattr(x.call, part)) for x in (a, b)] for part in ("inputs", "given"))
+        is_symmetric = a.id.op == b.id.op and op_kind(a.id.op).name in named("growth.symmetric")
+        if any(of.get("alpha", "1") not in ("1", "1.0") for of in factors):
+            is_symmetric = False
+        if not is_symmetric or not all(_SWAPPED.keys() <= side.keys() for side in sides):
+            return False
+        pairs = [(sides[0][x], sides[1][y]) for x in _SWAPPED for y in _SWAPPED]
+        same, crossed, crossed_back, same_too = (self.between(*numbers) for numbers in pairs)
+        far = [max((one.relative if one.is_known else math.inf) for one in two)
+               for two in ((same, same_too), (crossed, crossed_back))]  # fmt: skip
+        return far[1] < far[0]
+
+    def _argument(self, pair: Aligned, name: str) -> Pick:
+        names = self.names(pair, name)
+        return lambda side, placed: dict(placed.call.inputs).get(names[side is self.sides[1]])
+
     def _is_given(self, pair: Aligned, name: str) -> bool:
-        turns = ((side, turn) for side, bundles in self._both(pair) for turn in bundles[0].turns)
-        return all(side.is_given(turn[0], name) for side, turn in turns)  # later ones may be made by an inner step
+        rows = zip(self._both(pair), self.names(pair, name), strict=True)
+        turns = [(side, turn[0], same) for (side, bundles), same in rows for turn in bundles[0].turns]
+        return all(side.is_given(placed, same) for side, placed, same in turns)  # later ones: by an inner step, perhaps
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
         """Return the largest distance over turns and ranks; if their numbers differ, that of all turns as one."""
@@ -324,10 +358,6 @@ def turns_of(pair: Aligned) -> list[Aligned]:
 
 def _output(position: int) -> Pick:
     return lambda _, placed: placed.call.outputs[position][1] if position < len(placed.call.outputs) else None
-
-
-def _input(name: str) -> Pick:
-    return lambda _, placed: dict(placed.call.inputs).get(name)
 
 
 def _read(_: Side, placed: RankCall) -> int | None:

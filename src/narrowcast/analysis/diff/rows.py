@@ -120,8 +120,9 @@ class Judging:
         run expands it).
         """
         difference = inputs.relative
-        read = [makers.read(bundles[0], name or read_name(bundles[0].call))
-                for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
+        names = self.values.names(pair, name)
+        read = [makers.read(bundles[0], same or read_name(bundles[0].call))
+                for makers, bundles, same in zip(self._makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
         a, b = self._upstream(read)
         explained = self._explained(pair, a, b)
         if difference <= explained or self._is_by_casts(read, difference):
