@@ -67,7 +67,7 @@ def test_gradients_that_cancel_have_a_band_as_wide_as_that_makes_it():
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     model.forward = lambda x: nn.Sequential.forward(model, x).std(1)
     run = nc.capture(model, (torch.randn(4, 9, 32),), under="fp16", backward=True)
-    values = Values(Side([run]), Side([run]), KeptTensors(run, run))
+    values = Values(Side([run]), Side([run]), KeptTensors(run, run), {})
     grown = {name: values.gradients((f"1.{name}",), (f"1.{name}",))[1] for name in ("weight", "bias")}
     assert grown["bias"] > 1e3 > grown["weight"] >= 1, grown
 

@@ -248,12 +248,12 @@ class _Capture(Observer):
         finally:
             self._local.is_inside = not is_outermost
         if is_outermost:
-            self.door.run("what a model returns", self._note_returned, result)
+            self._look(self._note_returned, "what a model returns", result)
         return result
 
     def _note_returned(self, result: Any) -> None:
-        numbers = (self._table.known_as(t) for t in tensors_in(result) if is_floating(t))
-        self._run.returned += [number for number in numbers if number >= 0]
+        known = (t for t in tensors_in(result) if is_floating(t) and self._table.known_as(t) >= 0)
+        self._run.returned += [self._table.number(t) for t in known]  # in the shape in which it is returned
 
     @property
     def follows(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -50,10 +50,11 @@ Join = Callable[[Sequence[Piece]], Piece | None]
 
 
 class Values:
-    """The values of two sides."""
+    """The values of two sides. as_read: the differences of results as the calls that read them show them."""
 
-    def __init__(self, a: Side, b: Side, kept: KeptTensors) -> None:
+    def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, Distance]) -> None:
         self.sides = (a, b)
+        self._as_read = as_read
         self._swapped: dict[Aligned, bool] = {}
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
@@ -71,7 +72,7 @@ class Values:
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
                 pick = Side.with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
                 for turn in turns_of(pair):
-                    difference = self._between(turn, pick, beside)
+                    difference = self._as_read.get(pair) or self._between(turn, pick, beside)
                     distances.append(replace(difference, growth=self._growth(turn, n, is_equal)))
         known = [one for one in distances if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Distance())

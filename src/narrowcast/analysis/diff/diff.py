@@ -12,6 +12,7 @@ from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, map
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
+from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
@@ -63,9 +64,13 @@ def diff(
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
+    as_read: dict[Aligned, Distance] = {}
     while True:
-        judging = Judging(Values(sides[0], sides[1], kept), pairs)
+        judging = Judging(Values(sides[0], sides[1], kept, as_read), pairs)
         result.rows = [judging.row(pair) for pair in pairs]
+        if judging.as_read:
+            as_read |= judging.as_read
+            continue
         differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, result.rows, strict=True)]
         if not any(differ):
             break

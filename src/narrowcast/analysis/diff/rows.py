@@ -9,7 +9,7 @@ from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING,
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.outcomes import OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
-from narrowcast.analysis.diff.pieces import Distance
+from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
@@ -31,7 +31,10 @@ class Judging:
         """By call without a partner that makes a difference: the difference of values computed from it."""
         self._makers = Makers(values.sides[0]), Makers(values.sides[1])
         self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
+        self.as_read: dict[Aligned, Distance] = {}
+        """The differences of results of other shapes, as a pair of calls shows them that reads both in one shape."""
         self._of_pairs: dict[Aligned, float] = {}
+        self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
         self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
@@ -71,7 +74,7 @@ class Judging:
         band *= result.growth
         reason = next(filter(None, reads_other), "")
         verdict, why = self._verdict(pair, result, band, before, bool(given), bool(given) and is_equal, reason)
-        self._of_pairs[pair] = result.relative if result.is_known else math.nan
+        self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, result.relative,
@@ -125,6 +128,7 @@ class Judging:
                 for makers, bundles, same in zip(self._makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
         a, b = self._upstream(read)
         explained = self._explained(pair, a, b)
+        self._note_as_read(read, inputs, a, b)
         if difference <= explained or self._is_by_casts(read, difference):
             return ""
         if a.alone or b.alone:
@@ -144,6 +148,23 @@ class Judging:
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
             return OF_PARTS if difference > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
+
+    def _note_as_read(self, read: Sequence[Sequence[int]], inputs: Distance, a: Upstream, b: Upstream) -> None:
+        """Note the difference of inputs as that of the one pair of calls that made them, if only statistics of its
+        results could be compared.
+        """
+        made_by = {self._paired[n][x] for n, side in enumerate((a, b)) for x in side.known}
+        if a.alone or b.alone or len(made_by) != 1 or not a.known or not b.known or inputs.is_part:
+            return
+        (pair,) = made_by
+        rows = zip(self.values.sides, (pair.a, pair.b), read, strict=True)
+        is_whole = all(
+            len(bundles) == len(bundles[0].turns) == len(numbers) == 1
+            and side.piece(0, numbers[0]).elements == bundles[0].elements
+            for side, bundles, numbers in rows
+        )
+        if is_whole and self._by.get(pair) in (STATISTICS, RANGES) and inputs.by in (SKETCHES, TENSORS):
+            self.as_read.setdefault(pair, inputs)
 
     def _of_whole(self, read: Sequence[int], upstream: Upstream) -> float:
         """Return how many times larger a part's relative error may be than that of the whole, in the first run."""
@@ -211,10 +232,17 @@ class Judging:
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self.values.band(pair)
-                outcomes.append(EndDifference.of(row.difference, band, row.band / band))
+                apart = row.difference if row.measured_by not in (STATISTICS, RANGES) else self._as_returned(pair, row)
+                outcomes.append(EndDifference.of(apart, band, row.band / band))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
         return outcomes
+
+    def _as_returned(self, pair: Aligned, row: RunRow) -> float:
+        """Return the difference of a pair's results as models returned them, perhaps in one shape."""
+        a, b = self._makers
+        seen = self.values.between(a.as_returned(pair.a[0]), b.as_returned(pair.b[0]))
+        return seen.relative if seen.by in (SKETCHES, TENSORS) else row.difference
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
         """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""

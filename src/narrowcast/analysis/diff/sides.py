@@ -326,6 +326,11 @@ class Makers:
         number = self._last.get(bundle)
         return bundle.call.outputs[0][1] if number is None else number
 
+    def as_returned(self, bundle: Bundle) -> int:
+        """Return the number of a call's first result as a model returned it; of the result itself if none did."""
+        numbers = (number for number in self._side.runs[0].returned if self.of(number) == bundle)
+        return next(numbers, bundle.call.outputs[0][1])
+
     @cached_property
     def _last(self) -> dict[Bundle | None, int]:
         casts = [call for call in self._side.runs[0].calls if call.is_cast and call.id.direction == FORWARD]
