@@ -548,10 +548,12 @@ def test_what_rounding_has_made_is_said_with_the_rule_that_mends_it():
         return w.first, kept
 
     found, _ = angles("native")
+    assert "[[rule]]" not in found.advice, found  # fp32 rounds as many of them beyond one
+    a = a * (1 - 1e-6)
+    found, _ = angles("native")
     assert 'op = "aten.mm.default", action = "full"' in found.advice, found
     exact = nc.Policy.native().with_rules(nc.Rule("aten.mm.default", "full"))
-    a = a * (1 - 1e-6)
-    assert angles("native")[0] is not None and angles(exact)[0] is None
+    assert angles(exact)[0] is None
     with nc.watch() as w, nc.autocast("cpu", torch.float16):
         h = torch.randn(4, 8).half() * 1e-4
         kept = h / h.square().mean(-1, keepdim=True).sqrt()
@@ -569,7 +571,7 @@ def test_what_fp32_does_not_mend_either_is_not_said_to_be_finite_with_a_rule():
         torch.sigmoid(layer(torch.randn(2, 200, 8))).cumprod(1).log().mean().backward()
     advice = w.first.advice
     assert advice.startswith("No format of this call fixes it") and "it is finite" not in advice, w.first
-    assert "values are not. Keep what made them" in advice
+    assert "values are finite. Keep what made them" in advice
 
 
 def test_no_rule_is_advised_where_the_code_asks_for_the_format():

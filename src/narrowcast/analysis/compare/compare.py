@@ -39,7 +39,7 @@ from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.output.progress import Step, long_work
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import Differences
+from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.state import autocast_off
@@ -316,7 +316,7 @@ class _Comparing:
             result.outputs, result.band = output_errors(expected.output, actual.output), bands.output
             result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
         worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
-        is_beyond = bool(bands.runs) and worst > max(judging.OUTPUT_FACTOR * bands.output, judging.TINY)
+        is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, judging.TINY)
         return is_beyond or any(g.verdict == verdicts.FAULT for g in result.gradients)
 
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
@@ -339,7 +339,7 @@ class _Comparing:
             )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         is_low = judging.is_low_in_both(result.rows, self._trial.is_made)
-        is_shaky = bool(shaky) and not result.faults and worst <= judging.OUTPUT_FACTOR * shaky
+        is_shaky = bool(shaky) and not result.faults and worst <= OUTPUT_FACTOR * shaky
         if is_shaky and result.verdict in (verdicts.ROUND_OFF, verdicts.FAULT):
             result.verdict = verdicts.NONDETERMINISTIC
             result.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")

@@ -28,12 +28,10 @@ from narrowcast.observation.trial.output_errors import (
 )
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import CallError, Differences, GradientError
+from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError
 from narrowcast.reports.results.lines import number_text
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
-OUTPUT_FACTOR = 4.0
-"""Propagated errors, and those of outputs, are beyond round-off from this many times the rounding bound on."""
 TINY = 8 * FORMATS[torch.float32].epsilon
 """The difference that two orders of summation in fp32 may make."""
 _ROOM = 4096.0

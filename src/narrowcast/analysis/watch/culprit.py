@@ -21,6 +21,7 @@ from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.reports.documents.rules import call_rule, rule_in_line
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
+from narrowcast.reports.results.lines import counted
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -151,13 +152,24 @@ def find_culprit(
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = rerun.run_in(call, torch.float32) if low else None
     if low and in_fp32 is not None and rerun.mends(in_fp32, call.results):
+        left = count_not_finite(in_fp32)
+        if left:
+            of, both = count_not_finite(results), _beyond_fp32(in_fp32, rerun.run_in(call, torch.float64))
+            sentence = f"in fp32, on the same inputs, {of - left} of {counted(of, 'value')} that are not finite here "
+            sentence += f"are finite, and {left} are not{both}"
+            advice = "fp32 does not hold it either: scale its inputs, or compute in logarithms."
+            return finding_of(call, inputs, what, FORMAT, sentence, advice)
         largest = largest_of(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
         if largest <= format.max:
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
-        return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
+        advice = keep_high(call)
+        if largest > format.max and "[[rule]]" in advice:
+            advice += f" Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
+            advice += "finds them."
+        return finding_of(call, inputs, what, FORMAT, sentence, advice)
     in_fp64 = rerun.run_in(call, torch.float64)
     if in_fp64 is not None and rerun.mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
@@ -184,7 +196,8 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
         return off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."
     rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
     where = "" if call.policy is not None else " in a region (none is open here)"
-    some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", f"{rounded.left} values are not")
+    left = f"all but {counted(rounded.left, 'value')} are finite"
+    some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}. "
     return f"{off} " * bool(rounded.left) + proved + f"Keep what made them in fp32: {rules}{where}."
 
@@ -242,14 +255,25 @@ def gives_the_same_without(call: SeenCall) -> bool:
     return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
 
 
+def count_not_finite(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many values are infinite or NaN."""
+    return sum(int((~t.isfinite()).sum()) for t in tensors if t.is_floating_point())
+
+
+def _beyond_fp32(in_fp32: list[torch.Tensor], in_fp64: list[torch.Tensor] | None) -> str:
+    """Return that fp32 overflows, if fp64 does not."""
+    return ": fp32 overflows, too" if in_fp64 is not None and rerun.mends(in_fp64, in_fp32) else ""
+
+
 def _cause(call: SeenCall, inputs: Named) -> str:
     name = _name(call)
+    if is_quotient(call):  # of whole numbers, too
+        inputs = [pair for pair in tensors_by_name(call.facts, call.args, call.kwargs) if pair[0] == "other"]
     for argument, tensor in inputs:
         if not tensor.numel():
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
-        is_asked = not is_quotient(call) or tensor is inputs[-1][1]
-        if zeros and is_asked and name in named("finite.not_at_zero"):
+        if zeros and name in named("finite.not_at_zero"):
             return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
         if negative and name in named("finite.not_below_zero"):
             return f"; {negative} of {tensor.numel()} elements of {argument} are negative"

@@ -31,6 +31,8 @@ _MAKERS = 4
 """How many makers of one value are tried, the nearest first."""
 _STEPS = 4096
 """How many calls are remembered."""
+_LEFT = 0.9
+"""The share of values that are not finite from which on a choice of makers does not help."""
 _ALIKE = 0.05
 """How far the result with some makers in fp32 may be from that with all of them in fp32."""
 
@@ -201,7 +203,7 @@ class Rounded:
                 results = self._again({number for maker in choice for number in self.makers[maker]})
             except (_Unknown, RuntimeError, NotImplementedError):
                 continue
-            if results is not None and rerun.mends(results, self.call.results):
+            if results is not None and self._helps(results):
                 helpful.append((choice, results))
             elif len(choice) == len(makers):  # with all of them it is the same: nothing else would help
                 return [], True
@@ -210,6 +212,12 @@ class Rounded:
         best, results = next(pair for pair in helpful if _error(pair[1], helpful[-1][1]) <= _ALIKE)
         self.left = sum(int((~t.isfinite()).sum()) for t in results)
         return best, True
+
+    def _helps(self, results: list[torch.Tensor]) -> bool:
+        """Return whether clearly fewer values are not finite."""
+        before, after = (sum(int((~t.isfinite()).sum()) for t in tensors if is_floating(t))
+                         for tensors in (self.call.results, results))  # fmt: skip
+        return after <= _LEFT * before and rerun.mends(results, self.call.results)
 
     def _again(self, high: set[int]) -> list[torch.Tensor] | None:
         """Return the call's results in fp32, with some of the steps before it in fp32."""

@@ -23,7 +23,7 @@ from narrowcast.reports.documents.model import (
 from narrowcast.reports.documents.rules import Shown, glob_unescaped, is_low, keeping, rule_of_call, shown_rule
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
-from narrowcast.reports.results.differences import CallError, Differences, GradientError, Remedy
+from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINITE, PASSED_ON, ROUND_OFF
 
@@ -84,6 +84,8 @@ def comparison_verdict(result: Differences) -> str:
     error = f"output error {number_text(max(errors))}" if errors else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
     band = f"; round-off bound {number_text(result.band)}" if result.band else ""
+    if 0 < result.band < max(errors, default=0.0) and result.verdict == ROUND_OFF:
+        band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     return f"{result.verdict.capitalize()}: {error}{band}{first}"
 
@@ -99,7 +101,8 @@ def _notes(result: Differences) -> list[str]:
     if not is_one and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
         ops = {(row.id.module_path, row.id.op) for row in result.rows if row.is_low and row.own and not row.forward}
         worst = f"the worst makes {number_text(low[0].alone)} of {number_text(total)}"
-        notes.append(f"the error is spread over {len(ops)} ops: {worst}")
+        if len(ops) * low[0].alone ** 2 >= (HALF_OF_ITS_SQUARE * total) ** 2:  # else something else makes it
+            notes.append(f"the error is spread over {len(ops)} ops: {worst}")
     return [*result.notes, *notes]
 
 

@@ -19,6 +19,7 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_
 ENVIRONMENT = 6
 """How many differences of the environments are on the first screen; the table has all."""
 LETTERS = 40
+NO_FLOATS = "no floats"
 ALONE = 3
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
@@ -137,8 +138,8 @@ def _bars(result: RunDifferences) -> list[Bar]:
 def _formats(result: RunDifferences, run: str) -> Iterable[str]:
     for row in result.rows:
         calls, format = (row.a, row.format_a) if run == "a" else (row.b, row.format_b)
-        yield from [format] * len(calls)
-    yield from (one.format for one in result.unaligned if one.run == run)
+        yield from [format or NO_FLOATS] * len(calls)
+    yield from (one.format or NO_FLOATS for one in result.unaligned if one.run == run)
 
 
 def _todos(result: RunDifferences) -> list[Todo]:
@@ -147,10 +148,11 @@ def _todos(result: RunDifferences) -> list[Todo]:
     """
     value, format, todos = result.first_value, result.first_format, []
     if result.alone:
-        calls = "; ".join(f"{one.id} of {one.run}, {number_text(one.apart)} apart" for one in result.alone[:ALONE])
+        calls = "; ".join(f"{one.id} of {one.run} ({one.place})" for one in result.alone[:ALONE])
+        calls = f"its effect differs, by up to {number_text(max(one.apart for one in result.alone))}: {calls}"
         more = len(result.alone) - ALONE
         reason = f"{calls}; and {more} more" if more > 0 else calls
-        todos.append(Todo("Inspect what only one program calls, between calls that agree", reason))
+        todos.append(Todo("Inspect what only one program calls", reason))
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"

@@ -35,7 +35,7 @@ def watch_document(result: Watching) -> Document:
     ]
     page.notes = list(result.notes)
     page.todos = [
-        Todo(what, finding.sentence if what != finding.sentence else "", _format_rule(finding), finding.id.module_path)
+        Todo(what, _why(finding, what), _format_rule(finding), finding.id.module_path)
         for finding, what in zip(findings, map(_advice, findings), strict=True)
     ][:3]
     intentional = [[times, why] for why, times in result.meant.items()]
@@ -65,14 +65,21 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
 
 
 def _format_rule(row: Finding) -> Shown:
-    """Return the rule that keeps what a format or a cast ruins in fp32."""
-    return rule_of_call(row.forward or row.id, row.formats if row.made_by in (CAST, FORMAT) else "")
+    """Return the rule that keeps what a format or a cast ruins in fp32; none where the finding advises otherwise."""
+    helps = row.made_by in (CAST, FORMAT) and (not row.advice or row.advice.startswith("Keep"))
+    return rule_of_call(row.forward or row.id, row.formats if helps else "")
 
 
 def _advice(row: Finding) -> str:
     """Return what to do: in the words of the finding, unless these are the rule below."""
     rule = _format_rule(row)
     return keeping(rule["op"], rule.get("module", "")) if rule else row.advice or row.sentence
+
+
+def _why(row: Finding, what: str) -> str:
+    """Return the finding's sentence, with what its advice says besides the rule."""
+    more = row.advice.partition('action = "full".')[2] if _format_rule(row) else ""
+    return f"{row.sentence}.{more}" if more else row.sentence if what != row.sentence else ""
 
 
 def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:

@@ -52,7 +52,16 @@ def _row(table: Table, row: Sequence[Any], width: int) -> list[str]:
     calls = [line for call in calls for line in wrapped(call, width=width)]
     lines = [f"{calls[0]}  {rest}"] if fits else [*calls, *wrapped(f"    {rest}", "    ", width)]
     why = [text for column, text in known if column.name in _WHY]
-    return [*lines, *(f"    {line}" for text in why for line in wrapped(text, "", width - 4)[:2])]
+    return [*lines, *(f"    {line}" for text in why for line in _two_lines(text, width - 4))]
+
+
+def _two_lines(text: str, width: int) -> list[str]:
+    """Return the beginning of a text, with dots where it goes on."""
+    lines = wrapped(text, "", width - len(_MORE))
+    return lines if len(lines) < 3 else [lines[0], lines[1] + _MORE]
+
+
+_MORE = " ..."
 
 
 _NAMES = ("call", "argument", "tensor", "result", "loss", "family")

@@ -15,6 +15,10 @@ SHOWN = 5
 """How many calls are listed as most to blame."""
 
 
+OUTPUT_FACTOR = 4.0
+"""Propagated errors, and those of outputs, are beyond round-off from this many times the rounding bound on."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputError:
     """How far one output tensor is from the fp32 reference.

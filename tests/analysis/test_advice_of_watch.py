@@ -1,0 +1,45 @@
+"""What `nc.watch` advises of an overflow: a rule where one helps, and what else where it does not."""
+
+import torch
+
+import narrowcast as nc
+
+
+def first(function, policy="native"):
+    with nc.watch() as watched, nc.autocast("cpu", torch.float16, policy=policy):
+        function()
+    return watched.first
+
+
+def shown(function):
+    with nc.watch() as watched, nc.autocast("cpu", torch.float16):
+        function()
+    return " ".join(str(watched).split())
+
+
+def test_what_fp32_holds_in_part_is_not_called_finite():
+    """exp(144) is infinite in fp32, too: no rule is printed."""
+    z = torch.tensor([20.0, 144.0], dtype=torch.float16)
+    found = first(lambda: z.exp() * 0 + z)
+    assert "1 of 2 values that are not finite here are finite, and 1 are not: fp32 overflows, too" in found.sentence
+    assert "[[rule]]" not in shown(lambda: z.exp() * 0 + z) and "scale its inputs" in found.advice
+
+
+def test_a_format_that_the_code_asks_for_has_no_rule_on_the_screen():
+    """As in the finding's own words."""
+    x = torch.full((64,), 3e3)
+    text = shown(lambda: x.sum(0, dtype=torch.float16))
+    assert "[[rule]]" not in text and "ask for torch.float32 there" in text
+
+
+def test_readers_of_what_only_fp32_holds_are_named():
+    """A product of 6e5 is cast to fp16 again by the next layer."""
+    layer, x = torch.nn.Linear(8, 8), torch.full((2, 8), 800.0, dtype=torch.float16)
+    assert "Calls that read it in fp16 overflow there, too" in shown(lambda: layer(x * x))
+
+
+def test_zeros_of_whole_numbers_are_counted():
+    """A mean over nothing divides by a count."""
+    x, lengths = torch.ones(3, 2, requires_grad=True), torch.tensor([[2], [0], [1]])
+    found = first(lambda: (x / lengths).sum().backward())
+    assert found.id.op == "aten.div.Tensor" and "1 of 3 elements of other are zero" in found.sentence
