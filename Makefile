@@ -64,21 +64,9 @@ page:
 frameworks: .venv/.ready
 	$(BIN)/python tools/framework_examples.py $(ARGS)
 
-conformance: .venv/.models test-shuffled frameworks
-	$(BIN)/python tests/conformance/graphs.py --inductor
-	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
-	$(BIN)/python tests/conformance/scripts.py
-	$(BIN)/python -m pytest -q -n auto -m slow
-	$(BIN)/python -m pytest -q -n auto -m slow tests/pure tests/laws
-	$(BIN)/python tests/conformance/script_sweep.py --count 2000
-	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/frontends/test_ways_to_open_regions.py
-	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
-	$(BIN)/python tests/conformance/front_ends.py
-	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16
-	$(BIN)/python tests/conformance/sweep.py
-	rm -f build/trust.jsonl && mkdir -p build
-	seed=$$(date +%s); printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I@ $(BIN)/python \
-		tests/conformance/trust/run.py --minutes 26 --seed $$seed --shard @ --state build/trust.jsonl
+# Parts that have passed at this commit are not run again; ARGS="--only ops", ARGS=--summary (tools/long_suite.py).
+conformance: .venv/.models
+	$(BIN)/python tools/long_suite.py conformance $(ARGS)
 
 # Without what these packages ask for: their models need torch alone.
 .venv/.models: .venv/.ready
@@ -87,18 +75,7 @@ conformance: .venv/.models test-shuffled frameworks
 	touch $@
 
 bench: .venv/.models
-	$(BIN)/python benchmarks/short_paths.py --first-calls --instructions
-	$(BIN)/python benchmarks/eager_overhead.py
-	$(BIN)/python benchmarks/observing.py
-	$(BIN)/python benchmarks/scaler.py
-	$(BIN)/python benchmarks/page.py
-	$(BIN)/python benchmarks/control.py
-	$(BIN)/python benchmarks/graphs.py
-	$(BIN)/python benchmarks/scripts.py
-	$(BIN)/python benchmarks/placement.py
-	$(BIN)/python benchmarks/plot_placement.py
-	$(BIN)/python benchmarks/peak_memory.py
-	$(BIN)/python benchmarks/last_run.py
+	$(BIN)/python tools/long_suite.py bench $(ARGS)
 
 # On a machine with CUDA, with the interpreter and the torch that are there: no .venv, no network. Goes on where the last
 # run ended: make gpu PYTHON=python3.12 ARGS="--budget 1500"
