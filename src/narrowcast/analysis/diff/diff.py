@@ -20,12 +20,12 @@ from narrowcast.core.policy import Policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
 from narrowcast.reports.results.ledger import CastChange, Ledger
-from narrowcast.reports.results.lines import counted
+from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, TokenDifference, Unaligned
 from narrowcast.reports.results.saved import load
-from narrowcast.reports.results.verdicts import NOT_COMPARED
+from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
 Runs = Run | str | Path | Sequence[Run | str | Path]
@@ -75,10 +75,10 @@ def diff(
         if not any(differ):
             break
         pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
-    _compare_ends(result, judging, pairs, left_out)
+    apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(result.rows))
-    result.notes = [*_notes(sides, result), *kept.notes]
+    result.notes = [*_about_outputs(result, apart, judging.widest), *_notes(sides, result), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     result.by_hand = asked or RunMapping()
@@ -86,8 +86,23 @@ def diff(
     return result
 
 
-def _compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
-    """Compare outputs and gradients; where these are alike, differences before them are other steps, no faults."""
+def _about_outputs(result: RunDifferences, apart: float, band: float) -> list[str]:
+    """Return a note about outputs that are further apart than the bound of any call, where no call is named for it."""
+    if result.verdict == VALUES_DIFFER or not band or apart <= band or not result.unaligned:
+        return []
+    return [
+        f"the outputs are {number_text(apart)} apart, and the round-off of a single call is at most "
+        f"{number_text(band)}: calls without a partner may make that together, or hide what does. Capture both runs in "
+        "fp32 to see whether they compute the same."
+    ]
+
+
+def _compare_ends(
+    result: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]
+) -> float:
+    """Compare outputs and gradients; where these are alike, differences before them are other steps, no faults. Return
+    how far apart outputs are, as far as that is known.
+    """
     sides = judging.values.sides
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
@@ -114,6 +129,7 @@ def _compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned]
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
+    return max((one.difference for one in ends if math.isfinite(one.difference)), default=0.0)
 
 
 def _name_of(runs_or_files: Runs, otherwise: str) -> str:
