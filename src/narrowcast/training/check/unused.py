@@ -28,6 +28,7 @@ class Unused:
     def __init__(self) -> None:
         self.is_used = False
         self._fresh: dict[int, torch.Tensor] = {}  # leaves that a backward has reached, by identity
+        self._by_gradient: dict[int, int] | None = None  # those, by the storage of their gradients; None: not looked up
         self._lay: dict[int, int] = {}  # where they lay then
         self._cleared: dict[int, Site] = {}  # and those whose gradients were filled with a number since
         self._line = NOWHERE
@@ -38,6 +39,7 @@ class Unused:
         """Note that a backward computes the gradient of a leaf."""
         self._fresh[id(leaf)], self._lay[id(leaf)], self._line = leaf, storage_key(values_of(leaf)), line
         self._cleared.pop(id(leaf), None)
+        self._by_gradient = None
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves that backwards have reached since the last step."""
@@ -45,10 +47,12 @@ class Unused:
 
     def cleared(self, tensors: list[torch.Tensor], site: Site) -> None:
         """Note that tensors are filled with a number."""
-        keys = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
-        for number, leaf in self._fresh.items():
-            gradient = None if leaf.grad is None else values_of(leaf.grad)
-            if gradient is not None and has_storage(gradient) and storage_key(gradient) in keys:
+        if self._by_gradient is None:
+            gradients = [(n, values_of(leaf.grad)) for n, leaf in self._fresh.items() if leaf.grad is not None]
+            self._by_gradient = {storage_key(g): n for n, g in gradients if has_storage(g)}
+        for tensor in tensors:
+            number = self._by_gradient.get(storage_key(tensor)) if has_storage(tensor) else None
+            if number is not None:
                 self._cleared[number] = site
 
     def steps(self, optimizer: Any) -> list[Found]:
@@ -70,6 +74,7 @@ class Unused:
         """Forget gradients: an optimizer has stepped, or weights were written to."""
         self._fresh.clear()
         self._cleared.clear()
+        self._by_gradient = None
 
     def end_of_round(self) -> None:
         """Note whether gradients that nobody used are finite."""
