@@ -12,6 +12,7 @@ from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
 
 T = TypeVar("T")
 _CHECKED_AT = 4096
+"""With this many entries the first sweep is made; each later one when there are twice as many as the last has left."""
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -37,6 +38,7 @@ class ByStorage(Generic[T]):
     def __init__(self, freed: Callable[[T], None] | None = None) -> None:
         self._entries: dict[int, tuple[Any, T]] = {}
         self._freed = freed
+        self._check_at = _CHECKED_AT
 
     def get(self, tensor: torch.Tensor) -> T | None:
         """Return what is known of the memory that the tensor lies in."""
@@ -47,8 +49,9 @@ class ByStorage(Generic[T]):
         """Keep a value; a tensor without memory of its own is left out."""
         if not has_storage(tensor):
             return
-        if len(self._entries) >= _CHECKED_AT:
+        if len(self._entries) >= self._check_at:
             self.sweep()
+            self._check_at = max(_CHECKED_AT, 2 * len(self._entries))
         key = storage_key(tensor)
         if self._freed is not None:
             self._gone(self._entries.get(key))
