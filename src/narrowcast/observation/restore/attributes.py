@@ -54,9 +54,9 @@ class Attributes:
 
 
 def _contents(owner: Any) -> list[Any]:
-    if is_dataclass(owner):
-        return [(field.name, getattr(owner, field.name)) for field in fields(owner)]
-    return list(owner.items()) if isinstance(owner, dict) else list(owner)
+    if isinstance(owner, dict):  # first: a module has some fifteen
+        return list(owner.items())
+    return [(field.name, getattr(owner, field.name)) for field in fields(owner)] if is_dataclass(owner) else list(owner)
 
 
 def _is_same(now: Any, before: Any) -> bool:
