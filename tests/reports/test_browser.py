@@ -277,3 +277,20 @@ def test_a_broken_page_is_noticed(show, browser):
             show(whole[:start] + json.dumps(data).replace("<", "\\u003c") + whole[end:])
     assert any("TypeError" in error for error in browser.errors)
     browser.errors.clear()
+
+
+def test_the_run_is_a_strip_in_the_colours_of_the_graph(show):
+    """A part for each call in their order; by error it has other colours; a click shows the call in the graph."""
+    nodes = [
+        Node(f"layer.{n}", "aten.mm.default", computes="bf16" if n % 2 else "fp32", own=10.0**-n) for n in range(9)
+    ]
+    page = show(page_html(Document("ledger", "m", "v", graph=Graph(nodes, []))))
+    strip = "document.querySelector('.strip')"
+    classes = f"[...{strip}.querySelectorAll('rect')].map(r => r.getAttribute('class'))"
+    assert page.value(classes) == ["fp32", "bf16"] * 4 + ["fp32"]
+    page.value("document.getElementById('by').value = 'error'")
+    page.value("document.getElementById('by').dispatchEvent(new Event('change'))")
+    heats = page.value(classes)
+    assert heats[0] == "heat6" and heats[-1] == "heat0" and heats == sorted(heats, reverse=True)
+    page.value(f"{strip}.querySelectorAll('rect')[4].dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+    assert "layer.4" in page.value("document.querySelector('.side').textContent")

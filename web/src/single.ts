@@ -4,6 +4,7 @@ import { type Call, type Model } from "./data";
 import { h } from "./dom";
 import { GraphView } from "./graph";
 import type { Scope } from "./scope";
+import { strip } from "./strip";
 
 export interface Histograms { show: (call: Call) => void; has: (call: Call) => boolean }
 
@@ -19,7 +20,8 @@ export function single(model: Model, scope: Scope, plots: Histograms): { element
   });
   view.search.element.after(...controls.elements);
   const element = h("section", { id: "graph", "aria-labelledby": "graph-title" },
-    h("h2", { id: "graph-title" }, "Graph"), view.tools, scope.chip(), view.crumbs,
+    h("h2", { id: "graph-title" }, "Graph"), view.tools, scope.chip(),
+    strip(model, controls, scope, (call) => view.reveal(call)), view.crumbs,
     h("div", { class: "split" }, view.stage, view.side),
     h("p", { class: "quiet keys" }, "Keys: arrows move, Enter opens, Backspace goes up, / searches, n and p go through findings, o shows only this module, w a s d pan, + − 0 zoom."),
     model.graph.note && h("p", { class: "quiet" }, model.graph.note));
