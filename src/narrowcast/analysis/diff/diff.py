@@ -31,6 +31,12 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
+_VISIBLE, _FAR = 0.01, 4.0
+"""Outputs of the same formats that are further apart, and by this many times the widest rounding bound of a call, are
+not alike, whether or not a call is named for it.
+"""
+
+
 @overload
 def diff(a: Policy, b: Policy) -> tuple[RuleChange, ...]: ...
 @overload
@@ -76,8 +82,12 @@ def diff(
             break
         pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
     apart = _compare_ends(result, judging, pairs, left_out)
+    least = max(_VISIBLE, _FAR * judging.widest)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(result.rows))
+    is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
+    if not (result.formats or judging.has_chosen or is_of_ranks) and apart > least:
+        result.outputs_apart = apart
     result.notes = [*_about_outputs(result, apart, judging.widest), *_notes(sides, result), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)

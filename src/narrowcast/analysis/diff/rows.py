@@ -37,6 +37,7 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
+        self._has_chosen = False
         self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
 
@@ -101,6 +102,7 @@ class Judging:
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
             is_by_place = is_among_others and not self._largest
+            self._has_chosen = True
             return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
         return DIFFERS, UNEXPLAINED
 
@@ -232,17 +234,42 @@ class Judging:
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self.values.band(pair)
-                apart = row.difference if row.measured_by not in (STATISTICS, RANGES) else self._as_returned(pair, row)
+                apart = row.difference
+                if row.measured_by in (STATISTICS, RANGES):
+                    apart = self._as_returned(pair, row.difference)
                 outcomes.append(EndDifference.of(apart, band, row.band / band))
+            elif row.verdict == NOT_COMPARED:  # of other shapes, perhaps, of which models return a part
+                outcomes.append(EndDifference(self._as_returned(pair, math.inf), self.widest))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
-        return outcomes
+        return [*outcomes, *self._returned_elsewhere()]
 
-    def _as_returned(self, pair: Aligned, row: RunRow) -> float:
+    def _returned_elsewhere(self) -> list[EndDifference]:
+        """Compare tensors of one shape that the models returned, where the calls that made them are no pair."""
+        returned = [side.runs[0].returned for side in self.values.sides]
+        if len(returned[0]) != len(returned[1]) or any(len(side.runs) > 1 for side in self.values.sides):
+            return []
+        found = []
+        for numbers in zip(*returned, strict=True):
+            made = [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
+            pairs = [self._paired[n].get(bundle) for n, bundle in enumerate(made) if bundle is not None]
+            shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, numbers, strict=True)}
+            seen = self.values.between(*numbers)
+            is_comparable = len(shapes) == 1 and seen.by in (SKETCHES, TENSORS)
+            if is_comparable and len(pairs) == 2 and (pairs[0] is None or pairs[0] is not pairs[1]):
+                found.append(EndDifference(seen.relative, self.widest))
+        return found
+
+    def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""
         a, b = self._makers
         seen = self.values.between(a.as_returned(pair.a[0]), b.as_returned(pair.b[0]))
-        return seen.relative if seen.by in (SKETCHES, TENSORS) else row.difference
+        return seen.relative if seen.by in (SKETCHES, TENSORS) and not seen.is_part else otherwise
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether a call chose by values that differ, after which anything may be far apart."""
+        return self._jumped > 0 or self._has_chosen
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
         """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""

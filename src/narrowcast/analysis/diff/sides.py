@@ -175,7 +175,10 @@ class Side:
                 read = {number for _, number in call.inputs} if call.id.op in _SUMS else ()
                 for product in read:
                     if all(self._is_bias(rank, number) for number in read if number != product):
-                        sums.setdefault((rank, product), call.outputs[0][1])
+                        elements = run.tensors[product].elements
+                        same = [n for n in self._before(rank, product) if run.tensors[n].elements == elements]
+                        for number in same:  # it may be read as a view
+                            sums.setdefault((rank, number), call.outputs[0][1])
         return sums
 
     def _is_bias(self, rank: int, number: int) -> bool:

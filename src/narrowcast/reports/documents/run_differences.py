@@ -164,6 +164,11 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if not todos and result.tokens is not None and result.tokens.is_beyond:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
+    elif not todos and result.outputs_apart:
+        what = "Inspect what is computed between the last calls that agree and the outputs"
+        todos.append(
+            Todo(what, f"outputs are {number_text(result.outputs_apart)} apart, and no call was found to make that")
+        )
     elif not todos and any(row.is_beyond for row in result.gradients):
         todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:

@@ -128,6 +128,7 @@ class RunDifferences(Result):
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
     unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
+    outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
@@ -144,6 +145,7 @@ class RunDifferences(Result):
     notes: list[str] = field(default_factory=list)
     mapping: RunMapping = field(default_factory=RunMapping)
     by_hand: RunMapping = field(default_factory=RunMapping)
+    outputs_apart: float = 0.0
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -180,7 +182,13 @@ class RunDifferences(Result):
     def verdict(self) -> str:
         """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be."""
         is_told = self.tokens is not None and self.tokens.is_beyond
-        if self.producers or self.alone or is_told or any(row.is_beyond for row in self.gradients):
+        if (
+            self.producers
+            or self.alone
+            or is_told
+            or any(row.is_beyond for row in self.gradients)
+            or self.outputs_apart
+        ):
             return VALUES_DIFFER
         if self.formats:
             return FORMATS_DIFFER
