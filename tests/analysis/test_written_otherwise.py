@@ -1,0 +1,114 @@
+"""`nc.diff` of programs that are written otherwise: what they return decides, in whatever order operands stand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+
+def found(a, b, x, under=None):
+    asked = {"under": under} if under else {}
+    return nc.diff(nc.capture(a, (x,), **asked), nc.capture(b, (x,), **asked))
+
+
+class AllPlaces(nn.Module):
+    """Logits of all places, of which the last is returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(40, 64), nn.Linear(64, 64), nn.Linear(64, 40)
+
+    def forward(self, ids):
+        return (30 * torch.tanh(self.head(F.silu(self.layer(self.embed(ids)))) / 30))[:, -1]
+
+
+class LastPlace(nn.Module):
+    """The same of the last place alone; perhaps without the softcap."""
+
+    def __init__(self, other, cap=True):
+        super().__init__()
+        self.embed, self.layer, self.head, self.cap = other.embed, other.layer, other.head, cap
+
+    def forward(self, ids):
+        logits = self.head(F.silu(self.layer(self.embed(ids)))[:, -1])
+        return 30 * torch.tanh(logits / 30) if self.cap else logits
+
+
+def test_what_is_returned_is_compared_where_its_calls_are_no_pair():
+    """A softcap that one of them lacks, of logits of other shapes."""
+    torch.manual_seed(0)
+    trainer, ids = AllPlaces(), torch.randint(0, 40, (4, 12))
+    with torch.no_grad():
+        trainer.head.weight.mul_(30)
+    assert found(trainer, LastPlace(trainer), ids).verdict in ("alike", "round-off")
+    wrong = found(trainer, LastPlace(trainer, cap=False), ids)
+    assert wrong.verdict == "values differ" and wrong.outputs_apart > 0.01
+    assert (
+        "outputs are" in str(wrong)
+        and wrong.outputs_apart == nc.results.RunDifferences.of_data(wrong.data()).outputs_apart
+    )
+
+
+class Written(nn.Module):
+    """Linear layers as einsum, and a bias that is added to a view of it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.layer = other
+
+    def forward(self, x):
+        return torch.relu(torch.einsum("bte,oe->bto", x, self.layer.weight) + self.layer.bias)
+
+
+def test_a_bias_may_be_added_to_a_view_of_a_product():
+    """In bf16, too, where the sum is in fp32."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    for under in (None, "bf16"):
+        assert found(nn.Sequential(layer, nn.ReLU()), Written(layer), torch.randn(4, 24, 64), under).producers == []
+
+
+class Residual(nn.Module):
+    """A block whose sum and product have their operands in one order, or in the other."""
+
+    def __init__(self, layer, is_swapped, by=1.0):
+        super().__init__()
+        self.layer, self.is_swapped, self.by = layer, is_swapped, by
+
+    def forward(self, x):
+        y = self.layer(x * self.by)
+        gate = torch.sigmoid(y)
+        return gate * y + x if self.is_swapped else x + y * gate
+
+
+@pytest.mark.parametrize("under", [None, "bf16"])
+def test_operands_may_be_swapped(under):
+    """Then nothing differs; and of a fault before them not they are named, but it."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 32), torch.randn(8, 32)
+    assert found(Residual(layer, False), Residual(layer, True), x, under).verdict in ("alike", "round-off")
+    wrong = found(Residual(layer, False), Residual(layer, True, by=1.2), x, under)
+    assert wrong.verdict == "values differ" and "add" not in str([row.a for row in wrong.producers])
+
+
+class Unfolded(nn.Module):
+    """A convolution as a product of patches, with zeros around, or with what is mirrored."""
+
+    def __init__(self, conv, mode):
+        super().__init__()
+        self.conv, self.mode = conv, mode
+
+    def forward(self, x):
+        patches = F.unfold(F.pad(x, (1, 1, 1, 1), mode=self.mode), 3)
+        return (self.conv.weight.flatten(1) @ patches + self.conv.bias[:, None]).view(len(x), -1, *x.shape[2:])
+
+
+@pytest.mark.parametrize("under", [None, "bf16"])
+def test_results_of_other_shapes_are_compared_as_they_are_returned(under):
+    """The product is of one row for each channel; its view has the shape of the convolution's result."""
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 12, 12)
+    assert found(conv, Unfolded(conv, "constant"), x, under).verdict != "values differ"
+    assert found(conv, Unfolded(conv, "reflect"), x, under).verdict == "values differ"
