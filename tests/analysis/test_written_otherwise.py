@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.results import RunDifferences
 
 
 def found(a, b, x, under=None):
@@ -45,10 +46,8 @@ def test_what_is_returned_is_compared_where_its_calls_are_no_pair():
     assert found(trainer, LastPlace(trainer), ids).verdict in ("alike", "round-off")
     wrong = found(trainer, LastPlace(trainer, cap=False), ids)
     assert wrong.verdict == "values differ" and wrong.outputs_apart > 0.01
-    assert (
-        "outputs are" in str(wrong)
-        and wrong.outputs_apart == nc.results.RunDifferences.of_data(wrong.data()).outputs_apart
-    )
+    again = RunDifferences.of_data(wrong.data())
+    assert "outputs are" in str(wrong) and again.outputs_apart == wrong.outputs_apart
 
 
 class Written(nn.Module):
