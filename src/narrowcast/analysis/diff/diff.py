@@ -19,6 +19,7 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
+from narrowcast.reports.documents.rules import is_low
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.mapping import RunMapping, generalised
@@ -96,14 +97,21 @@ def diff(
     return result
 
 
+def _has_low(result: RunDifferences) -> bool:
+    """Return whether a call of either run computes in a low format."""
+    return any(is_low(f"{row.format_a},{row.format_b}") for row in result.rows)
+
+
 def _about_outputs(result: RunDifferences, apart: float, band: float) -> list[str]:
     """Return a note about outputs that are further apart than the bound of any call, where no call is named for it."""
     if result.verdict == VALUES_DIFFER or not band or apart <= band or not result.unaligned:
         return []
+    first = f"the outputs are {number_text(apart)} apart, and the round-off of a single call is at most "
+    if not _has_low(result):
+        return [f"{first}{number_text(band)}: no call was found that makes that; some have no partner."]
     return [
-        f"the outputs are {number_text(apart)} apart, and the round-off of a single call is at most "
-        f"{number_text(band)}: calls without a partner may make that together, or hide what does. Capture both runs in "
-        "fp32 to see whether they compute the same."
+        f"{first}{number_text(band)}: calls without a partner may make that together, or hide what does. Capture both "
+        "runs in fp32 to see whether they compute the same."
     ]
 
 
@@ -116,8 +124,8 @@ def _compare_ends(
     sides = judging.values.sides
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
-    is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in result.rows)
-    are_others = are_written_otherwise(pairs, result.rows, unpaired, is_low)
+    has_low = _has_low(result)
+    are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
     result.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(result.gradients, parameters)
@@ -127,7 +135,7 @@ def _compare_ends(
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
     outcomes = Outcomes(ends, are_others, judging.widest)
-    result.rows, judging.unpaired = outcomes.forward(result.rows, is_low), outcomes.alone(judging.unpaired, is_low)
+    result.rows, judging.unpaired = outcomes.forward(result.rows, has_low), outcomes.alone(judging.unpaired, has_low)
     if outcomes.are_alike and are_gradients_alike:
         result.rows, judging.unpaired = outcomes.backward(
             result.rows,

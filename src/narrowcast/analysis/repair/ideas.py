@@ -123,7 +123,7 @@ def rules_for_not_finite(
         format = parse_format(look.low[identity].low) if look.is_decided(identity) else fp32
         if format is not fp32 and largest > format.max:
             reason = f"in fp32 its largest magnitude is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
-            rules.append(_rule_about_call(identity, look, reason))
+            rules.append(_rule_about_call(identity, look, reason, tried))
     return _new(dict.fromkeys(rules), tried)
 
 
@@ -131,22 +131,29 @@ def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) 
     of, reason = finding.forward or finding.id, f"{finding.what} in {finding.formats}: {finding.sentence}"
     if of not in look.forward:  # the model's own conversion: no rule reaches it, but its inputs
         maker = look.converted.get(of)
-        return [_rule_about_call(s, look, reason) for s in (look.decided_behind(maker) if maker is not None else ())]
-    own = _rule_about_call(of, look, reason)
+        behind = look.decided_behind(maker) if maker is not None else ()
+        return [_rule_about_call(s, look, reason, tried) for s in behind]
+    own = _rule_about_call(of, look, reason, tried)
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
         return [own]
     # The op makes it of the output of low calls before it: those may be at fault.
     makers = look.sources_of(of) or _before(of, look)
     about_maker = f"{of} makes {finding.what} of what it gives"
-    return [_rule_about_call(s, look, about_maker) for s in makers]
+    return [_rule_about_call(s, look, about_maker, tried) for s in makers]
 
 
-def _rule_about_call(identity: CallId, look: RepairObserver, reason: str) -> Rule:
-    """Return the rule about a call: by its number, where its module calls the op several times."""
+def _rule_about_call(identity: CallId, look: RepairObserver, reason: str, tried: Collection[Rule]) -> Rule:
+    """Return the rule about a call: by its number, where its module calls the op several times; about all of them, once
+    a rule about another one was tried (the steps of a recurrence).
+    """
     alike = [i for i in look.forward if (i.module_path, i.op) == (identity.module_path, identity.op)]
-    number = identity.number if any(i.number > 1 for i in alike) else None
-    return rule_about(identity.op, identity.module_path, reason=reason, call=number)
+    whole = rule_about(identity.op, identity.module_path, reason=reason)
+    if not any(i.number > 1 for i in alike):
+        return whole
+    numbered = [rule for rule in tried if rule.call is not None and rule.conditions[:-1] == whole.conditions]
+    is_repeated = any(rule.call != identity.number for rule in numbered)
+    return whole if is_repeated else replace(whole, call=identity.number)
 
 
 def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
