@@ -44,6 +44,7 @@ LEAST_BAND = 2.0**-21
 
 _SWAPPED = {"self": "other", "other": "self"}
 """The names of two operands."""
+_SAME, _CROSSED = ([(x, x) for x in _SWAPPED], list(_SWAPPED.items()))
 
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -270,7 +271,9 @@ class Values:
         return known
 
     def _is_nearer_swapped(self, pair: Aligned) -> bool:
-        """Return whether the operands of an op that is symmetric in them are nearer to each other if one swaps them."""
+        """Return whether the operands of a symmetric op stand in the other order in b: one of them is much nearer to
+        the other's than either is to that of its name.
+        """
         a, b = pair.a[0], pair.b[0]
         sides, factors = ([dict(getattr(x.call, part)) for x in (a, b)] for part in ("inputs", "given"))
         is_symmetric = a.id.op == b.id.op and op_kind(a.id.op).name in named("growth.symmetric")
@@ -278,11 +281,10 @@ class Values:
             is_symmetric = False
         if not is_symmetric or not all(_SWAPPED.keys() <= side.keys() for side in sides):
             return False
-        pairs = [(sides[0][x], sides[1][y]) for x in _SWAPPED for y in _SWAPPED]
-        same, crossed, crossed_back, same_too = (self.between(*numbers) for numbers in pairs)
-        far = [max((one.relative if one.is_known else math.inf) for one in two)
-               for two in ((same, same_too), (crossed, crossed_back))]  # fmt: skip
-        return far[1] < far[0]
+        same, crossed = ([self.between(sides[0][x], sides[1][y]) for x, y in pairs] for pairs in (_SAME, _CROSSED))
+        nearest = [min((one.relative for one in two if one.is_known and not one.is_part), default=math.inf)
+                   for two in (same, crossed)]  # fmt: skip
+        return nearest[1] < nearest[0] / 2
 
     def _argument(self, pair: Aligned, name: str) -> Pick:
         names = self.names(pair, name)

@@ -147,7 +147,7 @@ def _compare_ends(
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
-    return max((one.difference for one in ends if math.isfinite(one.difference)), default=0.0)
+    return max([judging.returned_apart(), *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
 def _name_of(runs_or_files: Runs, otherwise: str) -> str:

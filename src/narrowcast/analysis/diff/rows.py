@@ -238,27 +238,27 @@ class Judging:
                 if row.measured_by in (STATISTICS, RANGES):
                     apart = self._as_returned(pair, row.difference)
                 outcomes.append(EndDifference.of(apart, band, row.band / band))
-            elif row.verdict == NOT_COMPARED:  # of other shapes, perhaps, of which models return a part
-                outcomes.append(EndDifference(self._as_returned(pair, math.inf), self.widest))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
-        return [*outcomes, *self._returned_elsewhere()]
+        return outcomes
 
-    def _returned_elsewhere(self) -> list[EndDifference]:
-        """Compare tensors of one shape that the models returned, where the calls that made them are no pair."""
+    def returned_apart(self) -> float:
+        """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
+        that was compared.
+        """
         returned = [side.runs[0].returned for side in self.values.sides]
-        if len(returned[0]) != len(returned[1]) or any(len(side.runs) > 1 for side in self.values.sides):
-            return []
-        found = []
+        if len(returned[0]) != len(returned[1]):
+            return 0.0
+        largest = 0.0
         for numbers in zip(*returned, strict=True):
             made = [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
             pairs = [self._paired[n].get(bundle) for n, bundle in enumerate(made) if bundle is not None]
             shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, numbers, strict=True)}
+            is_compared = len(set(pairs)) == 1 and pairs[0] is not None and bool(self._by.get(pairs[0]))
             seen = self.values.between(*numbers)
-            is_comparable = len(shapes) == 1 and seen.by in (SKETCHES, TENSORS)
-            if is_comparable and len(pairs) == 2 and (pairs[0] is None or pairs[0] is not pairs[1]):
-                found.append(EndDifference(seen.relative, self.widest))
-        return found
+            if len(pairs) == 2 and not is_compared and len(shapes) == 1 and seen.by in (SKETCHES, TENSORS):
+                largest = max(largest, seen.relative)
+        return largest
 
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""
