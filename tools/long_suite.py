@@ -49,8 +49,8 @@ class Suite:
         row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return row if row.get("commit") == self.commit else None
 
-    def run(self, part: str) -> dict[str, Any]:
-        """Run a part to its end, shown as it goes, and keep what it came to."""
+    def run(self, part: str) -> None:
+        """Run a part to its end, and keep what it came to; print the end of its output if it failed."""
         sys.stdout.write(f"== {part}\n")
         sys.stdout.flush()
         began, log = time.monotonic(), self.folder / f"{part}.log"
@@ -65,7 +65,6 @@ class Suite:
         (self.folder / f"{part}.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
         if code.returncode:
             sys.stdout.write(row["output"])
-        return row
 
     def summary(self) -> str:
         """A row for each part, and the hours of all."""

@@ -277,9 +277,8 @@ class Values:
         a, b = pair.a[0], pair.b[0]
         sides, factors = ([dict(getattr(x.call, part)) for x in (a, b)] for part in ("inputs", "given"))
         is_symmetric = a.id.op == b.id.op and op_kind(a.id.op).name in named("growth.symmetric")
-        if any(of.get("alpha", "1") not in ("1", "1.0") for of in factors):
-            is_symmetric = False
-        if not is_symmetric or not all(_SWAPPED.keys() <= side.keys() for side in sides):
+        is_plain = all(of.get("alpha", "1") in ("1", "1.0") for of in factors)
+        if not (is_symmetric and is_plain and all(_SWAPPED.keys() <= side.keys() for side in sides)):
             return False
         same, crossed = ([self.between(sides[0][x], sides[1][y]) for x, y in pairs] for pairs in (_SAME, _CROSSED))
         nearest = [min((one.relative for one in two if one.is_known and not one.is_part), default=math.inf)

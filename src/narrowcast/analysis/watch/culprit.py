@@ -16,7 +16,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.observation.trial import rerun
-from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest, largest_of
+from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.reports.documents.rules import call_rule, rule_in_line
 from narrowcast.reports.results.differences import NotFinite
@@ -253,11 +253,6 @@ def gives_the_same_without(call: SeenCall) -> bool:
     results = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
     pairs = zip(results, [t for t in call.results if is_floating(t)], strict=True)
     return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
-
-
-def count_not_finite(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many values are infinite or NaN."""
-    return sum(int((~t.isfinite()).sum()) for t in tensors if t.is_floating_point())
 
 
 def _beyond_fp32(in_fp32: list[torch.Tensor], in_fp64: list[torch.Tensor] | None) -> str:

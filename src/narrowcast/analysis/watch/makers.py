@@ -21,7 +21,7 @@ from narrowcast.core.decide import Plan
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial import rerun
-from narrowcast.observation.trial.finiteness import came_in, inputs_of, is_floating
+from narrowcast.observation.trial.finiteness import came_in, count_not_finite, inputs_of, is_floating
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, storage_of, tree_map
 
@@ -210,14 +210,13 @@ class Rounded:
         if not helpful:
             return [], False
         best, results = next(pair for pair in helpful if _error(pair[1], helpful[-1][1]) <= _ALIKE)
-        self.left = sum(int((~t.isfinite()).sum()) for t in results)
+        self.left = count_not_finite(results)
         return best, True
 
     def _helps(self, results: list[torch.Tensor]) -> bool:
         """Return whether clearly fewer values are not finite."""
-        before, after = (sum(int((~t.isfinite()).sum()) for t in tensors if is_floating(t))
-                         for tensors in (self.call.results, results))  # fmt: skip
-        return after <= _LEFT * before and rerun.mends(results, self.call.results)
+        are_fewer = count_not_finite(results) <= _LEFT * count_not_finite(self.call.results)
+        return are_fewer and rerun.mends(results, self.call.results)
 
     def _again(self, high: set[int]) -> list[torch.Tensor] | None:
         """Return the call's results in fp32, with some of the steps before it in fp32."""

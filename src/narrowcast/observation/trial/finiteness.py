@@ -206,6 +206,11 @@ def _total(tensor: torch.Tensor) -> float | torch.Tensor:
     return 0.0 if bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all()) else value  # 2.11: not of fp8
 
 
+def count_not_finite(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many values are infinite or NaN."""
+    return sum(int((~t.isfinite()).sum()) for t in tensors if is_floating(t))
+
+
 def largest_of(tensors: Iterable[torch.Tensor]) -> float:
     """Return the largest finite magnitude."""
     finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
