@@ -24,7 +24,7 @@ from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
-from narrowcast.training.check.unused import Unused
+from narrowcast.training.check.unused import Unused, has_finite_gradient
 
 _ADDS = ("add", "add_")
 """The ops by which autograd accumulates gradients."""
@@ -100,7 +100,7 @@ class Backwards:
         if is_answer and self._asked is None:
             self._asked = loop_line()
             with quietly():
-                self._infinite = [leaf for leaf in self._unused.leaves() if not _has_finite_gradient(leaf)]
+                self._infinite = self._unused.not_finite()
 
     def scales(self, tensors: list[torch.Tensor], power: Power, scales: dict[int, float]) -> Found | None:
         """Inspect an op of the forward that may scale a loss; return a finding if it was scaled before. tensors: the
@@ -172,7 +172,7 @@ class Backwards:
     def _judge_hidden(self) -> None:
         """Report gradients that were not finite when the host asked, and are, or are gone, as the scaler looks."""
         with quietly():
-            if self._asked is not None and any(map(_has_finite_gradient, self._infinite)):
+            if self._asked is not None and any(map(has_finite_gradient, self._infinite)):
                 kind, _, todo = HIDDEN
                 what = "gradients that are not finite are cleared, or replaced, while they are multiplied by the loss "
                 what += "scale: the scaler no longer sees that its scale is too large"
@@ -429,12 +429,6 @@ class Backwards:
             known = _Gradient()
             self._gradients.put(gradient, known)
         return known
-
-
-def _has_finite_gradient(leaf: torch.Tensor) -> bool:
-    """Return whether a leaf's gradient is finite, or is none."""
-    gradient = None if leaf.grad is None else values_of(leaf.grad)
-    return gradient is None or not has_storage(gradient) or not is_floating(gradient) or is_finite(gradient)
 
 
 def _lies_in(gradient: torch.Tensor | None, keys: set[int]) -> bool:

@@ -41,9 +41,9 @@ class Unused:
         self._cleared.pop(id(leaf), None)
         self._by_gradient = None
 
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves that backwards have reached since the last step."""
-        return [*self._fresh.values()]
+    def not_finite(self) -> list[torch.Tensor]:
+        """Return the leaves that backwards have reached since the last step, and whose gradients are not finite."""
+        return [leaf for leaf in self._fresh.values() if not has_finite_gradient(leaf)]
 
     def cleared(self, tensors: list[torch.Tensor], site: Site) -> None:
         """Note that tensors are filled with a number."""
@@ -79,9 +79,8 @@ class Unused:
     def end_of_round(self) -> None:
         """Note whether gradients that nobody used are finite."""
         self._rounds += 1
-        gradients = [values_of(leaf.grad) for leaf in self._fresh.values() if leaf.grad is not None]
         with quietly():
-            if not self.is_used and not all(is_finite(g) for g in gradients if has_storage(g) and is_floating(g)):
+            if not self.is_used and not all(map(has_finite_gradient, self._fresh.values())):
                 self._broken.append(self._line)
         self.is_used = False
 
@@ -97,3 +96,9 @@ class Unused:
             "the first call that gives NaN or infinity.",
             self._broken[0],
         )
+
+
+def has_finite_gradient(leaf: torch.Tensor) -> bool:
+    """Return whether a leaf's gradient is finite, or is none."""
+    gradient = None if leaf.grad is None else values_of(leaf.grad)
+    return gradient is None or not has_storage(gradient) or not is_floating(gradient) or is_finite(gradient)
