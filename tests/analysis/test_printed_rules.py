@@ -13,7 +13,8 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.core.policy import Policy, Site
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.documents.rules import alike_module, rule_text
+from narrowcast.reports.documents.rules import alike_module
+from narrowcast.reports.results.shown_rules import rule_text
 
 BLOCK = re.compile(r"^\[\[rule\]\]\n(?:\w+ = .*(?:\n|$))+", re.MULTILINE)
 IN_LINE = re.compile(r'\[\[rule\]\] with ((?:\w+ = "(?:[^"\\]|\\.)*"(?:, )?)+)')

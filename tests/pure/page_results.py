@@ -159,7 +159,8 @@ def watching():
     facts = TensorFacts("fp16", (2,), "cpu", 2, -1.0, 65504.0, infinite=0.5)
     made = Finding(
         CallId("layer.1", "aten.mul.Tensor", 2), FILE, 12, "infinity", "format", "fp16", f"it overflows {SCRIPT}",
-        "Keep it in fp32.", (("self", facts),), (("result", facts),), 3,
+        "Its readers overflow, too.", (("self", facts),), (("result", facts),), 3,
+        rules=(Rule("aten.mul.Tensor", "full", "layer.1"),),
     )  # fmt: skip
     trend = Finding(CallId("layer.0", "gradient.weight"), FILE, 0, "underflow", "trend", "", "it shrinks")
     history = [{"step": 1, "norm": 2.0}, {"step": 2, "norm": 0.5}]

@@ -37,13 +37,14 @@ from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.reports.documents.model import OUTSIDE, Node
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modules
+from narrowcast.reports.documents.rules import call_rule, shared_modules
 from narrowcast.reports.render.html import BUILT
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.saved import load
+from narrowcast.reports.results.shown_rules import rule_text
 
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"

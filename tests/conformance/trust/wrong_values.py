@@ -119,9 +119,9 @@ def watched(place: Any, plant: Plant, ops: str, backward: bool, dtype: torch.dty
 
 def followed(first: Any, watch: Any) -> Said:
     """What is advised, tried."""
-    rules = re.findall(r'op = "([^"]*)"(?:, module = "([^"]*)")?', first.advice)
+    rules = first.rules
     if rules and "No format" not in first.advice:
-        policy = nc.Policy.native().with_rules(*(nc.Rule(op, "full", module=module or None) for op, module in rules))
+        policy = nc.Policy.native().with_rules(*rules)
     elif "No format" in first.advice:
         policy = nc.Policy("fp32", extends=())
     else:

@@ -11,6 +11,8 @@ import torch
 from narrowcast.analysis.watch.makers import Maker, Rounded
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named
+from narrowcast.core.policy import Rule
+from narrowcast.core.policy.rules import naming
 from narrowcast.formats import fp16
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
@@ -18,7 +20,6 @@ from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.output_errors import are_mask_numbers
-from narrowcast.reports.documents.rules import call_rule, rule_in_line
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.reports.results.lines import counted
@@ -31,7 +32,15 @@ _NOTHING = 1e-30
 """Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
 
 
-def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
+def finding_of(
+    call: SeenCall,
+    inputs: Named,
+    what: str,
+    made_by: str,
+    sentence: str,
+    advice: str = "",
+    rules: tuple[Rule, ...] = (),
+) -> Finding:
     """Return a finding about a call, with the facts of its tensors."""
     table = Statistics(whole=True)
     named_inputs = [(name, table.number(t)) for name, t in inputs]
@@ -40,7 +49,7 @@ def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence:
     return Finding(
         call.id, call.site.file, call.site.line, what, made_by, call.computes, sentence, advice,
         tuple((name, rows[n]) for name, n in named_inputs), tuple((name, rows[n]) for name, n in outputs),
-        forward=call.forward,
+        forward=call.forward, rules=rules,
     )  # fmt: skip
 
 
@@ -97,17 +106,18 @@ def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
         f"{largest_of([tensor]):.4g}, the maximum of {format} is {format.max:.6g}"
     )
     inputs = tensors_by_name(call.facts, call.args, call.kwargs)
-    return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, keep_high(call))
+    return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, *_keep_high(call))
 
 
-def keep_high(call: SeenCall) -> str:
-    """Return advice with the rule that keeps the call in fp32, as a policy file has it; without where none can."""
+def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
+    """Return the rule that keeps the call in fp32; advice in its place where none can."""
     asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
     if any(FORMATS[dtype].bits < 32 for dtype in asked):
-        return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there."
+        return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there.", ()
     of = call.forward or call.id
-    rule = call_rule(of.op, of.module_path, "full" * (of.direction != BACKWARD))
-    return f"Keep it in fp32: {rule_in_line(rule)}." if rule else "Keep in fp32 what it is the backward of."
+    if of.direction == BACKWARD:
+        return "Keep in fp32 what it is the backward of.", ()
+    return "", (Rule(of.op, "full", naming(of.module_path)),)
 
 
 def is_quotient(call: SeenCall) -> bool:
@@ -165,26 +175,30 @@ def find_culprit(
         if largest <= format.max:
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
-        advice = keep_high(call)
-        if largest > format.max and "[[rule]]" in advice:
-            advice += f" Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
+        advice, rules = _keep_high(call)
+        if largest > format.max and rules:
+            advice = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
             advice += "finds them."
-        return finding_of(call, inputs, what, FORMAT, sentence, advice)
+        return finding_of(call, inputs, what, FORMAT, sentence, advice, rules)
     in_fp64 = rerun.run_in(call, torch.float64)
     if in_fp64 is not None and rerun.mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale its inputs, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
-    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded, paths))
+    return finding_of(call, inputs, what, OP, sentence, *_advice(call, inputs, rounded, paths))
 
 
-def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]) -> str:
-    """Return advice for what no format of the call fixes: its inputs may have been rounded onto that value."""
+def _advice(
+    call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]
+) -> tuple[str, tuple[Rule, ...]]:
+    """Return advice for what no format of the call fixes: its inputs may have been rounded onto that value; and the
+    rules about what made them, where a run shows that they help.
+    """
     off = "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
     if rounded is None or not rounded.makers:
-        return off if low is None else f"{off} Its inputs are in {low}, whose rounding may have put them there."
+        return (off if low is None else f"{off} Its inputs are in {low}, whose rounding may have put them there."), ()
 
     def named_as(makers: Iterable[Maker]) -> str:
         pairs = [(op, paths(module)) for op, module in makers]
@@ -193,13 +207,13 @@ def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Calla
     makers, is_seen = rounded.proof()
     if not makers:
         gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
-        return off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."
-    rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
-    where = "" if call.policy is not None else " in a region (none is open here)"
+        return (off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."), ()
+    rules = dict.fromkeys(Rule(op, "full", naming(paths(module))) for op, module in makers)
+    where = "" if call.policy is not None else " No region is open here: rules hold in one."
     left = f"all but {counted(rounded.left, 'value')} are finite"
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
-    proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}. "
-    return f"{off} " * bool(rounded.left) + proved + f"Keep what made them in fp32: {rules}{where}."
+    proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
+    return f"{off} " * bool(rounded.left) + proved + where, tuple(rules)
 
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:

@@ -151,7 +151,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         if self._stop and finding.made_by != TREND:
             raise NotFiniteError(
                 f"{finding.what} made by {finding.id}", finding.sentence, (Origin(finding.file, finding.line),),
-                finding.advice or "nc.watch(stop=False) goes on and lists all of them.",
+                finding.todo or "nc.watch(stop=False) goes on and lists all of them.",
             )  # fmt: skip
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -20,11 +20,12 @@ from narrowcast.reports.documents.model import (
     label_of,
     node_of,
 )
-from narrowcast.reports.documents.rules import Shown, glob_unescaped, is_low, keeping, rule_of_call, shown_rule
+from narrowcast.reports.documents.rules import glob_unescaped, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
 from narrowcast.reports.results.lines import counted, number_text, or_infinity
+from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINITE, PASSED_ON, ROUND_OFF
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
-from narrowcast.reports.documents.rules import shown_rule
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
+from narrowcast.reports.results.shown_rules import shown_rule
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 

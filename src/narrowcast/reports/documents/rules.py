@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.core.policy import Rule
 from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.model import Node
+from narrowcast.reports.results.shown_rules import Shown
 
-Shown = dict[str, str]
-"""A rule by the keys of a policy file; empty where there is none."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _NOT_ASKED = ("module.call.", "aten._to_copy.")
 """What is counted as a call, and that no policy is asked about: the call of a module, and a cast."""
@@ -37,13 +35,6 @@ def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
 def glob_unescaped(pattern: str) -> str:
     """Return the path that a glob names, if it was made by escaping one."""
     return re.sub(r"\[([*?[])\]", r"\1", pattern)
-
-
-def shown_rule(rule: Rule) -> Shown:
-    """Return a rule that was tried as a table of its keys."""
-    said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
-            "reason": rule.reason}  # fmt: skip
-    return {key: value or "" for key, value in said.items() if value or (key == "module" and value is not None)}
 
 
 def is_low(formats: str) -> bool:
@@ -112,17 +103,6 @@ def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[
     ]  # fmt: skip
 
 
-def rule_text(rule: Mapping[str, str]) -> str:
-    """Return the rule in the form of a policy file."""
-    return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
-
-
-def rule_in_line(rule: Mapping[str, str]) -> str:
-    """Return the rule on one line: `[[rule]] with op = "aten.mm.default", action = "full"`."""
-    first, *lines = rule_text(rule).split("\n")
-    return f"{first} with {', '.join(lines)}"
-
-
 def _about(rule: Shown) -> tuple[str, str]:
     return rule["op"], rule.get("module", "")
 
@@ -130,10 +110,3 @@ def _about(rule: Shown) -> tuple[str, str]:
 def _is_inside(path: str, pattern: str) -> bool:
     """Return whether a glob names the module, or one around it."""
     return fnmatchcase(path, pattern) or (bool(path) and _is_inside(path.rpartition(".")[0], pattern))
-
-
-def _quoted(value: str) -> str:
-    """Return a basic string of TOML."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
-    return f'"{plain}"'

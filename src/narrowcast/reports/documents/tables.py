@@ -8,7 +8,6 @@ from typing import Any
 from narrowcast.core.ledger.records import Advice, Refusal, Tally
 from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Table
 from narrowcast.reports.documents.rules import (
-    Shown,
     agreeing,
     call_rule,
     cast_changes,
@@ -19,6 +18,7 @@ from narrowcast.reports.documents.rules import (
 from narrowcast.reports.documents.words import place
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.shown_rules import Shown
 
 
 def table(

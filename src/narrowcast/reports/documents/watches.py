@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from narrowcast.reports.documents.ledgers import ORDER
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
-from narrowcast.reports.documents.rules import Shown, keeping, rule_of_call
+from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.findings import CAST, FORMAT, Finding, Watching
+from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.lines import counted
+from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import TREND
 
 
@@ -34,12 +35,9 @@ def watch_document(result: Watching) -> Document:
         Figure("intentional", sum(result.meant.values()), "infinities, as a mask has them"),
     ]
     page.notes = list(result.notes)
-    page.todos = [
-        Todo(what, _why(finding, what), _format_rule(finding), finding.id.module_path)
-        for finding, what in zip(findings, map(_advice, findings), strict=True)
-    ][:3]
+    page.todos = [todo for finding in findings for todo in _todos(finding)][:3]
     intentional = [[times, why] for why, times in result.meant.items()]
-    page.tables = finding_table([_with_values(node) for node in nodes], map(_format_rule, findings))
+    page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += table("intentional", "Intentional infinities", "times:number, why", intentional)
     page.series = _history(result.history)
     return page
@@ -64,22 +62,17 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
     return "No NaN or infinity was made", "good"
 
 
-def _format_rule(row: Finding) -> Shown:
-    """Return the rule that keeps what a format or a cast ruins in fp32; none where the finding advises otherwise."""
-    helps = row.made_by in (CAST, FORMAT) and (not row.advice or row.advice.startswith("Keep"))
-    return rule_of_call(row.forward or row.id, row.formats if helps else "")
+def _first_rule(row: Finding) -> Shown:
+    return shown_rule(row.rules[0]) if row.rules else {}
 
 
-def _advice(row: Finding) -> str:
-    """Return what to do: in the words of the finding, unless these are the rule below."""
-    rule = _format_rule(row)
-    return keeping(rule["op"], rule.get("module", "")) if rule else row.advice or row.sentence
-
-
-def _why(row: Finding, what: str) -> str:
-    """Return the finding's sentence, with what its advice says besides the rule."""
-    more = row.advice.partition('action = "full".')[2] if _format_rule(row) else ""
-    return f"{row.sentence}.{more}" if more else row.sentence if what != row.sentence else ""
+def _todos(row: Finding) -> list[Todo]:
+    """Return a line for each rule that fixes the finding, or its advice."""
+    why = " ".join(filter(None, (f"{row.sentence}.", row.advice)))
+    if not row.rules:
+        return [Todo(row.advice or row.sentence, row.sentence if row.advice else "", path=row.id.module_path)]
+    paths = [(rule, glob_unescaped(rule.module or "")) for rule in row.rules]
+    return [Todo(keeping(rule.op, path), why, shown_rule(rule), path) for rule, path in paths]
 
 
 def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:

@@ -9,9 +9,10 @@ from typing import Any
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.screen import Part, wrapped
 from narrowcast.reports.documents.model import Bar, Column, Document, Table, Todo
-from narrowcast.reports.documents.rules import alike_module, rule_text
+from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.documents.words import in_count, in_time
 from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.shown_rules import rule_text
 
 LEAST = 16
 """So much room a column of words has at least."""

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Rule
 from narrowcast.errors import Origin, RunError
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
+from narrowcast.reports.results.shown_rules import rule_in_line
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
 CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
@@ -23,8 +25,9 @@ class Finding:
     """A call that made a NaN or an infinity out of finite values.
 
     what: `nan` or `infinity`, or of a trend `underflow` or `growth`. made_by: CAST, FORMAT, OP, GIVEN, TREND; empty
-    where it was not looked into. sentence: what happened, with figures. advice: what to do. inputs, outputs: facts by
-    name. step: from 1, how many steps of an optimizer had been. spread: how many later calls it reached.
+    where it was not looked into. sentence: what happened, with figures. rules: that fix it, of what made its inputs
+    where the op itself makes it. advice: what else to do. inputs, outputs: facts by name. step: from 1, how many steps
+    of an optimizer had been.
     """
 
     id: CallId
@@ -39,7 +42,16 @@ class Finding:
     outputs: tuple[tuple[str, TensorFacts], ...] = ()
     step: int = 1
     forward: CallId | None = None
+    rules: tuple[Rule, ...] = ()
     replay: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def todo(self) -> str:
+        """What to do, with the rules on the line."""
+        rules = ", ".join(map(rule_in_line, self.rules))
+        if self.made_by == OP:
+            return f"{self.advice} Keep what made them in fp32: {rules}." if rules else self.advice
+        return " ".join(filter(None, (f"Keep it in fp32: {rules}." if rules else "", self.advice)))
 
     def save(self, folder: str | Path) -> Path:
         """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not
@@ -55,7 +67,7 @@ class Finding:
             return f"{self.what}, step {self.step}: {self.sentence}\n  {self.advice}"
         lines = [self.in_short()]
         lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
-        return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
+        return "\n".join([*lines, f"  {self.todo}"] if self.todo else lines)
 
     def in_short(self) -> str:
         """Return what was made, where and how, without the ranges of its tensors."""
