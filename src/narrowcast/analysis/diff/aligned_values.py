@@ -10,6 +10,7 @@ from itertools import permutations, product
 from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned, range_difference
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.operands import Operands
 from narrowcast.analysis.diff.pieces import (
     UNLIKE,
     Distance,
@@ -42,10 +43,6 @@ _ORDERED, _NEAR = 3, 0.25
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
-_SWAPPED = {"self": "other", "other": "self"}
-"""The names of two operands."""
-_SAME, _CROSSED = ([(x, x) for x in _SWAPPED], list(_SWAPPED.items()))
-
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
 
@@ -56,7 +53,7 @@ class Values:
     def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, Distance]) -> None:
         self.sides = (a, b)
         self._as_read = as_read
-        self._swapped: dict[Aligned, bool] = {}
+        self.names = Operands(self.between).names
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
     def results(self, pair: Aligned, is_equal: bool = False) -> Distance:
@@ -259,31 +256,6 @@ class Values:
     def _names(self, pair: Aligned) -> list[str]:
         there = {name for name, _ in pair.b[0].call.inputs}
         return [name for name, _ in pair.a[0].call.inputs if name in there]
-
-    def names(self, pair: Aligned, name: str) -> tuple[str, str]:
-        """Return the names of an argument in both calls: two operands may be swapped in one of them."""
-        return name, _SWAPPED[name] if name in _SWAPPED and self._are_swapped(pair) else name
-
-    def _are_swapped(self, pair: Aligned) -> bool:
-        known = self._swapped.get(pair)
-        if known is None:
-            known = self._swapped[pair] = self._is_nearer_swapped(pair)
-        return known
-
-    def _is_nearer_swapped(self, pair: Aligned) -> bool:
-        """Return whether the operands of a symmetric op stand in the other order in b: one of them is much nearer to
-        the other's than either is to that of its name.
-        """
-        a, b = pair.a[0], pair.b[0]
-        sides, factors = ([dict(getattr(x.call, part)) for x in (a, b)] for part in ("inputs", "given"))
-        is_symmetric = a.id.op == b.id.op and op_kind(a.id.op).name in named("growth.symmetric")
-        is_plain = all(of.get("alpha", "1") in ("1", "1.0") for of in factors)
-        if not (is_symmetric and is_plain and all(_SWAPPED.keys() <= side.keys() for side in sides)):
-            return False
-        same, crossed = ([self.between(sides[0][x], sides[1][y]) for x, y in pairs] for pairs in (_SAME, _CROSSED))
-        nearest = [min((one.relative for one in two if one.is_known and not one.is_part), default=math.inf)
-                   for two in (same, crossed)]  # fmt: skip
-        return nearest[1] < nearest[0] / 2
 
     def _argument(self, pair: Aligned, name: str) -> Pick:
         names = self.names(pair, name)

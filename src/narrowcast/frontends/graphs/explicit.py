@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.core.decide import Region
+from narrowcast.core.ops import named
 from narrowcast.core.policy import Policy
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.capture import capture
@@ -139,7 +140,8 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
             continue
         if _computes(node):
             kinds[node] = "wgrad"
-            if op_name(node.target) not in _SUMS:  # type: ignore[arg-type]  # it is an overload
+            name = op_name(node.target)  # type: ignore[arg-type]  # it is an overload
+            if name not in named("gradients.pass_on") and name != "convert_element_type":
                 continue
         for source in node.all_input_nodes:
             if source not in seen:
@@ -172,6 +174,3 @@ def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, in
 
 def _computes(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and op_facts(node.target).computes
-
-
-_SUMS = ("add", "neg", "_unsafe_view", "convert_element_type")

@@ -24,12 +24,10 @@ from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
+from narrowcast.training.check.scaled_by import Scale, ScaledBy
 from narrowcast.training.check.unused import Unused, has_finite_gradient
 
-_ADDS = ("add", "add_")
-"""The ops by which autograd accumulates gradients."""
-_CLEARS = ("zero_", "_foreach_zero_", "fill_")
-_CLIPS = ("mul_", "_foreach_mul_", "clamp_", "_foreach_clamp_min_", "_foreach_clamp_max_")
+NEVER_SKIPPED = "a step that is never skipped"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,19 +43,6 @@ class _Gradient:
     is_reported: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _By:
-    """The loss scale of a leaf's gradient: its value, its storage key, how often it had been updated; the line of the
-    backward.
-    """
-
-    leaf: torch.Tensor
-    scale: float
-    key: int
-    updates: int
-    site: Site
-
-
 class Backwards:
     """Inspects each backward: whether its loss is scaled, and the gradients that it adds to."""
 
@@ -70,21 +55,18 @@ class Backwards:
         self._line = NOWHERE  # of the one that runs
         self._broken: list[torch.Tensor] = []  # weights, finite as yet, whose gradients are not
         self._gradients: ByStorage[_Gradient] = ByStorage()
-        self._scaling: dict[int, tuple[int, float] | None] = {}  # the autograd nodes that scale a loss, and by what
+        self._scaling: dict[int, Scale | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
         self._next, self._power = UNKNOWN, UNKNOWN  # of the results of the next backward, and of this one
-        self._next_by: tuple[int, float] | None = None
-        self._by: tuple[int, float] | None = None
-        self._scaled_by: dict[int, _By] = {}
-        self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
+        self._next_by: Scale | None = None
+        self._by: Scale | None = None
+        self._scaled_by = ScaledBy(powers)
         self._is_checked = False  # since gradients were unscaled, the host has read something
         self._asked: Site | None = None  # the line at which it read whether gradients of this backward are finite,
         self._infinite: list[torch.Tensor] = []  # and the leaves of those that were not
-        self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
-        self._unscaled: list[Found] = []  # until the scale of this step proves to be known
         self._unused = Unused()
 
     # -- losses --------------------------------------------------------------------------------------------------------
@@ -163,7 +145,7 @@ class Backwards:
         self._judge_hidden()
         if by != 1:  # an optimizer's own kernel will divide
             self._judge_divided(gradients)
-        self._divides(gradients, 1 / by if by else 0.0)
+        self.found += self._scaled_by.divided(gradients, 1 / by if by else 0.0)
         for gradient in gradients:
             power, known = self._powers.of(gradient), self._of(gradient)
             known.unscaled = loop_line()
@@ -196,53 +178,6 @@ class Backwards:
         for seen in again:
             seen.is_reported = True
 
-    def _divides(self, gradients: list[torch.Tensor], scale: float) -> None:
-        """Note that gradients are divided by a scale; report those multiplied by another, or by one updated since."""
-        keys = {storage_key(gradient) for gradient in gradients}
-        self._judge_scales(keys)
-        for by in list(self._scaled_by.values()):
-            gradient = None if by.leaf.grad is None else values_of(by.leaf.grad)
-            if gradient is None or self._powers.of(gradient).power != 1 or storage_key(gradient) not in keys:
-                continue
-            del self._scaled_by[id(by.leaf)]
-            updates, site = self._updates.get(by.key, (0, NOWHERE))
-            if updates != by.updates:
-                self.found.append((
-                    "a scale updated before all steps",
-                    "the scale is updated after the backward of gradients that it has yet to divide: they may have "
-                    "been multiplied by another",
-                    "Call scaler.update() once, after scaler.step(optimizer) of the last optimizer.",
-                    site,
-                ))  # fmt: skip
-            elif scale != 1 and abs(by.scale - scale) > 1e-3 * scale:  # 1: an optimizer's own kernel will divide
-                self.found.append((
-                    "gradients unscaled by another scale",
-                    f"the loss is multiplied by {by.scale:g}, and its gradients are divided by {scale:g}: by another "
-                    "scaler, or the scale was changed since",
-                    "Scale a loss by the scaler that steps with its gradients, and change a scale, scaler.update(), "
-                    "after the step alone.",
-                    by.site,
-                ))  # fmt: skip
-        for gradient in gradients:
-            self._powers.unscaled(gradient)
-
-    def _judge_scales(self, keys: set[int]) -> None:
-        wrong = [row for row in self._without_scale.values() if _lies_in(row[0].grad, keys)]
-        if wrong:
-            _, site, is_mixed = wrong[0]
-            part = "a part of this loss is" if is_mixed else "this loss is"
-            self._unscaled.append((
-                "a loss that is not scaled",
-                f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
-                "they are too small by the loss scale",
-                "Scale each loss, or their sum: scaler.scale(first + second).backward().",
-                site,
-            ))  # fmt: skip
-        for leaf, _, _ in wrong:
-            if leaf.grad is not None:
-                self._powers.put(values_of(leaf.grad), UNKNOWN)  # reported once
-        self._without_scale.clear()
-
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def runs(self) -> None:
@@ -265,14 +200,13 @@ class Backwards:
             self.trained.add(storage_key(values_of(leaf)))
             self._unused.reaches(leaf, self._line)
         if leaf is not None and id(leaf) in self._reaches:
-            self._without_scale[id(leaf)] = leaf, self._line, bool(self._power.power)
-        elif leaf is not None and self._by is not None:
-            key, scale = self._by
-            self._scaled_by[id(leaf)] = _By(leaf, scale, key, self._updates.get(key, (0, NOWHERE))[0], self._line)
+            self._scaled_by.reaches_unscaled(leaf, self._line, bool(self._power.power))
+        elif leaf is not None:
+            self._scaled_by.reaches(leaf, self._by, self._line)
 
     def adds_itself(self, facts: OpFacts) -> bool:
         """Return whether autograd itself accumulates gradients by this op, and no hook's line calls it."""
-        return op_name(facts.op) in _ADDS and loop_line().at in (self._line.at, NOWHERE.at)
+        return op_name(facts.op) in named("gradients.accumulate") and loop_line().at in (self._line.at, NOWHERE.at)
 
     def adds(self, call: SeenCall) -> None:
         """Inspect a call of a backward that is about to write: perhaps it accumulates a gradient."""
@@ -312,7 +246,7 @@ class Backwards:
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Note that a call outside of backwards is about to write: it may clear gradients."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
-        if op_name(call.facts.op) in _CLEARS:
+        if op_name(call.facts.op) in named("gradients.clear"):
             self._unused.cleared(list(targets), call.site)
         for tensor in targets:
             known = self._gradients.get(tensor)
@@ -327,7 +261,8 @@ class Backwards:
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""
         unscaled = [known for known in map(self._gradients.get, targets) if known is not None and known.unscaled]
-        self._is_checked |= bool(unscaled) and op_name(facts.op) not in _CLIPS  # it may replace what is not finite
+        clips = op_name(facts.op) in named("gradients.clip")
+        self._is_checked |= bool(unscaled) and not clips  # it may replace what is not finite
         scaled = [power for power in powers if power.of_gradients]
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
             self._moved(loop_line())
@@ -412,15 +347,10 @@ class Backwards:
         """Note that a scaler updates its scale. is_known: it was known before, and so the losses that it scaled are;
         is_skipped: their step was skipped.
         """
-        updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
-        self._updates[storage_key(scale)] = updates + 1, loop_line()
+        self.found += self._scaled_by.updated(scale, is_known)
         self._unused.is_used = True
-        if is_known:
-            self.found += self._unscaled
-        self._unscaled.clear()
         for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
-        self._without_scale.clear()
         self._lines.clear()
 
     def _of(self, gradient: torch.Tensor) -> _Gradient:
@@ -431,10 +361,6 @@ class Backwards:
         return known
 
 
-def _lies_in(gradient: torch.Tensor | None, keys: set[int]) -> bool:
-    return gradient is not None and storage_key(values_of(gradient)) in keys
-
-
 def _steps_with_scaled(todo: str, site: Site) -> Found:
     return (
         "an optimizer steps with scaled gradients",
@@ -443,9 +369,6 @@ def _steps_with_scaled(todo: str, site: Site) -> Found:
         todo,
         loop_line() if site is NOWHERE else site,
     )
-
-
-NEVER_SKIPPED = "a step that is never skipped"
 
 
 def _never_skipped(what: str) -> Found:

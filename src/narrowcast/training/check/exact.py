@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
@@ -16,16 +17,7 @@ from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import written
 
-_NAMES = (
-    "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "sqrt", "rsqrt", "reciprocal", "square",
-    "pow", "clone", "copy", "index_add", "index_put", "scatter_add",
-)  # fmt: skip
-_ARITHMETIC = frozenset(f"{start}{name}" for start in ("", "_foreach_") for name in _NAMES) | {
-    "_to_copy", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
-}  # fmt: skip
-"""The ops that are computed again in fp32. Results of others are taken as they are: stochastic rounding by integers, a
-choice between two neighbours.
-"""
+AVERAGE = "an average in a low format"
 _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
 """The share of the elements that should change and do not, from which on it is reported. The first steps of an
 optimizer are its largest: where one in a hundred weights loses its update then, most lose theirs later.
@@ -109,7 +101,8 @@ class Exact:
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
         targets = written(facts, args, kwargs)
         known = [value for t in tensors if (value := self._values.get(t)) is not None]
-        follows = name in _ARITHMETIC and all(has_storage(t) and t.dtype is not torch.float64 for t in tensors)
+        is_arithmetic = name in named("gradients.arithmetic")
+        follows = is_arithmetic and all(has_storage(t) and t.dtype is not torch.float64 for t in tensors)
         if not follows or not all(t.is_floating_point() for t in targets):
             self.forget(targets)
             return None
@@ -250,9 +243,6 @@ def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: t
     room = 0.1 * rest.abs() + torch.finfo(torch.float32).eps * wide.abs()
     shares = (((other[stays] - held).abs() <= room).float().mean() for held in (rest, -rest, wide))
     return any(float(share) >= _HELD for share in shares)
-
-
-AVERAGE = "an average in a low format"
 
 
 def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Found]:

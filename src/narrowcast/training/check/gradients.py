@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
@@ -24,11 +25,6 @@ from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.powers import HIDES, LIMITS, UNKNOWN, Power, Powers
 
-_MEASURES = frozenset(
-    f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
-) | {"linalg_vector_norm", "amax", "aminmax", "dot", "cat", "stack"}
-"""The ops by which a norm of gradients is computed."""
-_FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _SCALES = 16.0
 """From here on, a factor of a loss is a loss scale; below, it is a weight."""
 _TWICE = 2
@@ -100,7 +96,7 @@ class Gradients:
     def written(self, call: SeenCall) -> None:
         """Inspect a call that is about to write, perhaps to a gradient."""
         name = op_name(call.facts.op)
-        if name.endswith("_") and name[:-1] in _FACTORS:
+        if name.endswith("_") and name[:-1] in named("gradients.scale"):
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, targets, targets)
 
@@ -112,15 +108,16 @@ class Gradients:
     def computed(self, call: SeenCall) -> None:
         """Inspect a call that has run: it may scale a loss, measure gradients or multiply them."""
         name = op_name(call.facts.op)
-        if name not in _MEASURES and name not in _FACTORS:
+        is_factor, measures = name in named("gradients.scale"), name in named("gradients.measure")
+        if not (is_factor or measures):
             return
         inputs = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
         if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in inputs):
             by = [t for t in inputs if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
             self.is_scaled_by_hand |= any(float(number) >= _SCALES for number in by)
-        if name in _FACTORS and self._changed(call, inputs[:1], call.results):
+        if is_factor and self._changed(call, inputs[:1], call.results):
             return
-        if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in inputs):
+        if measures and any(storage_key(t) in self.lie_in() for t in inputs):
             self._are_measured = True
 
     def _changed(self, call: SeenCall, read: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops import named
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
@@ -15,8 +16,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 
-_PARTS = ("_to_copy", "mul", "div")
-"""What they give of a gradient is added up as that is."""
+SUM = "a sum in a low format"
 _TERMS = 3
 """How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
 
@@ -45,7 +45,7 @@ class Sums:
 
     def of_gradients(self, call: SeenCall, is_gradient: Callable[[torch.Tensor], bool]) -> torch.dtype | None:
         """Return the low format of a sum to which a call adds a gradient again, or a part of it; None for others."""
-        if dispatch.op_name(call.facts.op) in _PARTS:
+        if dispatch.op_name(call.facts.op) in named("gradients.part"):
             if self._is_gradient(call.args[0], is_gradient) and has_storage(call.result):
                 self._casts.put(call.result, True)
             return None
@@ -70,7 +70,7 @@ class Sums:
 
     def _of_numbers(self, call: SeenCall) -> Found | None:
         """Return a finding if a number is added again to a counter that no longer changes; else it may begin a sum."""
-        if dispatch.op_name(call.facts.op) not in ("add", "add_") or not any(
+        if dispatch.op_name(call.facts.op) not in named("gradients.accumulate") or not any(
             isinstance(value, int | float) for value in call.args[:2]
         ):
             return None
@@ -101,9 +101,6 @@ class Sums:
         return now.additions
 
 
-SUM = "a sum in a low format"
-
-
 def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
     return (
         SUM,
@@ -117,7 +114,7 @@ def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
 def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return, of additions in a low format, the sum so far, the term and the new sum."""
     name = dispatch.op_name(call.facts.op)
-    if name not in ("add", "add_", "_foreach_add", "_foreach_add_") or len(call.args) < 2:
+    if name.removeprefix("_foreach_") not in named("gradients.accumulate") or len(call.args) < 2:
         return []
     lists = [value if isinstance(value, list | tuple) else [value] for value in call.args[:2]]
     results = lists[0] if name.endswith("_") else call.results

@@ -1,0 +1,116 @@
+"""By which loss scale each weight's gradient is multiplied, and by which it is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.torch_bridge import values_of
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.training.check.gradients import Found
+from narrowcast.training.check.powers import UNKNOWN, Powers
+
+Scale = tuple[int, float]
+"""A loss scale: its storage key and its value."""
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    """A weight whose loss was scaled: by which scale, how often that had been updated; the line of the backward."""
+
+    leaf: torch.Tensor
+    scale: Scale
+    updates: int
+    site: Site
+
+
+class ScaledBy:
+    """The scales of the gradients since an optimizer stepped."""
+
+    def __init__(self, powers: Powers) -> None:
+        self._powers = powers
+        self._scaled: dict[int, _Leaf] = {}
+        self._without: dict[int, tuple[torch.Tensor, Site, bool]] = {}
+        self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
+        self._unscaled: list[Found] = []  # until the scale of this step proves to be known
+
+    def reaches(self, leaf: torch.Tensor, scale: Scale | None, site: Site) -> None:
+        """Note that the backward of a loss that was multiplied by a scale reaches a leaf."""
+        if scale is not None:
+            self._scaled[id(leaf)] = _Leaf(leaf, scale, self._updates.get(scale[0], (0, NOWHERE))[0], site)
+
+    def reaches_unscaled(self, leaf: torch.Tensor, site: Site, is_part: bool) -> None:
+        """Note that the backward of a loss that was not scaled reaches a leaf. is_part: the rest of the loss was."""
+        self._without[id(leaf)] = leaf, site, is_part
+
+    def divided(self, gradients: list[torch.Tensor], scale: float) -> list[Found]:
+        """Note that gradients are divided by a scale; return findings about those that were multiplied by another, or
+        by one that was updated since.
+        """
+        keys = {storage_key(gradient) for gradient in gradients}
+        self._judge_unscaled(keys)
+        findings = [found for leaf in list(self._scaled.values()) if (found := self._judge(leaf, keys, scale))]
+        for gradient in gradients:
+            self._powers.unscaled(gradient)
+        return findings
+
+    def _judge(self, by: _Leaf, keys: set[int], scale: float) -> Found | None:
+        gradient = None if by.leaf.grad is None else values_of(by.leaf.grad)
+        if gradient is None or self._powers.of(gradient).power != 1 or storage_key(gradient) not in keys:
+            return None
+        del self._scaled[id(by.leaf)]
+        key, multiplied_by = by.scale
+        updates, site = self._updates.get(key, (0, NOWHERE))
+        if updates != by.updates:
+            return (
+                "a scale updated before all steps",
+                "the scale is updated after the backward of gradients that it has yet to divide: they may have been "
+                "multiplied by another",
+                "Call scaler.update() once, after scaler.step(optimizer) of the last optimizer.",
+                site,
+            )
+        if scale != 1 and abs(multiplied_by - scale) > 1e-3 * scale:  # 1: an optimizer's own kernel will divide
+            return (
+                "gradients unscaled by another scale",
+                f"the loss is multiplied by {multiplied_by:g}, and its gradients are divided by {scale:g}: by another "
+                "scaler, or the scale was changed since",
+                "Scale a loss by the scaler that steps with its gradients, and change a scale, scaler.update(), after "
+                "the step alone.",
+                by.site,
+            )
+        return None
+
+    def _judge_unscaled(self, keys: set[int]) -> None:
+        wrong = [row for row in self._without.values() if _lies_in(row[0].grad, keys)]
+        if wrong:
+            _, site, is_part = wrong[0]
+            part = "a part of this loss is" if is_part else "this loss is"
+            self._unscaled.append((
+                "a loss that is not scaled",
+                f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
+                "they are too small by the loss scale",
+                "Scale each loss, or their sum: scaler.scale(first + second).backward().",
+                site,
+            ))  # fmt: skip
+        for leaf, _, _ in wrong:
+            if leaf.grad is not None:
+                self._powers.put(values_of(leaf.grad), UNKNOWN)  # reported once
+        self._without.clear()
+
+    def updated(self, scale: torch.Tensor, is_known: bool) -> list[Found]:
+        """Note that a scale is updated; return the findings about losses that it had not scaled. is_known: it was known
+        before, and so the losses that it scaled are.
+        """
+        updates, _ = self._updates.get(storage_key(scale), (0, NOWHERE))
+        self._updates[storage_key(scale)] = updates + 1, loop_line()
+        findings = self._unscaled if is_known else []
+        self._unscaled = []
+        self._without.clear()
+        return findings
+
+
+def _lies_in(gradient: torch.Tensor | None, keys: set[int]) -> bool:
+    return gradient is not None and storage_key(values_of(gradient)) in keys
