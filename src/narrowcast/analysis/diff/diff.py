@@ -11,7 +11,7 @@ from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
 from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.outcomes import EndDifference, Outcomes, are_written_otherwise
+from narrowcast.analysis.diff.outcomes import WIDEST, EndDifference, Outcomes, are_written_otherwise
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -33,8 +33,8 @@ Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
 _VISIBLE, _FAR = 0.01, 4.0
-"""Outputs of the same formats that are further apart, and by this many times the widest rounding bound of a call, are
-not alike, whether or not a call is named for it.
+"""Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
+not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
 """
 
 
@@ -83,12 +83,16 @@ def diff(
             break
         pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
     apart = _compare_ends(result, judging, pairs, left_out)
-    least = max(_VISIBLE, _FAR * judging.widest)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(result.rows))
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
-    if not (result.formats or judging.has_chosen or is_of_ranks) and apart > least:
+    is_explained = bool(result.formats) and (not result.is_written_otherwise or judging.widest >= WIDEST)
+    is_far = apart > max(_VISIBLE, _FAR * judging.widest)
+    if is_far and not (is_explained or judging.has_chosen or is_of_ranks):
         result.outputs_apart = apart
+        if not (result.producers or result.alone):
+            judging.name_alone(pairs, result.rows, apart)
+            result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
     result.notes = [*_about_outputs(result, apart, judging.widest), *_notes(sides, result), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
@@ -135,7 +139,12 @@ def _compare_ends(
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
     outcomes = Outcomes(ends, are_others, judging.widest)
-    result.rows, judging.unpaired = outcomes.forward(result.rows, has_low), outcomes.alone(judging.unpaired, has_low)
+    effects = judging.effects(pairs, result.rows)
+    of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
+    result.rows = outcomes.forward(result.rows, has_low, of_rows)
+    of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
+    judging.unpaired = outcomes.alone(judging.unpaired, has_low, of_alone)
+    result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, of_alone)
     if outcomes.are_alike and are_gradients_alike:
         result.rows, judging.unpaired = outcomes.backward(
             result.rows,

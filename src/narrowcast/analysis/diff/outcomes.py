@@ -8,10 +8,11 @@ it would be visible there, and is not, is compensated by another step.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
 from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
@@ -54,39 +55,70 @@ class Outcomes:
         self._are_others = are_others
         self._widest = widest
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
+        self._is_visible = any(one.difference > one.band / SHOWS for one in outputs)
         self.are_exact = bool(outputs) and all(
             one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
         )
 
-    def forward(self, rows: Sequence[RunRow], is_low: bool) -> list[RunRow]:
+    def forward(self, rows: Sequence[RunRow], is_low: bool, effects: Sequence[str]) -> list[RunRow]:
         """Return the rows; if outputs are alike, with differences that are other steps marked as such: where inputs are
         unknown, or others, calls may be no pair, or compensated elsewhere (a factor of a product). In programs that are
         written differently, so is every visible difference, and unrelated results are no pair. is_low: in low formats
-        rounding may hide a fault.
+        rounding may hide a fault. effects: what comes of each row's difference.
         """
-        are_steps = ((_differs(row, False) and self._is_a_step(row, is_low)) or self._is_no_pair(row) for row in rows)
-        return [_other_way(row) if is_step else row for row, is_step in zip(rows, are_steps, strict=True)]
+        steps = [
+            (_differs(row, False) and self._is_a_step(row, is_low, effect))
+            or self._is_no_pair(row)
+            or (self.are_alike and self._are_others and _is_crossed(row, rows))
+            for row, effect in zip(rows, effects, strict=True)
+        ]
+        return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)]
 
     def _is_no_pair(self, row: RunRow) -> bool:
         are_unlike = row.verdict == INHERITED and row.difference > UNLIKE and row.a[0].direction != BACKWARD
         return are_unlike and self.are_alike and self._are_others
 
-    def _is_a_step(self, row: RunRow, is_low: bool) -> bool:
+    def _is_a_step(self, row: RunRow, is_low: bool, effect: str) -> bool:
+        if effect == GOES_ON and self._is_visible and row.inputs <= row.band:
+            return False
         if self.are_exact and not is_low and (math.isnan(row.inputs) or row.why != UNEXPLAINED):
             return True
-        return self.are_alike and self._are_others and self._would_be_seen(row.difference)
+        is_over = (effect == ABSORBED and not row.given) or self._would_be_seen(row.difference)
+        return self.are_alike and self._are_others and is_over
 
     def _would_be_seen(self, difference: float) -> bool:
         return difference > _PLAIN * self._band
 
-    def alone(self, of_unpaired: dict[Bundle, float], is_low: bool) -> dict[Bundle, float]:
-        """Return the differences due to calls without a partner that the outputs do not rule out as faults."""
+    def alone(
+        self, of_unpaired: dict[Bundle, float], is_low: bool, effects: Mapping[Bundle, str]
+    ) -> dict[Bundle, float]:
+        """Return the differences due to calls without a partner that the outputs do not rule out as faults. effects:
+        what comes of each.
+        """
         if self.are_exact and not is_low:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle.id.direction == BACKWARD}
         if not self.are_alike or not (self._are_others or self._are_equal):
             return of_unpaired
         least = _PLAIN * (self._band if self._are_others else self._widest)
-        return {bundle: one for bundle, one in of_unpaired.items() if bundle.id.direction == BACKWARD or one <= least}
+        return {
+            bundle: one
+            for bundle, one in of_unpaired.items()
+            if bundle.id.direction == BACKWARD
+            or (self._is_visible and effects[bundle] == GOES_ON)
+            or (one <= least and effects[bundle] != ABSORBED)
+        }
+
+    def first(
+        self, rows: list[RunRow], of_unpaired: dict[Bundle, float], of_rows: Sequence[str],
+        of_alone: Mapping[Bundle, str],
+    ) -> tuple[list[RunRow], dict[Bundle, float]]:  # fmt: skip
+        """Return both without the differences that later calls cancel, where outputs differ and others are left."""
+        absorbed = [_differs(row, False) and effect == ABSORBED for row, effect in zip(rows, of_rows, strict=True)]
+        alone = {b: one for b, one in of_unpaired.items() if of_alone[b] != ABSORBED}
+        is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, absorbed, strict=True))
+        if self.are_alike or not self._are_others or not (is_left or alone):
+            return rows, of_unpaired
+        return [_other_way(row) if is_gone else row for row, is_gone in zip(rows, absorbed, strict=True)], alone
 
     @staticmethod
     def backward(
@@ -119,6 +151,17 @@ def _is_otherwise(pair: Aligned, row: RunRow) -> bool:
     turns = {tuple(len(bundle.turns) for bundle in bundles) for bundles in sides}
     sizes = {sum(bundle.elements for bundle in bundles) for bundles in sides}  # a part: rows in chunks
     return not is_backward and (len(ops) > 1 or len(turns) > 1 or len(sizes) > 1 or row.why == OF_OTHERS)
+
+
+def _is_crossed(row: RunRow, rows: Sequence[RunRow]) -> bool:
+    """Return whether a call is paired with another one of its op, whose partner is a later or earlier call: each has
+    the inputs of the other.
+    """
+    if row.why != OF_OTHERS:
+        return False
+    (a, b), others = (row.a[0], row.b[0]), [other for other in rows if other.why == OF_OTHERS and other is not row]
+    alike = [(x, y) for o in others if (x := o.a[0]).op == a.op and (y := o.b[0]).op == b.op]
+    return any((x.number - a.number) * (y.number - b.number) < 0 for x, y in alike)
 
 
 def _differs(row: RunRow, is_backward: bool) -> bool:

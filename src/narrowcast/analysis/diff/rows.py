@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
+from narrowcast.analysis.diff.effects import Effects
 from narrowcast.analysis.diff.outcomes import OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
@@ -29,6 +30,8 @@ class Judging:
         self.values = values
         self.unpaired: dict[Bundle, float] = {}
         """By call without a partner that makes a difference: the difference of values computed from it."""
+        self.read_by: dict[Bundle, list[Aligned]] = {}
+        """The pairs whose inputs show that."""
         self._makers = Makers(values.sides[0]), Makers(values.sides[1])
         self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
         self.as_read: dict[Aligned, Distance] = {}
@@ -74,7 +77,8 @@ class Judging:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
         reason = next(filter(None, reads_other), "")
-        verdict, why = self._verdict(pair, result, band, before, bool(given), bool(given) and is_equal, reason)
+        is_proved = bool(given) and is_equal and len(pair.a[0].turns) == len(pair.b[0].turns)
+        verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
         return RunRow(
@@ -136,6 +140,7 @@ class Judging:
         if a.alone or b.alone:
             for bundle in (*a.alone, *b.alone):
                 self.unpaired.setdefault(bundle, difference)
+                self.read_by.setdefault(bundle, []).append(pair)
             return ""
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
@@ -217,7 +222,8 @@ class Judging:
                 continue
             pair = Aligned((a,), (b,), "")
             result = self.values.results(pair)
-            known = EndDifference.of(result.relative, self.values.band(pair), result.growth)
+            band = max(self.values.band(pair), self.widest)  # of the formats before it, as for a sum in fp32
+            known = EndDifference.of(result.relative, band, result.growth)
             outcomes.append(known if result.is_known else EndDifference(math.inf))
             upstream = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
@@ -260,6 +266,23 @@ class Judging:
                 largest = max(largest, seen.relative)
         return largest
 
+    def name_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], apart: float) -> None:
+        """Note the calls without a partner before the first pair whose results differ visibly, or else before what the
+        models returned: they make the difference of outputs together.
+        """
+        visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
+                   if r.a[0].direction == FORWARD and r.difference > r.band]  # fmt: skip
+        for pair, row in visible:
+            read = [makers.read(side[0]) for makers, side in zip(self._makers, (pair.a, pair.b), strict=True)]
+            if self._note_alone(read, row.difference):
+                return
+        self._note_alone([side.runs[0].returned for side in self.values.sides], apart)
+
+    def _note_alone(self, numbers: Sequence[Sequence[int]], difference: float) -> bool:
+        alone = [bundle for side in self._upstream(numbers) for bundle in side.alone]
+        self.unpaired |= dict.fromkeys(alone, difference)
+        return bool(alone)
+
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""
         a, b = self._makers
@@ -283,6 +306,10 @@ class Judging:
         if len(a) < len(b):
             return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
         return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
+
+    def effects(self, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> Effects:
+        """Return what follows the differences of these rows."""
+        return Effects(self.values.sides, self._makers, self._paired, dict(zip(pairs, rows, strict=True)))
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""

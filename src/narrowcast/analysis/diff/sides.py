@@ -146,9 +146,16 @@ class Side:
         return any(name.startswith(("i", "u", "bool")) for name in formats)
 
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
-        """Return casts to formats in which no call of the run computes, between these tensors and the calls behind."""
+        """Return casts that round to formats in which no call of the run computes, between these tensors and the calls
+        behind.
+        """
         casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._makers_of(0, n))]
-        return [call for call in casts if self.runs[0].tensors[call.outputs[0][1]].format in self._strange]
+        formats = [[self.runs[0].tensors[n].format for _, n in (call.inputs[0], call.outputs[0])] for call in casts]
+        return [
+            call
+            for call, (src, dst) in zip(casts, formats, strict=True)
+            if dst in self._strange and not (src in FORMATS and FORMATS[src].epsilon >= FORMATS[dst].epsilon)
+        ]
 
     @cached_property
     def _strange(self) -> frozenset[str]:
@@ -182,7 +189,8 @@ class Side:
         return sums
 
     def _is_bias(self, rank: int, number: int) -> bool:
-        return self.maker(rank, number) is None and len(self.runs[rank].tensors[number].shape) == 1
+        shape = self.runs[rank].tensors[number].shape
+        return self.maker(rank, number) is None and sum(size > 1 for size in shape) == 1
 
     def is_given(self, placed: RankCall, name: str) -> bool:
         """Return whether an argument is a weight or a buffer: no call made it, and it has few dimensions. One that only
@@ -299,7 +307,7 @@ class Makers:
     """Which calls made tensors of one side: on the first of several ranks, since all make the same calls."""
 
     def __init__(self, side: Side) -> None:
-        self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
+        self._side, self._tensors, self.bundles = side, side.runs[0].tensors, side.bundles
         placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
         self._of = {id(call): bundle for call, bundle in placed}
 
@@ -349,7 +357,7 @@ class Makers:
     def ends(self) -> list[Bundle]:
         """The calls of a forward whose first results no call of it reads, and which models returned, if a run knows."""
         returned = self.returned
-        forward = [b for b in self._bundles if b.id.direction == FORWARD]
+        forward = [b for b in self.bundles if b.id.direction == FORWARD]
         read = {self.of(number) for b in forward for number in self.read(b)}
         ends = (b for b in forward if b not in read and (not returned or b in returned or not b.path))
         return [b for b in ends if b.call.outputs and self._is_floating(b.call.outputs[0][1])]
@@ -358,18 +366,18 @@ class Makers:
     def returned(self) -> list[Bundle]:
         """The calls that made what models returned, in order."""
         bundles = {self.of(number) for number in self._side.runs[0].returned}
-        return [b for b in self._bundles if b in bundles and b.call.outputs]
+        return [b for b in self.bundles if b in bundles and b.call.outputs]
 
     @cached_property
     def of_inputs(self) -> frozenset[Bundle]:
         """The calls of a backward that may compute the gradient of an input: no call is seen to read their results, no
         parameter has them, and their call of the forward reads tensors from outside of the run.
         """
-        read = {self.of(number) for b in self._bundles for number in self.read(b)}
+        read = {self.of(number) for b in self.bundles for number in self.read(b)}
         gradients = [row["gradient"] for row in self._side.runs[0].parameters.values() if "gradient" in row]
         known = read | {self.of(number) for number in gradients}
-        outside = {b.id for b in self._bundles if any(self.of(n) is None for n in self._floats_of(b))}
-        backward = [b for b in self._bundles if b.id.direction == BACKWARD and b not in known]
+        outside = {b.id for b in self.bundles if any(self.of(n) is None for n in self._floats_of(b))}
+        backward = [b for b in self.bundles if b.id.direction == BACKWARD and b not in known]
         return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
 
     def _floats_of(self, bundle: Bundle) -> list[int]:

@@ -165,10 +165,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
     elif not todos and result.outputs_apart:
-        what = "Inspect what is computed between the last calls that agree and the outputs"
-        todos.append(
-            Todo(what, f"outputs are {number_text(result.outputs_apart)} apart, and no call was found to make that")
-        )
+        todos.append(_about_outputs(result))
     elif not todos and any(row.is_beyond for row in result.gradients):
         todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:
@@ -178,6 +175,22 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if not todos and len(result.unaligned) > len(result.rows):
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
     return todos
+
+
+def _about_outputs(result: RunDifferences) -> Todo:
+    """Return advice where outputs differ and no call is known to make that: at the first that cannot be compared after
+    the last ones that agree.
+    """
+    apart = f"outputs are {number_text(result.outputs_apart)} apart"
+    forward = [row for row in result.rows if row.a[0].direction != BACKWARD]
+    agree = [n for n, row in enumerate(forward) if row.verdict in (EQUAL, ROUND_OFF)]
+    after = forward[agree[-1] + 1 :] if agree else forward
+    unknown = next((row for row in after if not row.measured_by), None)
+    if unknown is None:
+        what = "Inspect what is computed between the last calls that agree and the outputs"
+        return Todo(what, f"{apart}, and no call was found to make that")
+    why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
+    return Todo(f"Inspect both lines of {_names(unknown.a)}", why, path=unknown.a[0].module_path)
 
 
 def _names(calls: Iterable[CallId]) -> str:
@@ -241,6 +254,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
     producers = len(result.producers) + len(result.alone)
     if producers:
         texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} propagate one")
+    elif result.outputs_apart:
+        texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     else:
         largest = max((r.difference for r in result.rows if not math.isnan(r.difference)), default=0.0)
         texts.append(f"no call beyond round-off, largest {number_text(largest)}")

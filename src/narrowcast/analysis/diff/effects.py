@@ -1,0 +1,71 @@
+"""What comes of a difference: whether calls that both programs make alike pass it on, or another step cancels it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from narrowcast.analysis.diff.alignment import Aligned, range_difference
+from narrowcast.analysis.diff.sides import Bundle, Makers, Side
+from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.reports.results.run_differences import RunRow
+
+GOES_ON, ABSORBED, UNKNOWN = "goes on", "absorbed", "unknown"
+SHOWS = 2.0
+"""A result that differs by its rounding bound over this, and is computed of one beyond its own, shows the same fault:
+round-off alone is mostly smaller.
+"""
+
+
+class Effects:
+    """Follows differences from call to call, in the forward. paired: by side, the pair of each call."""
+
+    def __init__(self, sides: tuple[Side, Side], makers: tuple[Makers, Makers],
+                 paired: Sequence[Mapping[Bundle, Aligned]], rows: Mapping[Aligned, RunRow]) -> None:  # fmt: skip
+        self._sides, self._rows = sides, rows
+        self._readers: dict[Aligned, dict[tuple[Aligned, bool], None]] = {}
+        for maker, pair_of in zip(makers, paired, strict=True):
+            for bundle in maker.bundles:
+                if bundle in pair_of and bundle.id.direction != BACKWARD:
+                    for number in maker.read(bundle):
+                        upstream = maker.upstream([number], pair_of)
+                        for known in upstream.known:
+                            self._readers.setdefault(pair_of[known], {})[pair_of[bundle], bool(upstream.alone)] = None
+        self.of = cache(self._of)
+
+    def of_all(self, pairs: Sequence[Aligned]) -> str:
+        """Return what comes of a difference that all of these pairs read."""
+        effects = {self.of(pair) for pair in pairs}
+        return effects.pop() if len(effects) == 1 else UNKNOWN
+
+    def _of(self, pair: Aligned) -> str:
+        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged."""
+        both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
+        results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
+        if len(results) < 2 or range_difference(*results) <= self._rows[pair].band:
+            return UNKNOWN
+        waiting, seen = [pair], {pair}
+        is_seen, are_alike = False, True
+        while waiting:
+            now = waiting.pop()
+            readers = self._readers.get(now, {})
+            is_seen |= not readers  # it is an output
+            for reader, is_beside in readers:
+                row = self._rows.get(reader)
+                if row is None:
+                    return UNKNOWN
+                if row.measured_by and row.difference <= row.band / SHOWS:
+                    continue
+                are_alike &= not is_beside and _are_alike(reader, row)
+                if row.difference <= row.band:
+                    is_seen = True
+                elif reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+        return ABSORBED if not is_seen else GOES_ON if are_alike else UNKNOWN
+
+
+def _are_alike(pair: Aligned, row: RunRow) -> bool:
+    """Return whether both programs make a call alike."""
+    ops = [[(bundle.id.op, len(bundle.turns)) for bundle in bundles] for bundles in (pair.a, pair.b)]
+    return ops[0] == ops[1] and not row.given and bool(row.measured_by)
