@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from narrowcast.analysis.capture.capture import NOTHING, observed_region
+from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.compare.compare import REFERENCES, compare
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
@@ -15,6 +15,7 @@ from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
+from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.differences import CallError, OutputError
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
@@ -75,7 +76,7 @@ def assert_close_to(
     opened = observed_region("assert_close_to", trial, under, "native")
     is_own = isinstance(reference, str)
     other = trial if is_own else Trial.of("assert_close_to", reference, (trial.args, trial.kwargs))
-    around = autocast(opened.device, policy=NOTHING) if is_own else opened
+    around = Uncast(opened.device) if is_own else opened
     expected = other.run(around, None, REFERENCES.get(str(reference)))
     errors = output_errors(expected.output, trial.run(opened).output)
     asked = f"outputs of {trial.name} within {budget:g} of {reference if is_own else other.name}"

@@ -27,6 +27,7 @@ from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
+from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
@@ -122,16 +123,12 @@ def note_of_changed(names: list[str]) -> str:
     return f"The model changes its own weights while it runs ({shown})"
 
 
-NOTHING = Policy("fp32", extends=())
-"""A policy without a rule: calls run as their inputs are."""
-
-
 def observed_region(verb: str, trial: Trial, under: Under, default: str | None = None) -> autocast:
     """Return the region that was asked for, or the one around the call; or else under `default`, or without casts."""
     asked = asked_or_around(verb, under, trial.device_type)
     device = asked.device_type or trial.device_type
     if not asked.is_there:
-        return autocast(device, policy=default or NOTHING)
+        return Uncast(device) if default is None else autocast(device, policy=default)
     return replace(asked, dtype=asked.fast_dtype_on(device)).on(device, asked.policy)
 
 

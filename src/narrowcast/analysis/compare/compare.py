@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
+from narrowcast.analysis.capture.capture import note_of_changed, observed_region
 from narrowcast.analysis.compare import judging
 from narrowcast.analysis.compare.advising import Advising, harm_of
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
@@ -37,6 +37,7 @@ from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
+from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.progress import Step, long_work
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
@@ -90,7 +91,7 @@ def compare(
     opened = observed_region("compare", trial, under, default)
     other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
     result = _empty_result(trial.name, opened, str(reference) if is_own else "another model", by)
-    around = autocast(opened.device, policy=NOTHING) if is_own else opened
+    around = Uncast(opened.device) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
     _Comparing(trial, other, opened, around, dtype, limit_bytes, result).run(isolate)
     return result
@@ -99,7 +100,7 @@ def compare(
 def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
     """Compare with fp32 in a prepared region, without ops alone, whatever fp32's output is: NaN, no tensor."""
     result = _empty_result(trial.name, region, "fp32", "op")
-    other, around = trial.original(), autocast(region.device, policy=NOTHING)
+    other, around = trial.original(), Uncast(region.device)
     dtype = other.fp32_for_low()
     _Comparing(trial, other, region, around, dtype, limit_bytes, result, accepts_any=True).run(isolate=0)
     return result

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from narrowcast.analysis.capture.capture import NOTHING
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.analysis.repair.checking import Checks, Problem, Ran
 from narrowcast.analysis.repair.ideas import RegionWith, rules_about_low, rules_for_not_finite, rules_for_raised
@@ -20,9 +19,9 @@ from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.core.policy import Rule
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, fp32
-from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
+from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.repair import (
@@ -52,7 +51,7 @@ class Repairing:
 
     def __init__(self, checks: Checks, region_with: RegionWith, result: Repair) -> None:
         self._checks, self._region_with, self._result = checks, region_with, result
-        self._fp32 = autocast(result.device_type, policy=NOTHING)
+        self._fp32 = Uncast(result.device_type)
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()

@@ -1,0 +1,71 @@
+"""A region that casts nothing: calls have the identities that they have under a policy, and programs that ask whether
+autocast is on are told that it is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import Policy
+from narrowcast.frontends.eager import autocast
+from narrowcast.runtime.torch_surface.patches import held
+from narrowcast.runtime.torch_surface.state import autocast_nesting
+
+NOTHING = Policy("fp32", extends=())
+"""A policy without a rule: calls run as their inputs are."""
+_ASKED = {"is_autocast_enabled": None, "is_autocast_cpu_enabled": "cpu"}
+"""How programs ask, and of which device type where they do not say it."""
+
+
+class Uncast(autocast):
+    """Such a region on a device. Re-entrant, as any is."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type, policy=NOTHING)
+        self._answers: list[ExitStack] = []
+
+    def __enter__(self) -> Uncast:
+        super().__enter__()
+        depth = autocast_nesting()
+        answers = ExitStack()
+        wraps = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}
+        answers.enter_context(held(torch, "a region that casts nothing is none to programs", **wraps))
+        self._answers.append(answers)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,
+    ) -> None:
+        self._answers.pop().close()
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
+def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:
+    """Return a wrap that answers as if the region at this depth, on this device type, were not there."""
+
+    def wrap(original: Callable[..., bool]) -> Callable[..., bool]:
+        def is_enabled(*args: Any, **kwargs: Any) -> bool:
+            is_on = original(*args, **kwargs)
+            if not is_on or torch.compiler.is_compiling() or autocast_nesting() != depth:
+                return is_on
+            device_type = next((str(value) for value in (*args, *kwargs.values())), otherwise)
+            return device_type != region or not _is_program(sys._getframe(2))
+
+        return is_enabled
+
+    return wrap
+
+
+def _is_program(frame: Any) -> bool:
+    """Return whether a program asks, or torch for it in `custom_fwd`; not torch, or us, to restore the state later."""
+    room = frame.f_globals.get("__name__", "").partition(".")[0]
+    return room not in ("torch", "narrowcast") or frame.f_code.co_name == "decorate_fwd"
