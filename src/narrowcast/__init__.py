@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from narrowcast.frontends.eager import autocast, carry, custom_bwd, custom_fwd, pin, unpin
     from narrowcast.frontends.exported.export import export
     from narrowcast.frontends.scripts.script import script, trace
-    from narrowcast.observation.trial.case import Case
     from narrowcast.reports.results.explanation import Explanation
     from narrowcast.reports.results.ledger import Ledger
     from narrowcast.reports.results.result import Result
     from narrowcast.reports.results.run import Run
     from narrowcast.reports.results.saved import load
+    from narrowcast.runtime.torch_bridge.case import Case
     from narrowcast.training.check.check_training import check_training
     from narrowcast.training.scaler.scaler import Scaler
 
@@ -54,7 +54,7 @@ _TORCH_HALF = {
     "analysis.compare.compare": ("compare",),
     "training.check.check_training": ("check_training",),
     "analysis.repair.repair": ("repair",),
-    "observation.trial.case": ("Case",),
+    "runtime.torch_bridge.case": ("Case",),
     "training.scaler.scaler": ("Scaler",),
     "analysis.watch.watch": ("watch",),
 }

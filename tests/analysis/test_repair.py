@@ -107,10 +107,26 @@ class TestRaises:
         assert rules_of(found) == ["module.call in then: full"] and found.is_clean
 
     def test_the_same_in_fp32_is_no_fault_of_the_policy(self, x):
-        """Shapes that do not match raise without a policy as well, so no rule is added."""
-        found = nc.repair(Layer(lambda y: y @ y), (x,), under="bf16")
-        assert found.verdict == "not the policy's fault" and "fp32 itself raises" in str(found)
-        assert not found.rules and not found.is_clean and found.policy == nc.Policy.native()
+        """Shapes that do not match raise without a policy as well; so do inputs that are not the model's."""
+        with pytest.raises(RuntimeError, match="Expected size") as caught:
+            nc.repair(Layer(lambda y: y @ y), (x,), under="bf16")
+        assert caught.value.__notes__ == ["Raised in fp32, too: no policy is to blame."]
+        with pytest.raises(TypeError) as caught:
+            nc.repair(torch.nn.Linear(16, 16), (x, x), under="bf16")
+        assert "((a, b),) one argument that is a tuple" in caught.value.__notes__[0]
+
+    def test_a_metric_and_an_evaluation_are_told_apart(self, x):
+        """One is called with the output, the other with the model; a wrong one is refused as such."""
+        model, wrong = torch.nn.Linear(16, 16), "metric(output) is called with what the model returned"
+        for asked in (
+            lambda: nc.repair(model, x, metric=lambda model: model(x).sum(), under="bf16"),
+            lambda: nc.repair(nc.Case(model, x, evaluate=lambda out: out.sum()), under="bf16"),
+        ):
+            with pytest.raises(nc.errors.RunError, match="in fp32 it raised") as caught:
+                asked()
+            assert wrong in str(caught.value)
+        with pytest.raises(nc.errors.RunError, match="it returned a str"):
+            nc.repair(model, x, metric=lambda out: "good", under="bf16")
 
     def test_what_no_rule_reaches_is_said(self, x):
         """A check outside of modules and ops is beyond any rule, so its error is reported instead."""

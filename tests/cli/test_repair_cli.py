@@ -88,10 +88,10 @@ def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
     assert code == 0 and "metric at most 0 above fp32's" in out
 
 
-def test_what_is_not_repaired_is_not_written_and_exits_with_1(cli, target, tmp_path):
-    """A model that raises in fp32 leaves no policy file."""
-    code, out, _ = cli("repair", f"{target}:broken", "--policy-out", tmp_path / "fixed.toml")
-    assert code == 1 and "fp32 itself raises" in out and "is not written" in out
+def test_a_model_that_raises_in_fp32_is_a_crash_as_with_other_commands(cli, target, tmp_path):
+    """It leaves no policy file."""
+    code, _, err = cli("repair", f"{target}:broken", "--policy-out", tmp_path / "fixed.toml")
+    assert code == 3 and "Raised in fp32, too: no policy is to blame." in err
     assert not (tmp_path / "fixed.toml").exists()
 
 

@@ -14,9 +14,9 @@ from narrowcast.core.policy import installed_torch
 from narrowcast.errors import CheckError, Origin, SnapshotError
 from narrowcast.formats import parse_format
 from narrowcast.frontends.eager.asked import Under, asked_or_around
-from narrowcast.observation.trial.case import Case
 from narrowcast.output.files import is_there
 from narrowcast.runtime.devices.abilities import slow_note
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.testing.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
 from narrowcast.testing.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text

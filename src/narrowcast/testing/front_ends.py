@@ -19,9 +19,9 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
-from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import Trial
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
 from narrowcast.testing.agreement import Agreement, BesideEager, RanCall, compare_calls, disagreement_lines

@@ -12,11 +12,11 @@ from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
-from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.differences import CallError, OutputError
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 _NAMED = 3

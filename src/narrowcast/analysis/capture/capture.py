@@ -23,7 +23,6 @@ from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
-from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
@@ -31,6 +30,7 @@ from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps

@@ -32,7 +32,6 @@ from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.observer.door import Door, passes
 from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.restore.weights import Weights
-from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import first_line, said_of
@@ -42,6 +41,7 @@ from narrowcast.output.progress import Step, long_work
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.state import autocast_off
 

@@ -37,7 +37,6 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.trial.case import Case
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
 from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
@@ -46,6 +45,7 @@ from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 

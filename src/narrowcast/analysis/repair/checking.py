@@ -18,7 +18,6 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
-from narrowcast.observation.trial.case import Evaluate, Metric, figures_of
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions, first_line
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
@@ -27,6 +26,7 @@ from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED
 from narrowcast.reports.results.verdicts import TREND
+from narrowcast.runtime.torch_bridge.case import Evaluate, Metric, figures_of
 
 HIGHER, LOWER = "higher", "lower"
 DEFAULT_TOLERANCE = 0.01
@@ -83,7 +83,7 @@ class Wanted:
 class Ran:
     """One run. error: what it raised. outcome: its output. relative: its error against fp32; NaN if not compared.
 
-    in_metric: whether the metric raised, and not the model.
+    in_metric: whether the metric or the evaluation raised, and not the model by itself.
     """
 
     look: RepairObserver
@@ -133,6 +133,7 @@ class Checks:
         if evaluates and ran.error is None:
             with self._counted(ran), restored(self.trial.model), self._seen(look, functions), region:
                 ran.metric = self.trial.measure()  # it runs the model, and is watched for it
+            ran.in_metric = ran.error is not None
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
         return ran

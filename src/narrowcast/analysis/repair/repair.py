@@ -23,12 +23,12 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
-from narrowcast.observation.trial.case import Case, Evaluate, Metric, check_takes_one
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.trial import Loss, Trial
 from narrowcast.output.progress import long_work
 from narrowcast.reports.results.repair import Repair
 from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge.case import Case, Evaluate, Metric, check_takes_one
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 
@@ -57,7 +57,7 @@ def repair(
     `result.policy` is the policy with one more layer of rules, each with its evidence as the reason; they name ops in
     modules, not lines, and so hold for other inputs. `result.runs` is how often the model ran: at most twice for each
     rule, and five times more. The model, its weights, gradients and random state are unchanged afterwards. Raises
-    RunError for what cannot be repaired; where fp32 itself raises or is not finite, the result reports it.
+    RunError for what cannot be repaired, and what fp32 raises, too; where fp32 is not finite, the result reports it.
     """
     trial = Trial.of("repair", model, inputs, backward)
     _check_model(trial.model)

@@ -17,7 +17,7 @@ from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.core.policy import Rule
-from narrowcast.errors import RunError
+from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.formats import Format, fp32
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
@@ -114,13 +114,13 @@ class Repairing:
             expected = checks.run(self._fp32, RepairObserver(ranges=True))
             if attributes:
                 self._attribute_besides(first.look)
-        if expected.error is None:
-            self._check_reference(expected)
+        self._check_runs(expected)
+        self._check_reference(expected)
         checks.expected = expected
         result.reference = dict(expected.metric)
         if expected.outcome is not None and first.outcome is not None:
             first.relative = checks.relative(expected, first)
-        outcome = f"raises {first_line(expected.error)}" if expected.error is not None else "clean"
+        outcome = "clean"
         if expected.findings:
             outcome = f"{expected.findings[0].what} made by {expected.findings[0].id}"
         result.steps.append(RepairStep("in fp32", outcome, metric=expected.metric))
@@ -139,6 +139,23 @@ class Repairing:
                 f"repair with the metric {zero}", "it is 0 in fp32, and 1 % of that allows nothing",
                 advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
             )  # fmt: skip
+
+    def _check_runs(self, expected: Ran) -> None:
+        """Raise what fp32 raises, too: no policy is to blame for that. RunError for a metric, or an evaluation."""
+        error = expected.error
+        if error is None:
+            return
+        if isinstance(error, NarrowcastError):
+            raise error
+        if not expected.in_metric:
+            error.add_note("Raised in fp32, too: no policy is to blame.")
+            raise error
+        raise RunError(
+            "repair(metric=...)" if self._checks.wanted.metric is not None else "Case(evaluate=...)",
+            f"of the model in fp32 it raised {first_line(error)}",
+            advice="metric(output) is called with what the model returned; evaluate(model), of a Case, with the model, "
+            "which it runs itself. Both return a number, or numbers by name.",
+        ) from error
 
     def _attribute(self, look: RepairObserver) -> Ran:
         """Run in fp32, and find the effects of low calls: local errors alone if the code raises with gradients."""
@@ -159,17 +176,14 @@ class Repairing:
         self._result.steps.append(RepairStep("in fp32, to see what each call does", outcome))
 
     def _fails_itself(self, ran: Ran, problem: Problem | None) -> bool:
-        """Return whether fp32 raises, or makes all the NaN and infinities that the policy's run has."""
-        expected, result = self._checks.expected, self._result
-        failure = ""
-        if expected is not None and expected.error is not None:
-            failure = f"fp32 itself raises {first_line(expected.error)}"
-        elif expected is not None and expected.findings and problem is None and ran.findings:
-            first = expected.findings[0]
-            failure = f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line})"
-        if failure:
-            result.before = replace(result.before, found=failure)
-        return bool(failure)
+        """Return whether fp32 makes all the NaN and infinities that the policy's run has."""
+        expected = self._checks.expected
+        if expected is None or not expected.findings or problem is not None or not ran.findings:
+            return False
+        first = expected.findings[0]
+        failure = f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line})"
+        self._result.before = replace(self._result.before, found=failure)
+        return True
 
     # -- search --------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
 from narrowcast.runtime.torch_bridge import device_type_of
+from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 from narrowcast.runtime.torch_surface.fx import FakeTensor, rename, updated_program
@@ -61,6 +62,7 @@ def export(
     Rules of the policy about the backward are refused (RegionError): an exported program has none. CaptureError if the
     program cannot be made explicit; GoalError, ProfileError; and what torch.export.export raises.
     """
+    model, inputs = unpacked("export", model, inputs)
     if not isinstance(model, torch.nn.Module):
         raise RegionError(
             asked=f"export({type(model).__name__})", found="not a Module",

@@ -30,6 +30,7 @@ from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.regions.ruling import ruled_device_types
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
 
@@ -180,7 +181,7 @@ _one_trace_at_a_time = threading.RLock()
 
 def trace(
     target: Callable[..., Any] | torch.nn.Module,
-    inputs: Inputs,
+    inputs: Inputs = (),
     *,
     under: Under = None,
     made_for: str = "",
@@ -194,6 +195,7 @@ def trace(
 
     The weight cache works: what it kept from before the trace is let go first.
     """
+    target, inputs = unpacked("trace", target, inputs)
     if not callable(target) or inspect.isclass(target):
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     args, kwargs = call_arguments("trace", inputs)

@@ -16,10 +16,10 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.trial.case import Case, Evaluate, figures_of, name_of
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map, tree_map_only
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
@@ -70,11 +70,8 @@ class Trial:
     @staticmethod
     def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
         """Return the trial that a user wrote. Raise RunError for what cannot be run."""
-        evaluate, name = None, ""
-        if isinstance(model, Case):
-            if not (type(inputs) is tuple and not inputs):
-                raise RunError(f"{verb}(case, inputs)", "a Case has its inputs", advice="Put them into the Case.")
-            model, inputs, evaluate, name = model.model, model.inputs, model.evaluate, model.name
+        evaluate, name = (model.evaluate, model.name) if isinstance(model, Case) else (None, "")
+        model, inputs = unpacked(verb, model, inputs)
         name = name or name_of(model)
         if isinstance(model, torch.export.ExportedProgram):
             model = model.module()

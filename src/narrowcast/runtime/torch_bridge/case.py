@@ -20,7 +20,8 @@ Metric = Callable[[Any], Figures]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Case:
-    """A model with inputs to run it on. Every function that takes a model and inputs takes a Case in their place.
+    """A model with inputs to run it on. `explain`, `capture`, `compare`, `repair`, `export`, `trace` and functions of
+    `narrowcast.testing` take a Case in the place of both.
 
     model:    a Module or any callable.
     inputs:   what it is called with: a tensor, a tuple of arguments, a mapping of keyword arguments, or
@@ -50,6 +51,15 @@ class Case:
         shown = [*map(_shown, args), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
         evaluate = "" if self.evaluate is None else f", evaluate={getattr(self.evaluate, '__name__', self.evaluate)}"
         return f"Case({self.name or name_of(self.model)}: {', '.join(shown)}{evaluate})"
+
+
+def unpacked(verb: str, model: Any, inputs: Inputs) -> tuple[Any, Inputs]:
+    """Return a model and its inputs, which a Case in the model's place holds. Raise RunError for both."""
+    if not isinstance(model, Case):
+        return model, inputs
+    if not (type(inputs) is tuple and not inputs):
+        raise RunError(f"{verb}(case, inputs)", "a Case has its inputs", advice="Put them into the Case.")
+    return model.model, model.inputs
 
 
 def _shown(value: Any) -> str:
