@@ -47,6 +47,16 @@ class NarrowcastError(Exception):
         return type(self), (self.asked, self.found, self.where, self.advice)
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a file could not be read or written: in the system's words, `no such file or directory`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[0].lower() + error.strerror[1:]
+    if isinstance(error, UnicodeDecodeError):
+        return f"not text: {error}"
+    kind = type(error).__name__
+    return f"not JSON: {error}" if kind == "JSONDecodeError" else f"{kind}: {error}"
+
+
 class FormatError(NarrowcastError, ValueError):
     """A format is unknown, or has no meaning where it was given."""
 

@@ -157,7 +157,7 @@ def test_an_evaluation_takes_the_model_and_gives_a_number():
     assert list(found.comparison.metric_found.values()) == [pytest.approx(4, rel=1e-2)]
     with pytest.raises(nc.errors.RunError, match="cannot be called with the model alone"):
         nc.Case(net, x, evaluate=lambda: 1.0)
-    with pytest.raises(nc.errors.RunError, match="it returned a list"):
+    with pytest.raises(nc.errors.RunError, match="it returned list"):
         nc.explain(nc.Case(net, x, evaluate=lambda model: [1.0]), run=True)
 
 

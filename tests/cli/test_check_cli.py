@@ -43,7 +43,11 @@ def test_a_snapshot_is_written_and_holds(cli, target, tmp_path):
     code, out, err = cli("check", target, "--snapshot", file)
     assert code == 2 and not out and "narrowcast check --update" in err and not file.exists()
     assert cli("check", target, "--snapshot", file, "--update") == (0, f"wrote {file}: 3 calls\n", "")
-    assert cli("check", target, "--snapshot", file) == (0, f"3 calls of a net on cpu compute as {file} says\n", "")
+    assert cli("check", target, "--snapshot", file) == (
+        0,
+        f"3 calls of a net on cpu: the formats are those of {file}\n",
+        "",
+    )
     assert "gradients off" in file.read_text()
 
 
@@ -54,7 +58,7 @@ def test_what_changed_is_shown_and_is_exit_code_1(cli, target, tmp_path):
     before = file.read_text()
     code, out, err = cli("check", target, "--snapshot", file, "--under", policy, "-o", result)
     assert (code, err) == (1, "") and file.read_text() == before
-    assert out.startswith(f"a net on cpu does not compute as {file} says: 2 changed (3 calls)\n\nchanged  aten.gelu")
+    assert out.startswith(f"a net on cpu differs from {file}: 2 changed (3 calls)\n\nchanged  aten.gelu")
     assert f"aten.gelu: full ({policy}:5)\n         because tails matter\n  at     {target}:11\n" in out
     data = json.loads(result.read_text())
     assert data["schema"] == "narrowcast.check/1" and data["verdict"] == "changed"

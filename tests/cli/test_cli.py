@@ -82,7 +82,7 @@ def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
     [
         ("nothing.py", "no such file"),
         ("no.such.module", "No module named"),
-        ("{}:other", "returned a int"),
+        ("{}:other", "returned int"),
         ("{}:failing", "KeyError"),
         ("{}:missing", "defines no function missing()"),
         ("{}:leaving", "SystemExit"),
@@ -95,7 +95,7 @@ def test_a_bad_target_is_said_in_four_parts(cli, target, name, said):
     code, out, err = cli("explain", name.format(target))
     assert code == 2 and out == ""
     assert err.startswith("TargetError: target ") and said in err
-    assert "TARGET is a file" in err and "Traceback" not in err
+    assert ("TARGET is a file" in err or "no such file" in err) and "Traceback" not in err
     assert len(err.splitlines()) >= 3
 
 
@@ -134,8 +134,8 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
     [
         (("--device", "tpu"), "tpu"),
         (("--under", "float8_e4m3fn"), "8-bit formats need scales"),
-        (("--under", "fp99"), "Did you mean 'fp"),
-        (("--under", "fastest"), "no format, no built-in policy, and no .toml file"),
+        (("--under", "fp99"), "did you mean 'fp"),
+        (("--under", "fastest"), "no format, built-in policy or .toml file"),
         (("--under", "none.toml"), "none.toml"),
         (("--device", "cuda", "--run"), "Omit run"),
         (("--nonsense",), "No such option"),

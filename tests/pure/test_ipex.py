@@ -155,8 +155,8 @@ def test_formats_in_the_head_count_and_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('low = "fp32"', "low 'fp32': no low format of regions"),
-        ('training = ["bf16", "half"]', "training 'half': no low format of regions"),
+        ('low = "fp32"', "low 'fp32': not a low format of regions"),
+        ('training = ["bf16", "half"]', "training 'half': not a low format of regions"),
         ("training = []", "an empty list"),
         ('training = "bf16"', "a value of type str"),
     ],

@@ -80,7 +80,7 @@ class TestRepair:
     def test_what_was_not_repaired_is_no_good_news(self):
         """A search that is out of ideas has a bad tone, and points to its notes in place of rules."""
         made = page(not_repaired())
-        assert made.tone == "bad" and made.verdict == "Out of ideas: raises; with no rule raises"
+        assert made.tone == "bad" and made.verdict == "Out of ideas: raises; with no rule, raises"
         assert [todo.what for todo in made.todos] == ["See the notes and each run"]
 
     def test_files_from_before_products_were_kept_have_no_such_plot(self):

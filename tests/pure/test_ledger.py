@@ -73,7 +73,7 @@ def test_json_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "not JSON"), ("[]", "schema"), ('{"schema": "narrowcast.ledger/9"}', "/9"),
+    ("text", "said"), [("{", "not JSON"), ("[]", "it holds no result"), ('{"schema": "narrowcast.ledger/9"}', "/9"),
                        ('{"schema": "narrowcast.ledger/1", "casts": [{}]}', "lacks")]
 )  # fmt: skip
 def test_other_files_are_refused(text, said):
@@ -199,7 +199,7 @@ def test_a_notebook_shows_twelve_kinds_and_says_how_many_are_left():
     kinds = [replace(CAST, line=n, moved_bytes=100 - n) for n in range(14)]
     assert "rows more" not in Ledger(kinds[:12])._repr_html_()
     html = Ledger(kinds)._repr_html_()
-    assert "<p>and 2 rows more</p>" in html and html.count("<tr>") == 14
+    assert "<p>and 2 more rows</p>" in html and html.count("<tr>") == 14
     assert "<tr><td>100 B</td><td>model.py:0</td></tr>" in html
     assert "all: module encoder.0, op aten.linear, argument weight, kind weight, from fp32, to bf16, how copied" in html
 

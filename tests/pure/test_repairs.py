@@ -160,7 +160,10 @@ class TestResult:
             1, before=RepairStep("", "off", error=0.1, metric={"auc": 0.5}), after=RepairStep("", "", error=0.001),
             reference={"auc": 0.75}, products_before=Products(4, 4), products_after=Products(3, 4), runs=4)  # fmt: skip
         text = " ".join(str(found).split())
-        assert "off (output error 1.0e-01; auc 0.5, fp32 0.75); with 1 rule clean (output error 1.0e-03)" in text
+        assert (
+            "off (output error 1.0e-01; auc 0.5, fp32 0.75); with 1 rule, nothing is wrong (output error 1.0e-03)"
+            in text
+        )
         assert "still in bf16 3 of 4 matrix multiplications; before: 4" in text and "runs 4 of the model" in text
         assert "share 50%" in text
 

@@ -6,9 +6,9 @@ import pytest
 
 from narrowcast.core.policy import Lack, Policy, Rule, Site, as_policy, installed_torch, parse_action
 from narrowcast.core.policy.lint import nearest_name
-from narrowcast.core.policy.rules import did_you_mean
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import bf16, fp16, fp32
+from narrowcast.output.words import did_you_mean
 
 
 def test_what_rules_inside_is_inherited_unless_given():
@@ -89,7 +89,7 @@ def test_policies_and_places_say_what_they_are():
     """A name with eight digits; and in a debugger the rules, too."""
     policy = Policy("mine", ((Rule("aten.mm", "full"),),))
     assert str(policy) == f"mine ({policy.digest[:8]})"
-    assert repr(policy) == f"<Policy 'mine', 1 rules, extends ('native',), {policy.digest[:8]}>"
+    assert repr(policy) == f"<Policy 'mine', 1 rule, extends ('native',), {policy.digest[:8]}>"
     assert str(Site(file="a.py", line=3)) == "a.py:3" and str(Site()) == "?"
 
 

@@ -108,11 +108,11 @@ class TestRun:
         ("content", "found"),
         [
             (b"", "not JSON"),
-            (b"[1]", "schema"),
+            (b"[1]", "it holds no result"),
             (b'{"schema": "narrowcast.run/99"}', "narrowcast.run/99"),
             (b'{"schema": "narrowcast.run/1"}', "lacks"),
             (gzip.compress(b"x" * 1000)[:-20], "EOFError|Error"),
-            (b"\xff\xfe\x00", "Error"),
+            (b"\xff\xfe\x00", "not text"),
         ],
         ids=["empty", "a list", "another schema", "no records", "cut off", "no text"],
     )
@@ -194,7 +194,7 @@ class TestFit:
         call = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))
         mask, large = (facts(low, 0.0, Histogram(20, (1,))) for low in (lowest, -1e9))
         assert Run({}, [call], [large]).headroom().calls("fp16") == [LINEAR]
-        with pytest.raises(RunError, match="none of its 1 calls has an fp32 tensor"):
+        with pytest.raises(RunError, match="none of its 1 call has an fp32 tensor"):
             Run({}, [call], [mask]).headroom()
 
     def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
@@ -203,7 +203,7 @@ class TestFit:
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
         lines = str(Run({}, calls, tensors).headroom()).splitlines()
-        assert len(lines) <= 25 and any(line.startswith("fp16           9  calls would lose") for line in lines)
+        assert len(lines) <= 25 and any(line.startswith("fp16           9  calls lose values") for line in lines)
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         """A share above 1, an unknown scale, fp32 as the target and an empty run each raise a RunError."""

@@ -50,7 +50,7 @@ def test_what_is_said_of_a_stuck_run_depends_on_the_scale_and_on_who_watched():
     row = ScaledStep(9, 1.0, True, "the gradient of a is NaN", "style")
     stuck = Streak(7, 4)
     assert found_text(stuck, row) == (
-        "7 steps in a row were skipped, 4 of them at the lowest scale, 1 (loss style). Step 9: the gradient of a is NaN"
+        "7 steps were skipped in a row, 4 of them at the lowest scale, 1 (loss style). Step 9: the gradient of a is NaN"
     )
     assert "at the lowest" not in found_text(Streak(7, 0), row)
     assert "by themselves" in advice_text(stuck, True) and "by themselves" not in advice_text(Streak(7, 0), True)

@@ -72,7 +72,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         ('action = "full"\n', "", PolicyError, 10, "has no action"),
         ('action = "full"', 'action = "to(fp5)"', ValueError, 15, "no such format"),
         ('action = "full"', "action = ", PolicyError, 15, "not TOML"),
-        ('extends = "native"', 'cache = "sometimes"', PolicyError, 3, "no such choice"),
+        ('extends = "native"', 'cache = "sometimes"', PolicyError, 3, "not a choice"),
         ('extends = "native"', "extends = [5]", PolicyError, 3, "strings"),
         ('extends = "native"', "extends = []", PolicyError, 3, "an empty list"),
         ('module = "encoder', 'torch = "newer"\nmodule = "encoder', PolicyError, 12, "no version range"),

@@ -124,7 +124,7 @@ def test_calls_are_paired_with_keys_alone_and_the_mapping_is_read(show, tmp_path
     page.press("ArrowDown", "ArrowDown", "Enter", "ArrowDown", "ArrowDown", "Tab", "ArrowDown", "ArrowDown", "m")
     assert chosen(page) == [f"blocks.0.act {TANH}", f"layers.0.act {SIGMOID}"]
     assert any("paired by hand" in label for label in drawn(page, 0))
-    assert "next narrowcast compare" in page.value("document.querySelector('.pairing').textContent")
+    assert "next narrowcast diff" in page.value("document.querySelector('.pairing').textContent")
     file = saved_mapping(page, tmp_path)
     found = diff(*two_runs(), mapping=file)
     assert rows(found)[f"blocks.0.act {TANH}", f"layers.0.act {SIGMOID}"].aligned_by == "mapping"

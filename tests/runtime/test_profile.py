@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_the_old_file(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", full)
     profile.samples["b"] = sample(6.0)
-    with pytest.raises(ProfileError, match="No space left"):
+    with pytest.raises(ProfileError, match="no space left"):
         profile.write()
     assert path.read_text() == before
     assert [f.name for f in path.parent.iterdir() if f.suffix == ".tmp"] == []

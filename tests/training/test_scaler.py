@@ -46,7 +46,7 @@ def test_a_scale_that_falls_for_ever_ruins_torchs_weights_and_not_ours(overflows
     ruined, _ = train(theirs, factors)
     assert not torch.isfinite(ruined).any() and theirs.get_scale() == scale
     ours = nc.Scaler("cpu")
-    with pytest.warns(ScalerWarning, match="steps in a row were skipped"):
+    with pytest.warns(ScalerWarning, match="steps were skipped in a row"):
         weight, _ = train(ours, factors)
     assert torch.equal(weight, torch.full((3,), 0.9)) and ours.get_scale() == 1.0
 
@@ -68,7 +68,7 @@ def test_patience_is_said_with_the_line_the_parameters_and_the_lowest_scale():
 def test_it_raises_if_so_told_and_can_go_on():
     """The state is whole when it raises: the next clean step is a step."""
     scaler = nc.Scaler("cpu", on_stuck="raise", patience=3)
-    with pytest.raises(ScalerError, match="3 steps in a row were skipped") as raised:
+    with pytest.raises(ScalerError, match="3 steps were skipped in a row") as raised:
         train(scaler, [INF] * 9)
     assert raised.value.where[0].file == __file__ and scaler.get_scale() == 8192.0
     weight, _ = train(scaler, [1.0])
@@ -211,7 +211,7 @@ def test_nothing_waits_for_the_device_until_somebody_asks(late):
     assert "its gradients were freed" in results[1].why  # new ones have been computed meanwhile
     assert len(scaler.history) == 5 and scaler.history.skipped == 4
     late.has_come = True
-    with pytest.raises(ScalerError, match="3 steps in a row"):  # when the next step ends
+    with pytest.raises(ScalerError, match="3 steps were skipped in a row"):  # when the next step ends
         train(scaler, [INF], fused=True)
 
 

@@ -142,11 +142,11 @@ export class PairView {
   private pair(add: boolean): void {
     const [a, b] = this.boxes();
     if (!a || !b) return say("Select a call, or a module, in each graph");
-    say(this.partners.pair([a, b], add) || "Paired: figures come with the next narrowcast compare");
+    say(this.partners.pair([a, b], add) || "Paired: figures come with the next narrowcast diff");
   }
 
   private unpair(): void {
-    say(this.partners.unpair(this.boxes()) || "Left without a partner, from the next narrowcast compare on");
+    say(this.partners.unpair(this.boxes()) || "Left without a partner, from the next narrowcast diff on");
   }
 
   private say(): void {
@@ -157,7 +157,7 @@ export class PairView {
     const inHand = boxes.map((box, side) => box?.kind === "call" && this.partners.verdict(side as Side, box.calls[0]!) === BY_HAND);
     this.bar.replaceChildren(
       h("h3", {}, "Pair by hand"),
-      h("p", { class: "quiet" }, "Select a call, or a module, in each graph. Figures of newly paired calls come with the next narrowcast compare."),
+      h("p", { class: "quiet" }, "Select a call, or a module, in each graph. Figures of newly paired calls come with the next narrowcast diff."),
       h("ul", {}, ...chosen),
       h("p", { class: "actions" },
         button("Pair these", () => this.pair(false), { id: "pair", disabled: !both, title: "These two are the same (m)" }),

@@ -228,7 +228,7 @@ export class Partners {
       if (!line.modules && pairs) put({
         a: line.calls[0], b: line.calls[1], verdict: BY_HAND, difference: null, inputs: null, band: null, measured_by: "", aligned_by: "hand",
         format_a: this.models[0].calls[line.calls[0][0]!]!.computes, format_b: this.models[1].calls[line.calls[1][0]!]!.computes, given: "",
-        why: "its figures come with the next narrowcast compare",
+        why: "its figures come with the next narrowcast diff",
       });
       if (line.modules && pairs) {
         this.modules[0].set(line.names[0][0]!, line.names[1][0]!);

@@ -23,7 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 nothing found; 1 findings; 2 wrong use, or nothing compared; 3 a crash; 130 interrupted.",
+    epilog="Exit codes: 0; 1 findings, where a command's help says so; 2 wrong use, or nothing compared; 3 a crash; "
+    "130 interrupted.",
 )
 _MODELS, _RUNS, _DEVICES = "Formats of a model", "Numbers of a run", "Policies and devices"
 for panel, command, example in (
@@ -95,7 +96,7 @@ def _with_flags(message: str) -> str:
     """Return the message of an error of the Python interface, with `name=value` written as the option of that name."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = [p.name for command in commands.values() for p in command.params if p.param_type_name == "option"]
-    return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|[\w.]+)", _as_flag, message)
+    return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|-?[\w.]+)", _as_flag, message)
 
 
 def _as_flag(match: re.Match[str]) -> str:

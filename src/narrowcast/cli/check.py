@@ -12,6 +12,7 @@ from narrowcast.cli.target import grad, load_case
 from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, save_result
 from narrowcast.output.screen import columns, wrapped
+from narrowcast.output.words import counted
 
 
 def check_command(
@@ -52,7 +53,7 @@ def check_command(
     if json:
         typer.echo(check.to_json(indent=1))
     elif update:
-        print_text("\n".join(wrapped(f"wrote {snapshot}: {len(check.now.calls)} calls", width=columns())))
+        print_text("\n".join(wrapped(f"wrote {snapshot}: {counted(len(check.now.calls), 'call')}", width=columns())))
     else:
         print_text(check_text(check, None) if whole else check_screen(check, columns()))
     if not check.is_same:

@@ -14,6 +14,7 @@ from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.errors import PolicyError
 from narrowcast.output.console import print_text
 from narrowcast.output.screen import Part, columns, first_screen, wrapped
+from narrowcast.output.words import counted
 
 policy_app = typer.Typer(help="Show and check policies.", no_args_is_help=True)
 PolicyName = Annotated[
@@ -27,7 +28,7 @@ def show(policy: PolicyName, device: Device = None, whole: AllOption = False) ->
     """Show the rules of a policy, in order of precedence."""
     resolved = _resolved(policy, device)
     settings = ", ".join(f"{key} {value}" for key, value in _settings(resolved).items())
-    head = f"{resolved.name} ({resolved.digest[:8]}), {len(resolved.rules)} rules, {settings}"
+    head = f"{resolved.name} ({resolved.digest[:8]}), {counted(len(resolved.rules), 'rule')}, {settings}"
     rules: list[list[str]] = []
     for layer in reversed(resolved.layers):
         for (reason, source), alike in groupby(layer, lambda rule: (rule.reason, rule.source)):
@@ -49,7 +50,8 @@ def check(policy: PolicyName, whole: AllOption = False) -> None:
     loaded = as_policy(policy)
     check_ops(loaded)
     findings = loaded.lint()
-    verdict = f"{loaded.name}: {len(loaded.rules)} rules, {len(findings)} findings, digest {loaded.digest}"
+    counts = f"{counted(len(loaded.rules), 'rule')}, {counted(len(findings), 'finding')}"
+    verdict = f"{loaded.name}: {counts}, digest {loaded.digest}"
     _print_rows([], [str(finding).split("\n") for finding in findings], whole, [verdict])
     if findings:
         raise typer.Exit(1)
@@ -61,7 +63,7 @@ def diff_policies(before: str, after: str, device: str | None, whole: bool) -> N
     changes = old.diff(new)
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
     settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
-    verdict = f"{old.name} -> {new.name}: {len(changes)} rules differ{settings}"
+    verdict = f"{old.name} -> {new.name}: {counted(len(changes), 'rule', 'differ')}{settings}"
     _print_rows([], [[str(change)] for change in changes], whole, [verdict])
 
 

@@ -12,6 +12,7 @@ from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_fi
 from narrowcast.errors import Origin, ProfileError, TargetError
 from narrowcast.output.console import print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
+from narrowcast.output.words import counted
 
 if TYPE_CHECKING:
     from narrowcast.reports.results.profile import Device, Profile
@@ -67,7 +68,7 @@ def measure_command(
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
-    lines = [f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
+    lines = [f"{counted(count, 'call')} measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
     if missing:
         lines.append(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
     print_text(first_screen([Part([line for one in lines for line in wrapped(one, width=columns())])]))

@@ -12,6 +12,7 @@ import narrowcast as nc
 from narrowcast.cli.options import BackwardOption, ModelOptions, PolicyOption, ResultOptions, show
 from narrowcast.cli.target import grad, load_case
 from narrowcast.errors import Origin, TargetError
+from narrowcast.output.words import counted
 from narrowcast.reports.results.repair import Repair
 
 
@@ -55,4 +56,5 @@ def _write_policy(repair: Repair, output: Path) -> str:
     if not repair.rules:
         return f"{output} is not written: no rule is needed"
     replace(repair.policy, name=output.stem).save(output)
-    return f"wrote {output}: {repair.base} and {len(repair.rules)} more; nc.autocast(..., policy={str(output)!r})"
+    rules = counted(len(repair.rules), "rule")
+    return f"wrote {output}: {repair.base} and {rules}; nc.autocast(..., policy={str(output)!r})"

@@ -18,7 +18,7 @@ from narrowcast.cli.target import grad, load_case
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES
-from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, VALUES_DIFFER
+from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, NOT_FINITE, VALUES_DIFFER
 
 _SAVED = (".gz", ".json")
 
@@ -34,13 +34,17 @@ def capture_command(
     ] = None,
     trace: options.TraceOption = None,
 ) -> None:
-    """Run TARGET's model and record each call: formats, ranges, statistics, source lines."""
+    """Run TARGET's model and record each call: formats, ranges, statistics, source lines.
+
+    Exits with 1 if a call returned NaN or infinity.
+    """
     with grad(backward):
         run = nc.capture(
             load_case(model.target), under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
     options.show(run, result, trace=trace)
+    _exit_by(run.verdict, (NOT_FINITE,))
 
 
 def compare_command(
@@ -83,11 +87,21 @@ def diff_command(
 
     Exits with 1 if values of the runs differ beyond round-off, and with 2 if none could be compared.
     """
-    if not a.endswith(_SAVED):
+    asked = f"diff {' '.join([a, *b])}"
+    policies = [name for name in (a, *b) if not Path(name).is_file() or name.endswith(".toml")]
+    policies = [name for name in policies if not name.endswith(_SAVED)]
+    if policies and len(policies) < 1 + len(b):
+        raise TargetError(asked, f"{policies[0]} is no saved run", advice="Give two saved runs, or two policies.")
+    if policies:
         if len(b) > 1:
-            raise TargetError(f"diff {a} {' '.join(b)}", "more than two policies", advice="Give two.")
+            raise TargetError(asked, "more than two policies", advice="Give two.")
+        unused = {"--output": result.output, "--html": result.html, "--json": result.json, "--mapping": mapping}
+        for flag in (flag for flag, value in unused.items() if value):
+            raise TargetError(f"{asked} {flag}", "changes between policies are only printed", advice=f"Omit {flag}.")
         diff_policies(a, b[0], device, result.whole)
         return
+    if device is not None:
+        raise TargetError(f"{asked} --device", "runs have their devices", advice="Omit --device.")
     is_given = mapping is not None and mapping.exists()
     difference = nc.diff(a, b, mapping=mapping if is_given else None)
     if mapping is not None and not is_given:
@@ -123,7 +137,8 @@ def watch_command(
 ) -> None:
     """Run SCRIPT and name the call that makes the first NaN or infinity.
 
-    Exits with 1 if there is one. Options of narrowcast stand before SCRIPT, those of the script behind it.
+    Exits with 1 if there is one, else with 3 if the script fails. Options of narrowcast stand before SCRIPT, those of
+    the script behind it.
     """
     if not script.is_file():
         raise TargetError(f"watch {script}", "no such file", (Origin(str(script)),), "Give a Python script.")
@@ -131,20 +146,29 @@ def watch_command(
     sys.argv = [str(script), *(arguments or [])]
     sys.path.insert(0, str(script.resolve().parent))
     watching = nc.watch(at=at, stop=stop, every=every, log=log)
+    exited = 0
     try:
         with watching:
             runpy.run_path(str(script), run_name="__main__")
     except NotFiniteError:
         pass  # it is listed
+    except KeyboardInterrupt:
+        exited = 130
     except SystemExit as error:
-        if error.code not in (None, 0):
-            typer.echo(f"the script exited with {error.code}", err=True)
+        exited = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     finally:
         sys.argv, sys.path[:] = before, path
         options.show(watching.found, result, room=LINES - (save is not None))
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
+    if exited:
+        reason = (
+            "interrupted: what was seen until then is above" if exited == 130 else f"the script exited with {exited}"
+        )
+        typer.echo(reason, err=True)
+    if exited == 130 or (first is None and exited):
+        raise typer.Exit(130 if exited == 130 else 3)
     if first is not None:
         raise typer.Exit(1)
 

@@ -31,11 +31,12 @@ def load_case(target: str) -> nc.Case:
     try:
         case = make()
     except (Exception, SystemExit) as error:
-        raise _wrong(target, f"{name}() raised {type(error).__name__}: {error}", _where(error, path)) from error
+        advice = f"{_ADVICE} narrowcast --traceback shows where it raised."
+        raise _wrong(target, f"{name}() raised {type(error).__name__}: {error}", _where(error, path), advice) from error
     if not isinstance(case, nc.Case):
         code = getattr(make, "__code__", None)
         origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
-        raise _wrong(target, f"{name}() returned a {type(case).__name__}", origin)
+        raise _wrong(target, f"{name}() returned {type(case).__name__}", origin)
     return case
 
 
@@ -49,7 +50,7 @@ def grad(is_on: bool) -> AbstractContextManager[Any]:
 def _import(path: str, target: str) -> ModuleType:
     is_file = path.endswith(".py")
     if is_file and not Path(path).is_file():
-        raise _wrong(target, "no such file", Origin(path))
+        raise _wrong(target, "no such file", Origin(path), "Give the path of a Python file, or a dotted path.")
     try:
         if not is_file:
             sys.path.insert(0, "")  # a package in the current folder, as `python -m` finds it
@@ -70,11 +71,12 @@ def _import(path: str, target: str) -> ModuleType:
             sys.path.pop(0)
         return module
     except (Exception, SystemExit) as error:
-        raise _wrong(target, f"importing it raised {type(error).__name__}: {error}", _where(error, path)) from error
+        found = f"importing it raised {type(error).__name__}: {error}"
+        raise _wrong(target, found, _where(error, path)) from error
 
 
-def _wrong(target: str, found: str, where: Origin) -> TargetError:
-    return TargetError(f"target {target!r}", found, (where,), _ADVICE)
+def _wrong(target: str, found: str, where: Origin, advice: str = _ADVICE) -> TargetError:
+    return TargetError(f"target {target!r}", found, (where,), advice)
 
 
 def _where(error: BaseException, path: str) -> Origin:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from narrowcast.errors import GoalError
+from narrowcast.output.words import did_you_mean
 
 EXACT, FAST, MEMORY = "exact", "fast", "memory"
 GOALS = (EXACT, FAST, MEMORY)
@@ -31,6 +32,8 @@ class Goal:
     profile: path of a profile to plan with; empty for this device's own.
     memory_limit_bytes: for `fast`: what is kept for the backward, and in cast copies, may take at most this.
     slowdown_limit: for `memory`: it may be predicted to take at most this many times the fastest formats' time.
+
+    Raises GoalError for a value that a setting cannot have.
     """
 
     kind: str = EXACT
@@ -39,6 +42,24 @@ class Goal:
     profile: str = ""
     memory_limit_bytes: int | None = None
     slowdown_limit: float = 2.0
+
+    def __post_init__(self) -> None:
+        profile, limit, times = self.profile, self.memory_limit_bytes, self.slowdown_limit
+        is_limit = limit is None or (type(limit) is int and limit > 0)
+        is_times = isinstance(times, int | float) and not isinstance(times, bool) and times >= 1
+        for name, is_right, wanted in (
+            ("kind", self.kind in GOALS, f"one of {', '.join(map(repr, GOALS))}"),
+            ("verify", isinstance(self.verify, bool), "True or False"),
+            ("weights", self.weights in WEIGHTS, f"one of {', '.join(map(repr, WEIGHTS))}"),
+            ("profile", isinstance(profile, str), "the path of a file"),
+            ("memory_limit_bytes", is_limit, "a positive number of bytes; Goal.memory() takes as little as it can"),
+            ("slowdown_limit", is_times, "a number that is at least 1: 4 allows up to four times the time"),
+        ):
+            if not is_right:
+                maker = f"Goal.{self.kind}" if self.kind in (FAST, MEMORY) else "Goal"
+                raise GoalError(
+                    f"{maker}({name}={getattr(self, name)!r})", "not a value of it", advice=f"Give {wanted}."
+                )
 
     @property
     def places(self) -> bool:
@@ -63,15 +84,6 @@ class Goal:
 
         Raises GoalError.
         """
-        for name, value, wanted in (("verify", verify, bool), ("profile", profile, (str, Path))):
-            if not isinstance(value, wanted):
-                found = f"a {type(value).__name__}"
-                raise GoalError(f"Goal.fast({name}={value!r})", found, advice=f"Give {_WANTED[name]}.")
-        is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
-        if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
-            advice = "Write Goal.fast(memory_limit_bytes=2**30); Goal.memory() takes as little as it can."
-            asked = f"Goal.fast(memory_limit_bytes={memory_limit_bytes!r})"
-            raise GoalError(asked, "a limit is a positive number of bytes", advice=advice)
         return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
 
     @staticmethod
@@ -83,18 +95,7 @@ class Goal:
 
         Raises GoalError.
         """
-        if not isinstance(profile, (str, Path)):
-            asked, found = f"Goal.memory(profile={profile!r})", f"a {type(profile).__name__}"
-            raise GoalError(asked, found, advice=f"Give {_WANTED['profile']}.")
-        is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
-        if not is_number or not slowdown_limit >= 1:
-            asked, found = f"Goal.memory(slowdown_limit={slowdown_limit!r})", "a limit is a number, and at least 1"
-            advice = "Write Goal.memory(slowdown_limit=4) to allow up to four times the time."
-            raise GoalError(asked, found, advice=advice)
         return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
-
-
-_WANTED = {"verify": "True or False", "profile": "the path of a file"}
 
 
 def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
@@ -102,14 +103,11 @@ def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
     if not isinstance(goal, Goal):
         if goal not in GOALS:
             advice = f"Give one of {', '.join(map(repr, GOALS))}, Goal.fast(...) or Goal.memory(...)."
-            raise GoalError(f"goal={goal!r}", "no such goal", advice=advice)
+            raise GoalError(f"goal={goal!r}", f"not a goal{did_you_mean(str(goal), GOALS)}", advice=advice)
         goal = Goal(goal)
     if weights is None:
         weights = goal.weights
-    if weights not in WEIGHTS:
-        advice = f"Give one of: {', '.join(map(repr, WEIGHTS))}."
-        raise GoalError(f"weights={weights!r}", "no such choice", advice=advice)
     if goal.weights not in (FOLDED, weights):
-        found = "the goal says another thing of weights"
-        raise GoalError(f"weights={weights!r} with {goal!r}", found, advice="Say it once.")
+        found = f"the goal has weights={goal.weights!r}"
+        raise GoalError(f"weights={weights!r} with {goal!r}", found, advice="Give it in one place.")
     return replace(goal, weights=weights)

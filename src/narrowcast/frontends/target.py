@@ -23,6 +23,6 @@ def target_of(made: ExportedProgram | torch.jit.ScriptModule | Any) -> str:
     if isinstance(made, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         return str(getattr(made, TARGET, ""))
     raise NarrowcastError(
-        asked=f"target_of({type(made).__name__})", found="it is no program that was made for a device",
+        asked=f"target_of({type(made).__name__})", found="it was not compiled or exported for a device",
         advice="Give what narrowcast.export, script or trace returned, or what was loaded from its file.",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import Policy
-from narrowcast.errors import Origin, TrainingError, TrainingWarning
+from narrowcast.errors import Origin, TrainingError, TrainingWarning, reason_of
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.runtime.torch_bridge import FORMATS
@@ -71,7 +71,7 @@ def load_precision(precision: Any, folder: str | Path) -> None:
         saved: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
     except Exception as error:
         advice = "Resume from another checkpoint, or delete this file to go on without what it says."
-        raise TrainingError(RESUMING, f"{type(error).__name__}: {error}", (Origin(str(file)),), advice) from error
+        raise TrainingError(RESUMING, reason_of(error), (Origin(str(file)),), advice) from error
     precision.load_state_dict(saved)
 
 

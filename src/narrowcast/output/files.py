@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from narrowcast.errors import Origin, RunError
+from narrowcast.errors import Origin, RunError, reason_of
 
 
 def is_there(path: Path) -> bool:
@@ -50,7 +50,7 @@ def save_result(path: Path, what: str, text: str) -> None:
     try:
         replace_bytes(path, gzip.compress(content, 6, mtime=0) if path.name.endswith(".gz") else content)
     except OSError as error:
-        found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+        found, where = reason_of(error), (Origin(str(path)),)
         advice = "Give a folder that exists and has room; nothing was written."
         raise RunError(f"saving {what} as {path}", found, where, advice) from error
 

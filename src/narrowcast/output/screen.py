@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 LINES, COLUMNS = 25, 80
 """The room that a first screen has at most, and the columns that prose is wrapped to on wider ones, too."""
@@ -31,15 +32,15 @@ def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
 class Part:
     """Lines that belong together. rank: those of the highest give up lines first, from their end; 0 does last.
 
-    heading: this many lines say nothing without one below them. step: lines that go together, of a row of several.
-    least: this many lines stay as long as another part has some to give.
+    heading: this many lines say nothing without one below them. least: this many lines stay as long as another part has
+    some to give. units: how many lines go together, from the first on; without it each is by itself.
     """
 
     lines: Sequence[str]
     rank: int = 0
     heading: int = 0
-    step: int = 1
     least: int = 0
+    units: Sequence[int] = ()
 
 
 def first_screen(
@@ -70,11 +71,12 @@ def _count(shown: list[list[str]]) -> int:
 
 
 def _take(parts: Sequence[Part], shown: list[list[str]]) -> None:
-    """Take a row of the part that gives next; its heading, too, if that was the last one."""
+    """Take the last unit of the part that gives next; its heading, too, if that was the last one."""
     having = [n for n, lines in enumerate(shown) if lines]
     giving = [n for n in having if len(shown[n]) > parts[n].least] or having
     number = max(giving, key=lambda n: (parts[n].rank, n))
     part, lines = parts[number], shown[number]
-    del lines[max(len(lines) - part.step, 0) :]
+    starts = [0, *accumulate(part.units)] if part.units else range(len(lines))
+    del lines[max(start for start in starts if start < len(lines)) :]
     if len(lines) <= part.heading:
         lines.clear()

@@ -21,6 +21,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import Trial
+from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
@@ -120,7 +121,8 @@ def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None
     missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
     if agreement.disagreements:
         front_ends = ", ".join(dict.fromkeys(d.front_end for d in agreement.disagreements))
-        text = f"formats of {trial.name}: {len(agreement.disagreements)} of {count} calls compute otherwise in "
+        share = f"{len(agreement.disagreements)} of {counted(count, 'call', 'compute')}"
+        text = f"formats of {trial.name}: {share} otherwise in "
         lines = [f"{text}{front_ends} than in eager code", "", *disagreement_lines(agreement.disagreements)]
         raise CheckError("\n".join(lines), advice=f"\nNot taken: {missing}" if missing else "")
     if not agreement.not_taken:

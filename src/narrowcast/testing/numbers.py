@@ -15,6 +15,7 @@ from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
 from narrowcast.observation.trial.uncast import Uncast
+from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import CallError, OutputError
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
@@ -95,7 +96,7 @@ def assert_close_to(
 
 
 def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> str:
-    lines = [f"{len(errors)} of {count} outputs are further off under policy {region.policy.name}"]
+    lines = [f"{len(errors)} of {counted(count, 'output', 'are')} further off under policy {region.policy.name}"]
     for error in errors[:_NAMED]:
         far = f"relative error {error.relative_error:.3g}, largest difference {error.largest_error:.3g}"
         lines.append(f"  {error.name} ({error.found}): {far}")

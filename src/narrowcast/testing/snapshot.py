@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from packaging.specifiers import InvalidSpecifier
 
@@ -11,6 +12,7 @@ from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule, in_range
 from narrowcast.errors import Origin, SnapshotError
+from narrowcast.output.lazy import imported
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import Ledger
 
@@ -85,6 +87,10 @@ class Snapshot:
     file: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
 
+    def diff(self, now: Snapshot) -> Any:
+        """Return the changes from this one to another, a SnapshotCheck, as `nc.diff` does."""
+        return imported("narrowcast.testing.snapshot_changes").compare_snapshots(self, now)
+
 
 def holds_for(versions: str, torch: str) -> bool:
     """Return whether `2.13`, `2.13 or 2.15` or `>=2.11,<2.16` holds a version. Raise SnapshotError for other text."""
@@ -92,7 +98,7 @@ def holds_for(versions: str, torch: str) -> bool:
         return any(in_range(f"=={v}.*" if v[:1].isdigit() else v, torch) for v in versions.split(OR))
     except InvalidSpecifier:
         advice = "Write 2.13, 2.13 or 2.15, or a range: >=2.11,<2.16."
-        raise SnapshotError(f"torch {versions!r}", "no versions of torch", advice=advice) from None
+        raise SnapshotError(f"torch {versions!r}", "not a range of versions", advice=advice) from None
 
 
 def minor_of(torch: str) -> str:

@@ -12,6 +12,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule, Site
 from narrowcast.formats import parse_format
 from narrowcast.output.screen import LINES, Part, first_screen, wrapped
+from narrowcast.output.words import counted
 from narrowcast.testing.snapshot import CallFormats, Found, Snapshot
 
 SCHEMA = "narrowcast.check/1"
@@ -224,31 +225,34 @@ def check_screen(check: SnapshotCheck, width: int, room: int = LINES) -> str:
         return first_screen([Part(wrapped(_same(check), width=width))], None, room)
     blocks = [*_moved(check), *(_change_lines(changes, check.was.file) for changes in _alike(check))]
     parts = [Part(wrapped(summary(check), width=width))]
-    parts += [Part(["", *block], min(n, 1), step=len(block) + 1) for n, block in enumerate(blocks)]
+    parts += [Part(["", *block], min(n, 1), units=(len(block) + 1,)) for n, block in enumerate(blocks)]
     since = Part(["", *wrapped(since_then(check), width=width)])
     return first_screen([*parts, since], lambda: check_text(check, None), room)
 
 
 def _same(check: SnapshotCheck) -> str:
     now = check.now
-    return f"{len(now.calls)} calls of {now.model} on {now.device_type} compute as {check.was.file} says"
+    calls = f"{counted(len(now.calls), 'call')} of {now.model} on {now.device_type}"
+    return f"{calls}: the formats are those of {check.was.file}"
 
 
 def _moved(check: SnapshotCheck) -> list[list[str]]:
     names = [(f"{m.src or '(the root)'} is now {m.dst or '(the root)'}", m.calls) for m in check.moves]
-    return [[f"moved    {move}: {calls} calls, their formats as they were"] for move, calls in names]
+    return [[f"moved    {move}: {counted(calls, 'call')}, with the same formats"] for move, calls in names]
 
 
 def summary(check: SnapshotCheck) -> str:
-    """Return a line: `BertModel on cpu does not compute as formats.txt says: 2 changed, 1 new (91 calls)`."""
+    """Return a line: `BertModel on cpu differs from formats.txt: 2 changed, 1 new (91 calls)`."""
     now, file = check.now, check.was.file
     model = f"{now.model} on {now.device_type}"
     if check.of_casts:
-        return f"{model} casts what it did not cast in {file}: {len(check.changes)} of {len(now.calls)} calls"
+        return (
+            f"{model} casts what it did not cast in {file}: {len(check.changes)} of {counted(len(now.calls), 'call')}"
+        )
     kinds = {kind: sum(c.kind == kind for c in check.changes) for kind in (CHANGED, NEW, GONE)}
     kinds["moved"] = sum(move.calls for move in check.moves)
     counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
-    return f"{model} does not compute as {file} says: {counts} ({len(now.calls)} calls)"
+    return f"{model} differs from {file}: {counts} ({counted(len(now.calls), 'call')})"
 
 
 def _alike(check: SnapshotCheck) -> list[list[Change]]:
@@ -295,7 +299,7 @@ def unmet_text(entries: Iterable[Unmet]) -> str:
         if not entry.calls:
             blocks.append(f"{head}: no call is one of these")
             continue
-        lines = [f"{head}: {len(entry.calls)} calls do not"]
+        lines = [f"{head}: {counted(len(entry.calls), 'call', 'do')} not"]
         for call in entry.calls[:LISTED]:
             lines += [f"  {call.id}", f"  now    {call.said}", *_found_lines(call)]
         if len(entry.calls) > LISTED:
@@ -314,8 +318,8 @@ def since_then(check: SnapshotCheck) -> str:
     }  # fmt: skip
     changed = [f"{name} was {a} and is {b}" for name, (a, b) in pairs.items() if a != b]
     if changed:
-        return f"Besides, since it was written: {'; '.join(changed)}."
-    same = f"Policy ({now.policy}, {now.digest}), low format and gradients are as they were"
+        return f"Also changed since it was written: {'; '.join(changed)}."
+    same = f"Policy ({now.policy}, {now.digest}), low format and gradients are the same"
     return f"{same}: the model, its inputs or a library changed."
 
 

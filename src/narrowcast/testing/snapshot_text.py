@@ -47,7 +47,7 @@ def load_snapshots(path: str | Path) -> Snapshots:
         advice = "Write it once with pytest --narrowcast-update, or narrowcast check --update, and commit it."
         raise _wrong(path, f"{type(error).__name__}: {error.strerror}", advice) from None
     except UnicodeDecodeError:
-        raise _wrong(path, "it is no text", "Give the file that an update wrote.") from None
+        raise _wrong(path, "it is not text", "Give the file that an update wrote.") from None
     return parse_snapshots(text, str(path))
 
 

@@ -27,6 +27,7 @@ from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast
+from narrowcast.output.words import counted
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
@@ -197,7 +198,9 @@ class Capturing:
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
-            self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+            self.run.notes.append(
+                f"{counted(self._table.not_written, 'tensor', 'were')} not written: the limit was reached."
+            )
 
     def _tensors(self) -> list[TensorFacts]:
         tensors = self._door.run("the values of tensors", self._table.table)

@@ -38,6 +38,7 @@ from narrowcast.observation.trial.raising import first_line, said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.progress import Step, long_work
+from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
@@ -122,7 +123,7 @@ def _check(reference: Any, by: str) -> None:
             advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
         )  # fmt: skip
     if by not in BY:
-        raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
+        raise RunError(f"compare(by={by!r})", "not a choice", advice=f"Give one of {', '.join(BY)}.")
 
 
 class _Comparing:
@@ -306,8 +307,8 @@ class _Comparing:
         if shaky:
             first = shaky[0]
             result.notes.append(
-                f"{len(shaky)} calls differ between two runs of the reference with the same random state, the first "
-                f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
+                f"{counted(len(shaky), 'call', 'differ')} between two runs of the reference with the same random "
+                f"state, the first is {first.id} ({first.file}:{first.line}): the policy is not to blame."
             )
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
@@ -379,4 +380,6 @@ class _Comparing:
         failed = low_alone(self._result.rows, often, self._region, run)
         if failed:
             path, op = failed[0]
-            self._note(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")
+            self._note(
+                f"{counted(len(failed), 'op')} could not run low alone, the first is {op} in {path or 'the root'}"
+            )

@@ -27,6 +27,7 @@ from narrowcast.observation.trial.output_errors import (
     output_errors,
 )
 from narrowcast.observation.trial.trial import Outcome
+from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError
 from narrowcast.reports.results.lines import number_text
@@ -278,7 +279,7 @@ def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
 
 def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
     """Return a note about calls that one side alone made."""
-    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
+    first = f"{counted(len(unmatched), 'call', 'have')} no partner, the first is {unmatched[0]}: "
     if in_scripts:
         return first + (
             "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "

@@ -16,12 +16,14 @@ from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
-from narrowcast.core.policy import Policy
+from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.rules import is_low
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
-from narrowcast.reports.results.lines import counted, number_text
+from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, TokenDifference, Unaligned
@@ -30,7 +32,7 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
 Runs = Run | str | Path | Sequence[Run | str | Path]
-
+_KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
 _VISIBLE, _FAR = 0.01, 4.0
 """Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
@@ -41,7 +43,7 @@ not a call is named for it: in other formats, only where one of the programs mak
 @overload
 def diff(a: Policy, b: Policy) -> tuple[RuleChange, ...]: ...
 @overload
-def diff(a: Ledger, b: Ledger) -> tuple[CastChange, ...]: ...
+def diff(a: Ledger | Explanation, b: Ledger | Explanation) -> tuple[CastChange, ...]: ...
 @overload
 def diff(
     a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = ..., names: tuple[str, str] | None = ...
@@ -52,21 +54,33 @@ def diff(
     a: Any, b: Any, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
 ) -> Any:
     """Find where two runs differ, which need not be alike: eager and compiled, two policies, versions or devices, a
-    trainer and its inference engine. For two policies, ledgers or snapshots: the changes from a to b.
+    trainer and its inference engine. For two policies, ledgers (or explanations, which have one) or snapshots: the
+    changes from a to b.
 
     a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
-    batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
-    runs, in the output, if not those of the files.
+        batch is divided among them. Or two of another kind: as objects, files or names of policies.
+    mapping: pairs of modules or calls by hand (RunMapping, or its file).
+    names: of the runs, in the output, if not those of the files.
 
     Calls are paired by module path, by weights, by order and op, by values; several with one where a projection is
     fused, and one with several where a cache divides a sequence (calls of one module). Each pair is compared by the
     best that both runs kept: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not needed.
-    Raises RunError for objects that are no runs, and for a mapping that names a module or call that does not exist.
+    Raises RunError for objects of other kinds, or of two; and for a mapping that names a module or call that does not
+    exist.
     """
-    if hasattr(a, "diff"):
-        return a.diff(b)
     names = names or (_name_of(a, "a"), _name_of(b, "b"))
-    sides = Side(_runs_of(a, names[0])), Side(_runs_of(b, names[1]))
+    both = [_loaded(value, name) for value, name in zip((a, b), names, strict=True)]
+    kinds = [next((words for kind, words in _KINDS.items() if isinstance(value, kind)), type(value).__name__)
+             for value in both]  # fmt: skip
+    runs = [value if isinstance(value, list) else [value] for value in both]
+    if hasattr(both[0], "diff") and type(both[0]) is type(both[1]):
+        return both[0].diff(both[1])
+    if not all(isinstance(run, Run) for side in runs for run in side):
+        raise RunError(
+            f"diff({', '.join(names)})", f"one is {kinds[0]}, the other {kinds[1]}",
+            advice="Give two runs, two policies, two ledgers or two snapshots.",
+        )  # fmt: skip
+    sides = Side(_with_calls(runs[0], names[0])), Side(_with_calls(runs[1], names[1]))
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
@@ -159,15 +173,23 @@ def _compare_ends(
     return max([judging.returned_apart(), *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
-def _name_of(runs_or_files: Runs, otherwise: str) -> str:
-    several = [runs_or_files] if isinstance(runs_or_files, Run | str | Path) else runs_or_files
-    return " + ".join(Path(one).name for one in several if not isinstance(one, Run)) or otherwise
+def _name_of(value: Any, otherwise: str) -> str:
+    several = value if isinstance(value, list | tuple) else [value]
+    return " + ".join(Path(one).name for one in several if isinstance(one, str | Path)) or otherwise
 
 
-def _runs_of(runs_or_files: Runs, name: str) -> list[Run]:
-    several = [runs_or_files] if isinstance(runs_or_files, Run | str | Path) else list(runs_or_files)
-    runs = [one if isinstance(one, Run) else load(one, Run) for one in several]
-    if not runs or not any(run.calls for run in runs):
+def _loaded(value: Any, name: str) -> Any:
+    """Return what a name or a file holds; of an explanation the ledger. RunError for what cannot be read."""
+    if isinstance(value, str | Path):
+        is_policy = str(value).partition(":")[0] in BUILTIN or str(value).endswith(".toml")
+        value = as_policy(value) if is_policy else load(value)
+    if isinstance(value, list | tuple):
+        return [_loaded(one, name) for one in value]
+    return value.ledger if isinstance(value, Explanation) else value
+
+
+def _with_calls(runs: list[Run], name: str) -> list[Run]:
+    if not any(run.calls for run in runs):
         raise RunError(f"diff: {name}", "a run without calls", advice="Capture the model while it runs.")
     return runs
 
@@ -205,12 +227,14 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
         notes.append(f"a calls its modules up to {often[0]}, b up to {often[1]}")
     parts = sum(row.is_part for row in result.rows)
     if parts:
-        notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
+        notes.append(
+            f"{counted(parts, 'pair', 'are')} compared in part: one run has elements there that the other has not"
+        )
     if len(a.runs) != len(b.runs):
         notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
     missing = sum(row.verdict == NOT_COMPARED for row in result.rows)
     if missing:
-        notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
+        notes.append(f"results of {counted(missing, 'pair')} cannot be compared (other shapes, or no floats)")
     if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
         notes.append("neither run has sketches (older files have none): ranges are compared")
     return notes

@@ -100,7 +100,7 @@ class Judging:
         if reason:
             return DIFFERS, reason
         if is_given and result.relative > before:
-            return DIFFERS, "it was given something else"
+            return DIFFERS, "its other arguments differ"
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
@@ -342,4 +342,4 @@ def formats_of(bundles: Sequence[Bundle]) -> str:
 
 def place_of(bundles: Sequence[Bundle]) -> str:
     """Return the line of the first of them."""
-    return f"{bundles[0].call.file}:{bundles[0].call.line}"
+    return f"{bundles[0].call.file}:{bundles[0].call.line}" if bundles[0].call.file else ""

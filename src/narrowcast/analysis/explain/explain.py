@@ -188,7 +188,7 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
     if goal.places and front_end not in ("compile", "export"):
         raise GoalError(
             asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
-            advice="Give front_end='compile' or 'export'.",
+            advice="Give front_end=compile or front_end=export.",
         )  # fmt: skip
 
 

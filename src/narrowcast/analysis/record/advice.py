@@ -18,6 +18,7 @@ from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest_name
 from narrowcast.formats import fp32
 from narrowcast.observation.observer.door import Door
+from narrowcast.output.words import counted
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.regions.ruling import hidden_policy, ruled_device_types
 from narrowcast.runtime.regions.stack import told_of_regions
@@ -131,8 +132,8 @@ class Adviser:
             if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
                 self.add(
                     "no casts",
-                    f"the region on {seen.region.device} casts nothing: {seen.calls} calls ran in it, and none was to "
-                    "be cast",
+                    f"the region on {seen.region.device} casts nothing: {counted(seen.calls, 'call')} ran in it, none "
+                    "of which was to be cast",
                     "Is it for the device that the tensors are on? Are they in a low format already? Then remove it.",
                     seen.site,
                 )

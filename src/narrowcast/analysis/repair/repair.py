@@ -95,13 +95,13 @@ def _wanted(
     budget: float | str | None, metric: Metric | None, evaluate: Evaluate | None, better: str, tolerance: float | None
 ) -> Wanted:
     if better not in (HIGHER, LOWER):
-        raise RunError(f"repair(better={better!r})", "no such direction", advice=f"Give {HIGHER} or {LOWER}.")
+        raise RunError(f"repair(better={better!r})", "not a choice", advice=f"Give {HIGHER} or {LOWER}.")
     if metric is not None:
         check_takes_one("repair(metric=...)", metric, "the output")
         evaluate = None
     if tolerance is not None and metric is None and evaluate is None:
-        raise RunError("repair(tolerance=...) without a metric", "nothing is measured that it could be about",
-                       advice="Give metric=, or budget= for the error of outputs.")  # fmt: skip
+        raise RunError("repair(tolerance=...)", "there is no metric that it could apply to",
+                       advice="Add evaluate= to the Case, or give metric=, or budget= for outputs.")  # fmt: skip
     if tolerance is not None and not tolerance >= 0:
         raise RunError(f"repair(tolerance={tolerance})", "it is negative", advice="Give 0 or more.")
     return Wanted(_largest_error(budget), metric, evaluate, better, tolerance)
@@ -119,7 +119,7 @@ def _largest_error(budget: float | str | None) -> float | None:
         error = math.nan
     if not 0 <= error < math.inf:
         raise RunError(
-            f"repair(budget={budget!r})", "no error that an output can have",
+            f"repair(budget={budget!r})", "not an error that an output can have",
             advice='Give the relative error that is allowed, as 0.01, or the least SQNR, as "40 dB".',
         )  # fmt: skip
     return error

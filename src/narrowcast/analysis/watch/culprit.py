@@ -20,9 +20,9 @@ from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.output_errors import are_mask_numbers
+from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
-from narrowcast.reports.results.lines import counted
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -283,9 +283,9 @@ def _cause(call: SeenCall, inputs: Named) -> str:
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
         if zeros and name in named("finite.not_at_zero"):
-            return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
+            return f"; {zeros} of {counted(tensor.numel(), 'element')} of {argument} are zero"
         if negative and name in named("finite.not_below_zero"):
-            return f"; {negative} of {tensor.numel()} elements of {argument} are negative"
+            return f"; {negative} of {counted(tensor.numel(), 'element')} of {argument} are negative"
     return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowcast.errors import Origin, RunError
+from narrowcast.errors import Origin, RunError, reason_of
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.trial.rerun import planned_dtypes
 from narrowcast.reports.results.findings import Finding
@@ -60,7 +60,7 @@ class Replay:
                     file.replace(folder / file.name)
         except OSError as error:
             raise RunError(
-                f"saving a call into {folder}", f"{type(error).__name__}: {error}", (Origin(str(folder)),),
+                f"saving a call into {folder}", reason_of(error), (Origin(str(folder)),),
                 "Give a folder that can be written to and has room.",
             ) from error  # fmt: skip
         return folder / "repro.py"

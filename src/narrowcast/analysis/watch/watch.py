@@ -19,7 +19,7 @@ import torch
 
 from narrowcast.analysis.watch.watch_calls import WatchCalls
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.errors import NotFiniteError, Origin, RunError
+from narrowcast.errors import NotFiniteError, Origin, RunError, reason_of
 from narrowcast.observation.observer.door import Door
 from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.observer.turns import names_of_parameters
@@ -66,7 +66,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         log: str | Path | None = None,
     ) -> None:
         if at not in MOMENTS:
-            raise RunError(f"watch(at={at!r})", "no such moment", advice=f"Give one of {', '.join(MOMENTS)}.")
+            raise RunError(f"watch(at={at!r})", "not a choice", advice=f"Give one of {', '.join(MOMENTS)}.")
         if every < 1:
             raise RunError(f"watch(every={every})", "steps are counted from 1", advice="Give 1 or more.")
         self._at, self._stop, self._callback = at, stop, callback
@@ -85,7 +85,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 self._stream = self._stack.enter_context(self._log.open("ab", buffering=0))
             except OSError as error:
                 raise RunError(
-                    f"watch(log={str(self._log)!r})", f"{type(error).__name__}: {error}", (Origin(str(self._log)),),
+                    f"watch(log={str(self._log)!r})", reason_of(error), (Origin(str(self._log)),),
                     "Name a file in a folder that exists.",
                 ) from error  # fmt: skip
         self._observer = WatchCalls(self.found, self._at, self._report)
@@ -164,7 +164,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 return
             why = "there was no room for a whole line"
         except OSError as error:
-            why = f"{type(error).__name__}: {error}"
+            why = reason_of(error)
         with suppress(OSError):
             self._stream.truncate(end)
         self.found.notes.append(f"{self._log} ends at step {self.found.steps}: {why}")

@@ -19,6 +19,7 @@ from narrowcast.observation.observer.turns import names_of_parameters, path_of
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial import finiteness
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
+from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
@@ -252,7 +253,8 @@ class WatchCalls(Observer):
             self._carry([tensor], [self._history.cause(why)])
         else:
             kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
-            sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
+            share = f"{int(value.isnan().sum())} of {counted(value.numel(), 'element')}"
+            sentence = f"its argument {name}, {kind}, holds NaN: {share}"
             advice = "Look at the data and the weights, and at what made them."
             finding = culprit.finding_of(call, finiteness.inputs_of(call), "nan", GIVEN, sentence, advice)
             self._carry([tensor], [self._make(call, finding, [])])

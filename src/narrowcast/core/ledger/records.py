@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowcast.core.policy import NOWHERE, Rule, Site
+from narrowcast.output.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ TO_RULE_INSIDE = (
     'Give the region inner="policy" (in a policy file: inner = "policy") to have the policy hold in such blocks, too'
 )
 
-_TO_DECIDE = 'To decide about them, take the block away, and give its module a rule with action = "full".'
+_TO_DECIDE = 'To decide about them, remove the block, and give its module a rule with action = "full".'
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +218,9 @@ class HidingBlock:
         where = f"{self.site.file}:{self.site.line}"
         if self.policy:
             what = f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
-            what += f"{self.policy} for {calls} calls"
+            what += f"{self.policy} for {counted(calls, 'call')}"
             kind, todo = "hidden policy", f"{TO_RULE_INSIDE}. Or leave it, if torch's own lists are intended there."
         else:
-            what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"
+            what = f"the block at {where} switches autocasting on {self.device_type} off for {counted(calls, 'call')}"
             kind, todo = "switched off", f"Nothing, if it is intended: no policy reaches these calls. {_TO_DECIDE}"
         return Advice(kind, what, todo, *self.site.at)

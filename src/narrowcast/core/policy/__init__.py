@@ -16,7 +16,6 @@ from narrowcast.core.policy.rules import (
     Kind as Kind,
     Rule as Rule,
     Site as Site,
-    did_you_mean as did_you_mean,
     find_allowance as find_allowance,
     parse_action as parse_action,
 )

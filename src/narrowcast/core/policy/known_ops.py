@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
-from narrowcast.core.policy.rules import Rule, did_you_mean
+from narrowcast.core.policy.rules import Rule
+from narrowcast.output.words import did_you_mean
 
 _DECLARED = re.compile(r"^- func: ([\w.]+)\(", re.MULTILINE)
 _GENERATED = re.compile(r"^\s+autogen: (.*)$", re.MULTILINE)

@@ -9,9 +9,10 @@ from functools import lru_cache
 
 from narrowcast.core.policy.known_ops import known_ops, unknown_op
 from narrowcast.core.policy.policy import Policy
-from narrowcast.core.policy.rules import MODULE_CALL, Kind, Rule, Site, did_you_mean
+from narrowcast.core.policy.rules import MODULE_CALL, Kind, Rule, Site
 from narrowcast.core.policy.settings import DEVICE_TYPES
 from narrowcast.core.policy.table import LintLine, RuleTable
+from narrowcast.output.words import did_you_mean
 
 
 def lint_policy(policy: Policy) -> tuple[LintLine, ...]:

@@ -31,6 +31,7 @@ from narrowcast.core.policy.text import parse_text, read_text
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
 from narrowcast.output.files import replace_text
+from narrowcast.output.words import counted
 
 T = TypeVar("T")
 
@@ -310,7 +311,7 @@ class Policy:
         return f"{self.name} ({self.digest[:8]})"
 
     def __repr__(self) -> str:
-        return f"<Policy {self.name!r}, {len(self.rules)} rules, extends {self.extends}, {self.digest[:8]}>"
+        return f"<Policy {self.name!r}, {counted(len(self.rules), 'rule')}, extends {self.extends}, {self.digest[:8]}>"
 
 
 class _WeakDict(dict[Any, Any]):

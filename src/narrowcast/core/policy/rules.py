@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import Format, parse_format, tf32
+from narrowcast.output.words import did_you_mean
 
 
 class Kind(enum.Enum):
@@ -71,14 +72,6 @@ def parse_action(text: str) -> Action:
     except ValueError:
         found = f"no such action{did_you_mean(word, [k.value for k in Kind])}"
         raise PolicyError(f"action {text!r}", found, advice=f"Write one of: {', '.join(ACTIONS)}.") from None
-
-
-def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """Return a phrase that names the nearest known word, or nothing."""
-    import difflib
-
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 @dataclass(frozen=True, slots=True)

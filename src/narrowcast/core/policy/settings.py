@@ -37,7 +37,7 @@ def check_settings(
     formats = (("low", low, LOW), *(("training", format, LOW) for format in training))
     for key, value, known in (*choices, *formats):
         if value is not None and value not in known:
-            found = "no low format of regions" if known is LOW else "no such choice"
+            found = "not a low format of regions" if known is LOW else "not a choice"
             raise PolicyError(f"{key} {value!r}", found, advice=f"Write one of: {', '.join(known)}.")
 
 

@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.core.policy.known_ops import unknown_op
-from narrowcast.core.policy.rules import Rule, did_you_mean, parse_action
+from narrowcast.core.policy.rules import Rule, parse_action
 from narrowcast.core.policy.settings import NO_ACTION, SETTINGS
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
+from narrowcast.output.words import did_you_mean
 
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,

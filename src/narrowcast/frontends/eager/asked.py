@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import torch
 
@@ -12,6 +11,7 @@ from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import FORMATS, Format, find_format
 from narrowcast.frontends.eager.region import autocast, region_of
+from narrowcast.output.words import did_you_mean
 from narrowcast.runtime.regions.ruling import active_region, native_region
 from narrowcast.runtime.torch_bridge import DTYPES, default_dtype, to_dtype
 
@@ -57,12 +57,12 @@ def asked_region(verb: str, under: Under) -> AskedRegion:
         return AskedRegion(as_policy(None), True, dtype=under)
     if isinstance(under, str | os.PathLike):
         return _named(verb, os.fspath(under))
-    raise RegionError(f"{verb}(under={under!r})", f"a {type(under).__name__}", advice=_WHAT)
+    raise RegionError(f"{verb}(under={under!r})", f"of type {type(under).__qualname__}", advice=_WHAT)
 
 
 _WHAT = (
-    'Give a format ("bf16"), the name of a built-in policy ("safe"), the path of a .toml file, a Policy, or '
-    "narrowcast.autocast(...)."
+    "Give a format (bf16), a built-in policy (native, safe, ipex) or a policy file (.toml); in Python a Policy or "
+    "narrowcast.autocast(...), too."
 )
 
 
@@ -73,9 +73,8 @@ def _named(verb: str, name: str) -> AskedRegion:
         return AskedRegion(as_policy(None), True, dtype=low)
     if name.endswith(".toml") or name.partition(":")[0] in BUILTIN:
         return AskedRegion(as_policy(name), True)
-    near = get_close_matches(name, [*FORMATS, *BUILTIN], 1, 0.5)
-    advice = f"Did you mean {near[0]!r}? {_WHAT}" if near else _WHAT
-    raise RegionError(f"{verb}(under={name!r})", "no format, no built-in policy, and no .toml file", advice=advice)
+    near = did_you_mean(name.lower(), [*FORMATS, *BUILTIN], 0.5)
+    raise RegionError(f"{verb}(under={name!r})", f"no format, built-in policy or .toml file{near}", advice=_WHAT)
 
 
 def asked_or_around(verb: str, under: Under, own_device: str, device: str | None = None) -> AskedRegion:

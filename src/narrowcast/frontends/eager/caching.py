@@ -65,7 +65,7 @@ def _weights_of(item: Any) -> list[torch.Tensor]:
         return []
     if not isinstance(item, Iterable):
         raise CacheError(
-            asked=f"invalidate({type(item).__name__})", found="it is no weight, and holds none",
+            asked=f"invalidate({type(item).__name__})", found="it is not a weight, and holds none",
             advice="Give tensors, modules, or iterables of these.",
         )  # fmt: skip
     items = item.values() if isinstance(item, Mapping) else item

@@ -11,12 +11,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.nn import Module
 
-from narrowcast.core.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
+from narrowcast.core.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, parse_action
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.frontends.eager.boundary import ANYWHERE, Names, make_boundary, names_of, names_of_forward
 from narrowcast.frontends.eager.bounded import key_of, run_bounded, run_traced
 from narrowcast.frontends.eager.steps import runs_in_steps
+from narrowcast.output.words import did_you_mean
 from narrowcast.runtime.regions import pinned
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
@@ -132,7 +133,7 @@ def _names_of(target: Any) -> Names:
 def _format(wanted: AnyFormat) -> Format:
     if isinstance(wanted, torch.dtype):
         if wanted not in FORMATS:
-            raise PinError(f"pin to {wanted}", "it is no floating format", (), "Give torch.float32, for example.")
+            raise PinError(f"pin to {wanted}", "not a floating-point format", (), "Give torch.float32, for example.")
         return FORMATS[wanted]
     return parse_format(wanted) if isinstance(wanted, str) else wanted
 

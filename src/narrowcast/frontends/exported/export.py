@@ -70,7 +70,7 @@ def export(
         )  # fmt: skip
     wanted = as_goal(goal)
     if runs_in not in ("eager", "inductor"):
-        raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
+        raise GoalError(f"runs_in={runs_in!r}", "not a choice", advice="Give 'eager' or 'inductor'.")
     asked = asked_region("export", under)
     args, kwargs = call_arguments("export", inputs)
     chosen = asked.policy

@@ -86,7 +86,7 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
                 raise RegionError(f"backward=[{region}]", str(error), advice=advice) from None
         return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in regions))
     advice = "Write 'as_eager', 'off', 'same_as_forward', or a list of keyword sets of torch.autocast."
-    raise RegionError(f"backward={wanted!r}", "no such choice", advice=advice)
+    raise RegionError(f"backward={wanted!r}", "not a choice", advice=advice)
 
 
 def autocast_state() -> State:

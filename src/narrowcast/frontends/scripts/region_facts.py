@@ -128,7 +128,7 @@ def low_format(low: Any, instance: Value) -> Any:
         return low
     if low not in DTYPES:
         asked, where = f"a region in a script with dtype number {low}", shown_at(instance.node())
-        raise ScriptError(asked, "it is no floating format", where, "Give torch.bfloat16 or torch.float16.")
+        raise ScriptError(asked, "not a floating-point format", where, "Give torch.bfloat16 or torch.float16.")
     return DTYPES[low]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowcast.errors import Origin, RunError
+from narrowcast.errors import Origin, RunError, reason_of
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.statistics.sampled import Taken, facts_of
 from narrowcast.reports.results.run_records import TensorFacts
@@ -134,7 +134,7 @@ class Statistics:
             for file in (*self._written, self.folder / name):
                 file.unlink(missing_ok=True)  # without the run that names them they say nothing
             raise RunError(
-                f"writing tensors into {self.folder}", f"{type(error).__name__}: {error}",
+                f"writing tensors into {self.folder}", reason_of(error),
                 (Origin(str(self.folder / name)),),
                 "Give a folder with room, or a smaller tensor_limit_bytes; nothing was left.",
             ) from error  # fmt: skip
@@ -229,7 +229,7 @@ def folder_for(path: str | Path) -> Path:
             raise PermissionError(f"{folder} cannot be written to")
     except OSError as error:
         raise RunError(
-            f"tensors={str(path)!r}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+            f"tensors={str(path)!r}", reason_of(error), (Origin(str(path)),),
             "Give a folder whose parent exists and that can be written to.",
         ) from error  # fmt: skip
     return folder

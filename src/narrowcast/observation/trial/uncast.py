@@ -1,5 +1,5 @@
-"""A region that casts nothing: calls have the identities that they have under a policy, and programs that ask whether
-autocast is on are told that it is not.
+"""A region that casts nothing: calls have the identities that they have under a policy, and to programs that ask,
+autocast is off.
 """
 
 from __future__ import annotations

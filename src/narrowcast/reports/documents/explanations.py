@@ -7,6 +7,7 @@ from collections import Counter
 
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
+from narrowcast.output.words import counted
 from narrowcast.reports.documents import comparisons, ledgers, placements
 from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
@@ -14,7 +15,6 @@ from narrowcast.reports.documents.words import in_time, number, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.verdicts import AT_FAULT
 
 SLOWER = 1.05
@@ -48,7 +48,7 @@ def explanation_document(result: Explanation) -> Document:
             placements.add_costs(nodes, placement)
     verdict, tone = _verdict(result)
     page = Document("explanation", result.subject, verdict, tone, graph=graph)
-    rules = f", {len(result.rules)} rules of its own" if result.rules else ""
+    rules = f", {counted(len(result.rules), 'rule')} of its own" if result.rules else ""
     policy, region = f"{result.policy} ({result.digest[:8]}{rules})", f"{result.device_type} in {result.low}"
     ran = result.ran_on if result.front_end == "eager" else f"graphs: {len(result.graphs)}; {result.ran_on}"
     page.facts = facts_of(
@@ -148,7 +148,7 @@ def spent(comparison: Comparison) -> str:
     rest = comparison.region_ms - comparison.casts_ms - comparison.kernels_ms
     known = (comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, rest)
     casts, kernels, reference, left = (in_time(1e6 * ms) for ms in known)
-    left = left if rest > 0 else "too little to tell"
+    left = left if rest > 0 else "too little to measure"
     return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_at
 from narrowcast.reports.documents.rules import call_rule, keeping
@@ -30,7 +31,7 @@ def headroom_document(result: Headroom) -> Document:
     for row in reversed(worst):  # of several tensors of a call the worst is said
         nodes[row.id].finding = f"{row.argument} does not fit fp16: {_loss(row)}"
     unfit = len(lost["fp16"])
-    verdict = f"{unfit} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
+    verdict = f"{unfit} of {counted(len(nodes), 'call', 'do')} not fit fp16" if unfit else "Everything fits fp16"
     page = Document("headroom", "Format range check", verdict, "bad" if unfit else "good")
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{result.tolerance:.0%} of a tensor")]
@@ -47,7 +48,7 @@ def headroom_document(result: Headroom) -> Document:
 def _figure(result: Headroom, format: str, unfit: int) -> Figure:
     scaled = ", ".join(f"{len(result.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
     rooms = [row.headroom_bits for row in result.rows if row.format == format and row.scale == UNSCALED]
-    detail = f"calls would lose something, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
+    detail = f"calls lose values unscaled, {scaled}; minimum headroom {min(rooms, default=math.inf):+.1f} bits"
     return Figure(format, unfit, detail, "bad" if unfit else "good")
 
 

@@ -10,12 +10,12 @@ from operator import attrgetter
 
 from narrowcast.core.ledger.records import Cast, Tally, Totals
 from narrowcast.output.console import in_bytes
+from narrowcast.output.words import counted
 from narrowcast.reports.documents import tables
 from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Series, Table, Todo
 from narrowcast.reports.documents.rules import call_rule, cast_changes
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.lines import counted
 
 ORDER = "The calls are in the order in which each first ran; what flows between them was not recorded."
 TIMED = (
@@ -97,7 +97,7 @@ def format_bars(nodes: list[Node]) -> list[Bar]:
     """Return calls, bytes, multiplications and time, as far as they are known, by the format in which they compute."""
     multiplied = "Multiplications by format"
     unknown = sum(node.times for node in nodes if node.multiplications is None)
-    multiplied += f"; {unknown} calls are not counted" if unknown else ""
+    multiplied += f"; {counted(unknown, 'call', 'are')} not counted" if unknown else ""
     titles = {"calls": "Calls by format", "bytes": "Bytes by format", "multiplications": multiplied}
     return [bar for unit, title in (*titles.items(), ("ns", "Time by format")) for bar in shares(nodes, unit, title)]
 

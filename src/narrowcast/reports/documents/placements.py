@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from narrowcast.core.goals import MEMORY
 from narrowcast.output.console import in_bytes, short_place
+from narrowcast.output.words import counted
 from narrowcast.programs.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.reports.documents.model import Bar, Figure, Node, Table
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import in_time, in_unit, place
 from narrowcast.reports.results.graphs import CompiledGraph
-from narrowcast.reports.results.lines import counted
 
 Placed = Sequence[tuple[CompiledGraph, Placement]]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
 from narrowcast.core.policy.capabilities import RAISES, RUNS
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import in_count, without_format
-from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.profile import Profile, Sample
 
 HIGH = "fp32"

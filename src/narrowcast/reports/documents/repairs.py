@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.lines import counted, number_text
+from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
 from narrowcast.reports.results.shown_rules import shown_rule
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
@@ -40,9 +41,9 @@ def repair_verdict(result: Repair) -> str:
     elif result.verdict == BEYOND:
         text = before.found
     else:
-        end = "clean" if result.verdict == REPAIRED else after.found
+        end = "nothing is wrong" if result.verdict == REPAIRED else after.found
         rules = counted(len(result.rules), "rule") if result.rules else "no rule"
-        text = f"{before.found}{_measured(result, before)}; with {rules} {end}{_measured(result, after)}"
+        text = f"{before.found}{_measured(result, before)}; with {rules}, {end}{_measured(result, after)}"
     return f"{result.verdict.capitalize()}: {text}"
 
 
@@ -56,8 +57,8 @@ def _measured(result: Repair, step: RepairStep) -> str:
 
 def _figures(result: Repair) -> list[Figure]:
     before, after = result.before, result.after
-    figures = [Figure("runs", result.runs, "of the model, its metric included")]
-    figures += [Figure("rules", len(result.rules), f"tried, and not needed: {len(result.dropped)}")]
+    figures = [Figure("runs", result.runs, "of the model")]
+    figures += [Figure("rules", len(result.rules), f"needed; {len(result.dropped)} tried and not needed")]
     if number(after.error) is not None:
         figures.append(Figure("output error", after.error, f"before: {number_text(before.error)}", unit="relative"))
     for name, value in after.metric.items():

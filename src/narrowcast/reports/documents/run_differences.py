@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.lines import counted, number_text, or_infinity
+from narrowcast.reports.results.lines import number_text, or_infinity
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
 """How many differences of the environments are on the first screen; the table has all."""
-LETTERS = 40
 NO_FLOATS = "no floats"
 ALONE = 3
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
@@ -90,7 +91,7 @@ def _facts(result: RunDifferences) -> list[tuple[str, str]]:
 
 def _short(text: str) -> str:
     """Return a digest by its first digits; the table has all of them."""
-    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
+    return text[:8] if re.fullmatch("[0-9a-f]{16,}", text) else text
 
 
 def _figures(result: RunDifferences) -> list[Figure]:
@@ -229,9 +230,9 @@ def _alone(result: RunDifferences, run: str, kind: str) -> list[Table]:
         for one in result.unaligned
         if one.run == run
     ]
-    columns = f"call:{kind}, after:{kind}, why, what comes of it differs by:error, line:line"
+    columns = f"call:{kind}, after:{kind}, why, effect:error, line:line"
     if not any(row[3] for row in rows):
-        columns = columns.replace(", what comes of it differs by:error", "")
+        columns = columns.replace(", effect:error", "")
         rows = [[*row[:3], row[4]] for row in rows]
     return table(f"only in {run}", f"Calls of {run} without a partner", columns, rows)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from narrowcast.output.console import in_bytes
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import cast_series, format_bars
 from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
-from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.run import Run
 
 CASTS = "Each cast, from input and compute dtypes"

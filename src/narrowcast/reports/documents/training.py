@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import Document, Figure, Series, Todo
 from narrowcast.reports.documents.tables import advice_table, table
 from narrowcast.reports.documents.words import place
-from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 
@@ -47,7 +47,7 @@ def scaler_document(history: History) -> Document:
     """Return the page of `scaler.history`; it has no graph."""
     rows, skipped = history.rows, history.skipped
     steps = history.steps
-    verdict = f"{skipped} of {steps} steps were skipped" if skipped else f"None of {steps} steps skipped"
+    verdict = f"{skipped or 'None'} of {counted(steps, 'step', 'were')} skipped"
     page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
     page.facts = [("steps", str(history.steps))]
     last = rows[-1].scale if rows else 0.0

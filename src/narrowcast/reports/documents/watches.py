@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import ORDER
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
 from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.findings import Finding, Watching
-from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import TREND
 
@@ -28,11 +28,11 @@ def watch_document(result: Watching) -> Document:
         nodes.append(node)
     bad = [n for n in nodes if n.verdict != TREND]
     page = Document("watch", "A watched run", *watch_verdict(result), graph=Graph(nodes, [], note=ORDER))
-    page.facts = [("inspected", f"{result.calls} calls"), ("steps", str(result.steps))]
+    page.facts = [("inspected", counted(result.calls, "call")), ("steps", str(result.steps))]
     page.figures = [
-        Figure("findings", len(bad), f"{len(nodes) - len(bad)} trends", "bad" if bad else "good"),
+        Figure("findings", len(bad), counted(len(nodes) - len(bad), "trend"), "bad" if bad else "good"),
         Figure("passed on", result.spread, "later calls"),
-        Figure("intentional", sum(result.meant.values()), "infinities, as a mask has them"),
+        Figure("intentional", sum(result.meant.values()), "infinities, such as those of masks"),
     ]
     page.notes = list(result.notes)
     page.todos = [todo for finding in findings for todo in _todos(finding)][:3]
@@ -56,7 +56,8 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
         again = f", {counted(result.repeated, 'time')} more" if result.repeated else ""
         return f"{counted(makers, 'call')} made a NaN or an infinity{again}{passed}", "bad"
     if result.not_inspected:
-        return f"No NaN or infinity was seen, but {result.not_inspected} times looking failed: see the notes", ""
+        often = counted(result.not_inspected, "time")
+        return f"No NaN or infinity was seen, but inspecting failed {often}: see the notes", ""
     if result.findings:
         return "No NaN or infinity was made, but see the trends", ""
     return "No NaN or infinity was made", "good"

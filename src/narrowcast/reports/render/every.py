@@ -39,13 +39,19 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
     return [
         Part(first, least=len(first)),
         Part(notes, rank=2, least=2),
-        Part(["", *_figures(page, width)], rank=1, heading=1, least=7),
+        part_of([[""], *_figures(page, width)], 1, 1, 7),
         *rows,
         *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:TODOS], width)),
     ]
 
 
-def _figures(page: Document, width: int) -> list[str]:
+def part_of(units: Sequence[Sequence[str]], rank: int, heading: int, least: int) -> Part:
+    """Return a part whose units are taken as a whole."""
+    lines = [line for unit in units for line in unit]
+    return Part(lines, rank, heading, least, tuple(map(len, units)))
+
+
+def _figures(page: Document, width: int) -> list[list[str]]:
     figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
     titles = [_WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower()) for bar in page.bars]
     names = [
@@ -56,7 +62,7 @@ def _figures(page: Document, width: int) -> list[str]:
     names_column = max(names_column, _NAME - 1)
     texts = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
     texts += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
-    return [line for text in texts for line in wrapped(text, " " * _NAME, width)]
+    return [wrapped(text, " " * _NAME, width) for text in texts]
 
 
 def _shares(bar: Bar) -> str:
@@ -81,10 +87,10 @@ def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]
         why = f": {todo.why}" if todo.why else ""
         words = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
         lines = ["", *words] if number == 1 else words
-        parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number <= together else 0))
+        parts.append(Part(lines, min(number, 2), 0, len(lines) if number <= together else 0, (len(lines),)))
         rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
         least = len(rule) if number <= together else 0
-        parts += [Part(rule, min(number, 2), step=len(rule), least=least)] if rule else []
+        parts += [Part(rule, min(number, 2), 0, least, (len(rule),))] if rule else []
     return parts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import Bar, Document, Table
 from narrowcast.reports.render.every import cell, first_rows, split_columns, telling_table
 from narrowcast.reports.results.shown_rules import rule_text
@@ -59,6 +60,6 @@ def _table(table: Table) -> str:
     common = f"<p><small>all: {escape(alike)}</small></p>" if alike else ""
     head = "".join(f"<th>{escape(table.columns[n].name)}</th>" for n in shown)
     body = "".join(f"<tr>{''.join(f'<td>{escape(row[n])}</td>' for n in shown)}</tr>" for row in cells)
-    more = f"<p>and {len(rows) - ROWS} rows more</p>" if len(rows) > ROWS else ""
+    more = f"<p>and {counted(len(rows) - ROWS, 'more row')}</p>" if len(rows) > ROWS else ""
     whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<p>{escape(table.title)}</p>{common}<div style="overflow-x:auto;white-space:nowrap">{whole}</div>{more}'

@@ -8,7 +8,7 @@ from typing import Any
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.render.every import TEXTS, cell, first_rows, overview_parts, telling_table, whole_text
+from narrowcast.reports.render.every import TEXTS, cell, first_rows, overview_parts, part_of, telling_table, whole_text
 from narrowcast.reports.results.result import Result
 
 LISTED = 25
@@ -31,8 +31,8 @@ def screen_text(page: Document, width: int, room: int) -> str:
 
 def rows_part(table: Table, width: int) -> Part:
     """Return the first rows of a table: the call, formats, figures, its line, and below why."""
-    lines = [line for row in first_rows(table)[:LISTED] for line in _row(table, row, width)]
-    return Part(["", table.title, *lines], 3, 2, least=4)
+    rows = [_row(table, row, width) for row in first_rows(table)[:LISTED]]
+    return part_of([["", table.title], *rows], 3, 2, 4)
 
 
 def _row(table: Table, row: Sequence[Any], width: int) -> list[str]:
@@ -52,16 +52,7 @@ def _row(table: Table, row: Sequence[Any], width: int) -> list[str]:
     calls = [line for call in calls for line in wrapped(call, width=width)]
     lines = [f"{calls[0]}  {rest}"] if fits else [*calls, *wrapped(f"    {rest}", "    ", width)]
     why = [text for column, text in known if column.name in _WHY]
-    return [*lines, *(f"    {line}" for text in why for line in _two_lines(text, width - 4))]
-
-
-def _two_lines(text: str, width: int) -> list[str]:
-    """Return the beginning of a text, with dots where it goes on."""
-    lines = wrapped(text, "", width - len(_MORE))
-    return lines if len(lines) < 3 else [lines[0], lines[1] + _MORE]
-
-
-_MORE = " ..."
+    return [*lines, *(line for text in why for line in wrapped(f"    {text}", "    ", width))]
 
 
 _NAMES = ("call", "argument", "tensor", "result", "loss", "family")

@@ -14,6 +14,7 @@ from typing import Any
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.errors import RunError
+from narrowcast.output.words import counted
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
 from narrowcast.reports.results.run import Run
@@ -56,7 +57,7 @@ def run_trace(run: Run) -> str:
     """Return the text of `Run.to_trace`."""
     if not run.elapsed_ns:
         advice = "Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE."
-        raise RunError(f"a trace of a run of {len(run.calls)} calls", "they were not timed", advice=advice)
+        raise RunError(f"a trace of a run of {counted(len(run.calls), 'call')}", "they were not timed", advice=advice)
     casts: dict[int, list[tuple[str, str, int]]] = {}
     for number, src, dst, ns in run.cast_elapsed_ns:
         casts.setdefault(number, []).append((src, dst, ns))

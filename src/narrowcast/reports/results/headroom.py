@@ -14,6 +14,7 @@ from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, fp32, parse_format
+from narrowcast.output.words import counted
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.verdicts import FITS
@@ -122,7 +123,7 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             headroom.places[call.id] = f"{call.file}:{call.line}"
     if not headroom.rows:
         advice = "Capture the model without a low format: nc.capture(model, inputs)."
-        raise RunError("run.headroom()", f"none of its {len(calls)} calls has an fp32 tensor", advice=advice)
+        raise RunError("run.headroom()", f"none of its {counted(len(calls), 'call')} has an fp32 tensor", advice=advice)
     if sampled:
         headroom.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
     return headroom

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
+from narrowcast.output.words import counted
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import RECORDED, REFUSED
 
@@ -155,7 +156,8 @@ class Ledger(Result):
     def __repr__(self) -> str:
         t = self.totals()
         share = f"{t.share_of_casts:.1%} of the bytes moved"
-        return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
+        counts = f"{counted(t.refusals, 'refusal')}, {counted(t.calls, 'call')}"
+        return f"<Ledger: {counted(t.casts, 'cast')} ({share}), {counts}; print shows them>"
 
 
 _Alike = tuple[str, str, str, str, str, str]

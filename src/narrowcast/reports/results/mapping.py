@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import Origin, RunError
+from narrowcast.errors import Origin, RunError, reason_of
 from narrowcast.output.files import replace_text
 
 ROOT = "(root)"
@@ -64,7 +64,7 @@ class RunMapping:
         try:
             return RunMapping.parse(Path(path).read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+            found, where = reason_of(error), (Origin(str(path)),)
             advice = "Give a text file; narrowcast diff RUN_A RUN_B --mapping NEW_FILE writes one to start from."
             raise RunError(f"a mapping of runs, {path}", found, where, advice) from None
 
@@ -76,7 +76,7 @@ class RunMapping:
         try:
             replace_text(Path(path), str(self))
         except OSError as error:
-            found, where = f"{type(error).__name__}: {error}", (Origin(str(path)),)
+            found, where = reason_of(error), (Origin(str(path)),)
             advice = "Give a file in a folder that exists."
             raise RunError(f"writing a mapping to {path}", found, where, advice) from error
 

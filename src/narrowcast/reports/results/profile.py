@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ops import CONV, GEMM
 from narrowcast.core.policy.capabilities import EMULATED_RATIO, Ability
-from narrowcast.errors import Origin, ProfileError
+from narrowcast.errors import Origin, ProfileError, reason_of
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.output.files import cache_folder, is_there, replace_text, set_aside
+from narrowcast.output.words import counted
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import MEASURED
 
@@ -43,7 +44,7 @@ class Device:
         return f"{self.type}-{self.threads}t-{short}-{digest}-torch-{self.torch.partition('+')[0]}"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.type}, {self.threads} threads), torch {self.torch}"
+        return f"{self.name} ({self.type}, {counted(self.threads, 'thread')}), torch {self.torch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Profile(Result):
         except ProfileError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+            raise _unreadable(file, reason_of(error)) from error
 
     @staticmethod
     def read(path: Path) -> Profile:
@@ -153,7 +154,7 @@ class Profile(Result):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(str(path), f"{type(error).__name__}: {error}") from error
+            raise _unreadable(str(path), reason_of(error)) from error
         profile = Profile.from_json(text, str(path))
         profile.path = path
         return profile
@@ -175,7 +176,7 @@ class Profile(Result):
         except (OSError, Timeout) as error:
             folder = "Set NARROWCAST_CACHE_DIR to a folder that can be written to."
             advice = f"What was measured holds for this process. {folder}"
-            raise self._unsaved(f"{type(error).__name__}: {error}", path, advice) from error
+            raise self._unsaved(reason_of(error), path, advice) from error
         self.path = path
         return path
 

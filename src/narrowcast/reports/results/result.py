@@ -78,7 +78,8 @@ class Result(ABC):
         return self.to_text()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.verdict}; print shows it>"
+        kind = next(kind for kind in type(self).__mro__ if not kind.__name__.startswith("_"))
+        return f"<{kind.__name__}: {self.verdict}; print shows it>"
 
     def to_json(self, indent: int | None = None) -> str:
         """Return JSON text under a schema of its own (docs/reference/run.md)."""

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import TypeVar
 
-from narrowcast.errors import NarrowcastError, Origin, RunError
+from narrowcast.errors import NarrowcastError, Origin, RunError, reason_of
 from narrowcast.reports.results.codec import BROKEN
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
@@ -43,7 +43,7 @@ def load(path: str | Path, kind: type[R] = Result) -> R:  # type: ignore[assignm
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise _unreadable(str(path), f"{type(error).__name__}: {error}") from None
+        raise _unreadable(str(path), reason_of(error)) from None
     result = parse(text, str(path))
     if not isinstance(result, kind):
         raise _unreadable(str(path), f"it holds {result.WHAT}", f"Give a file that holds {kind.WHAT}.")
@@ -55,11 +55,13 @@ def parse(text: str, file: str = "<string>") -> Result:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(file, f"not JSON: {error}") from None
+        raise _unreadable(file, reason_of(error)) from None
     schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
     kind = KINDS.get(schema) if isinstance(schema, str) else None
+    if kind is None and not str(schema).startswith("narrowcast."):
+        raise _unreadable(file, "it holds no result of Narrowcast")
     if kind is None:
-        found = f"schema {schema!r}, where these are known: {', '.join(KINDS)}"
+        found = f"its schema is {schema!r}, which this version does not know"
         raise _unreadable(file, found, "Write it again with this version of Narrowcast.")
     try:
         return kind.of_data(data)

@@ -13,6 +13,7 @@ from rich.table import Table
 from narrowcast.core.ops import FAMILIES
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.screen import Part, first_screen
+from narrowcast.output.words import counted
 from narrowcast.reports.documents.words import without_format
 from narrowcast.reports.results.profile import Profile, Sample
 
@@ -57,7 +58,7 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
         sample = a.samples[key]
         groups.setdefault((sample.family, sample.format), []).append(b.samples[key].ns / sample.ns)
     table = Table(
-        title=f"time of B over A, {len(common)} calls in common",
+        title=f"time of B over A, {counted(len(common), 'call')} in common",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,

@@ -54,7 +54,7 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
             error.add_note(
                 f"{_MARK}a call got tensors of several formats{_where(error)}. Autocasting makes them differ where it "
                 "lowers what one of them comes from.\n"
-                '  policy="safe" gives such calls one format; nc.explain(model, *inputs) names the call, and tries it.'
+                '  policy="safe" gives such calls one format; nc.explain(model, inputs) names the call, and tries it.'
             )
         return
     lacks, rule = lack

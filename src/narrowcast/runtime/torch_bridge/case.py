@@ -95,7 +95,7 @@ def figures_of(asked: str, function: Callable[..., Any], value: Any) -> dict[str
     try:
         figure = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise RunError(asked, f"it returned a {type(value).__name__}",
+        raise RunError(asked, f"it returned {type(value).__name__}",
                        advice="Return a number, or a mapping of numbers by name.") from None  # fmt: skip
     name = getattr(function, "__name__", "metric")
     return {"metric" if name == "<lambda>" else name: figure}

@@ -58,7 +58,7 @@ def _keywords(verb: str, inputs: Mapping[Any, Any]) -> dict[str, Any]:
     wrong = next((key for key in inputs if not isinstance(key, str)), None)
     if wrong is not None:
         raise RunError(
-            f"{verb}(model, a mapping)", f"its key {wrong!r} is no name of an argument",
+            f"{verb}(model, a mapping)", f"its key {wrong!r} is not the name of an argument",
             advice=f"A mapping holds keyword arguments; write {verb}(model, (mapping,)) for one that is an argument.",
         )  # fmt: skip
     return dict(inputs)

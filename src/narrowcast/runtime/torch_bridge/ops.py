@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES, Kind, Policy, Rule, did_you_mean, known_ops
+from narrowcast.core.policy import DEVICE_TYPES, Kind, Policy, Rule, known_ops
 from narrowcast.errors import Origin, PolicyError, UnknownOpError
+from narrowcast.output.words import did_you_mean
 from narrowcast.runtime.torch_surface.dispatch import (
     OpOverload,
     OpOverloadPacket,

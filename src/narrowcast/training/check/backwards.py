@@ -16,6 +16,7 @@ from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
+from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
@@ -298,8 +299,8 @@ class Backwards:
         if again:
             self.found.append((
                 "gradients never cleared",
-                f"{len(again)} gradients that an optimizer has used are added to, and used again: each step repeats "
-                "those before it",
+                f"{counted(len(again), 'gradient')} that an optimizer has used: later ones are added to them, and used "
+                "again, so that each step repeats those before it",
                 "Clear them before the first backward of each step: optimizer.zero_grad().",
                 again[0] or NOWHERE,
             ))  # fmt: skip
@@ -364,8 +365,8 @@ class Backwards:
 def _steps_with_scaled(todo: str, site: Site) -> Found:
     return (
         "an optimizer steps with scaled gradients",
-        "the loss is multiplied by the loss scale, and nobody divides the gradients by it: they are too large by the "
-        "scale",
+        "the loss is multiplied by the loss scale, and the gradients are never divided by it: they are too large by "
+        "the scale",
         todo,
         loop_line() if site is NOWHERE else site,
     )

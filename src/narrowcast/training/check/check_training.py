@@ -12,7 +12,7 @@ from narrowcast.analysis.record.record import record
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
 from narrowcast.observation.observer.door import NOT_INSPECTED
-from narrowcast.reports.results.lines import counted
+from narrowcast.output.words import counted
 from narrowcast.reports.results.training import TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments

@@ -13,6 +13,7 @@ from narrowcast.core.policy import Site
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
@@ -285,7 +286,8 @@ class LoopObserver(Observer):
             name = self._kept.names().get(key, "a weight")
             self.add(
                 COSTS_TIME,
-                f"{len(again)} weights are cast more than once before the optimizer steps, {name} {len(sites)} times",
+                f"{counted(len(again), 'weight', 'are')} cast more than once before the optimizer steps, {name} "
+                f"{len(sites)} times",
                 "One region around all micro-batches of a step (with its weight cache on) casts each weight once; "
                 "switch it off around their backwards: with nc.autocast(device, enabled=False). The values are the "
                 "same, and nothing is wrong: this costs time alone.",

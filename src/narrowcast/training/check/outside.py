@@ -13,6 +13,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.torch_bridge import LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
@@ -113,12 +114,13 @@ class OutsideRegions:
             _, op, site = outside[0]
             findings.append((
                 "forward outside of the region",
-                f"{len(outside)} calls that the region would lower run outside of it, the first of them {op}",
+                f"{counted(len(outside), 'call', 'run')} outside of the region that would lower such calls, the first "
+                f"is {op}",
                 "Move this code into the region, or close the region where fp32 is intended: "
                 "nc.autocast(device, enabled=False).",
                 site,
             ) if self.inside else (
-                "no region", f"{len(outside)} calls run in fp32, the first of them {op}, and none in a region",
+                "no region", f"{counted(len(outside), 'call', 'run')} in fp32, the first is {op}, and none in a region",
                 "Open nc.autocast(device, dtype) around the forward and the loss.", site,
             ))  # fmt: skip
         elif self._off and not self.inside:
@@ -133,7 +135,7 @@ class OutsideRegions:
         if evaluated:
             findings.append((
                 "evaluation without the region",
-                f"{len(evaluated)} calls of an evaluation run in fp32, where training runs in a region",
+                f"{counted(len(evaluated), 'call')} of an evaluation in fp32, where training runs in a region",
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated[0][1],
             ))  # fmt: skip

@@ -182,7 +182,7 @@ def _check(init_scale: float, backoff_factor: float, min_scale: float | None, pa
     if patience < 1:
         raise ScalerError(f"Scaler(patience={patience})", "steps are counted from 1", advice="Give 1 or more.")
     if on_stuck not in ON_STUCK:
-        raise ScalerError(f"Scaler(on_stuck={on_stuck!r})", "no such word", advice=f"Give {' or '.join(ON_STUCK)}.")
+        raise ScalerError(f"Scaler(on_stuck={on_stuck!r})", "not a choice", advice=f"Give {' or '.join(ON_STUCK)}.")
 
 
 def _check_scale(scale: float, asked: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from narrowcast.output.words import counted
 from narrowcast.reports.results.scaler_history import ScaledStep
 
 AT_FLOOR = 4
@@ -49,7 +50,7 @@ def why_skipped(parameters: tuple[tuple[str, str], ...], op: str, note: str = ""
 
 def found_text(streak: Streak, row: ScaledStep) -> str:
     """Return what was found about a run that is stuck."""
-    times = f"{streak.skipped} steps in a row were skipped"
+    times = f"{counted(streak.skipped, 'step', 'were')} skipped in a row"
     at = f", {streak.at_floor} of them at the lowest scale, {row.scale:g}" if streak.at_floor else ""
     of = f" (loss {row.loss})" if row.loss else ""
     return f"{times}{at}{of}. Step {row.step}: {row.why}"

@@ -1,0 +1,20 @@
+"""Words in sentences: counts with their nouns, and the nearest name to a misspelt one."""
+
+from __future__ import annotations
+
+_OF_ONE = {"are": "is", "were": "was", "have": "has", "do": "does"}
+
+
+def counted(count: int, one: str, verb: str = "") -> str:
+    """Return a count with its noun, and a verb in its number: `1 call`, `2 calls`, `1 call differs`."""
+    if count == 1:
+        return f"1 {one} {_OF_ONE.get(verb) or f'{verb}s'}" if verb else f"1 {one}"
+    return f"{count} {one}s {verb}".rstrip()
+
+
+def did_you_mean(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str:
+    """Return a phrase that names the nearest known word, or nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f" (did you mean {near[0]!r}?)" if near else ""
