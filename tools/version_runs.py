@@ -144,7 +144,7 @@ def _row(row: RunRow | None) -> dict[str, Any] | None:
         return None
     return {
         "call": " + ".join(map(str, row.a)), "format_a": row.format_a, "format_b": row.format_b,
-        "difference": row.difference, "band": row.band, "why": row.why,
+        "difference": row.difference, "band": row.round_off_bound, "why": row.why,
         "given": [list(given) for given in row.given],
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Sound kernels, each in low formats at values of many sizes: none of them is to be named.
 
-`cases` gives calls to make under a watching judge; `looked_at` judges them. Sizes, shapes and values are drawn again.
+`cases` gives calls to make under a watching judge; `inspected` judges them. Sizes, shapes and values are drawn again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kernel(op: str, function: Callable[..., object]) -> Iterator[None]:
         library._destroy()
 
 
-def looked_at(function: Callable[[], object]) -> list[tuple[str, Judged | None]]:
+def inspected(function: Callable[[], object]) -> list[tuple[str, Judged | None]]:
     """The ops that a function calls, each with the judgement about its kernel."""
     keep = Keep((), 1 << 28, checksums=False, judges=True)
     with keep.observing():

@@ -201,7 +201,7 @@ def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
 def test_json_has_everything():
     """With schema names."""
     data = json.loads(nc.explain(Net(), (x,)).to_json())
-    assert data["schema"] == "narrowcast.explanation/1"
+    assert data["schema"] == "narrowcast.explanation/2"
     assert data["ops"] and data["modules"] and data["ledger"]["casts"]
 
 

@@ -245,12 +245,16 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     short = nc.explain(model, (x,), under="bf16", run=True).comparison
     whole = nc.compare(model, (x,), under="bf16", isolate=0)
     assert short.not_finite is None and short.reference_not_finite == ""
-    assert whole.runs == 6 and short.outputs == whole.outputs and short.differences.band == whole.band
+    assert (
+        whole.runs == 6
+        and short.outputs == whole.outputs
+        and short.differences.round_off_bound == whole.round_off_bound
+    )
     worst, those = ([replace(row, line=0) for row in rows] for rows in (short.worst, whole.worst))  # two lines call it
     assert worst == those[:5] and len(those) == 7
     data = short.data()
     assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
-    assert (data["verdict"], data["band"], data["runs"]) == ("round-off", whole.band, 6)
+    assert (data["verdict"], data["round_off_bound"], data["runs"]) == ("round-off", whole.round_off_bound, 6)
     text = " ".join(nc.explain(model, (x,), under="bf16", run=True).to_text(every=True).split())
     assert (
         "VERDICT: Within round-off of fp32" in text

@@ -517,7 +517,7 @@ def test_a_scale_that_is_too_high_is_said_once_a_step():
     """Until the scaler has found one that fits."""
     with nc.watch() as w:
         scaled(torch.amp.GradScaler("cpu", init_scale=2.0**20), steps=3)
-    [(why, times)] = w.meant.items()
+    [(why, times)] = w.intentional.items()
     assert why == "the scale is too high, the scaler skips this step" and times == 3
 
 
@@ -535,7 +535,7 @@ def test_an_optimizer_that_steps_beside_one_that_is_skipped_tells_nothing_of_it(
                 scaler.step(optimizer)
                 optimizer.zero_grad()
             scaler.update()
-    assert not w.findings and list(w.meant) == ["the scale is too high, the scaler skips this step"], w
+    assert not w.findings and list(w.intentional) == ["the scale is too high, the scaler skips this step"], w
 
 
 def test_what_rounding_has_made_is_said_with_the_rule_that_mends_it():

@@ -17,7 +17,7 @@ from narrowcast.reports.results.verdicts import KERNEL, NOT_FINITE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernels_to_judge import _back, cases, kernel, looked_at
+from kernels_to_judge import _back, cases, inspected, kernel
 
 
 def test_no_sound_kernel_is_named():
@@ -27,7 +27,7 @@ def test_no_sound_kernel_is_named():
     judged = 0
     for name, function in cases(seed):
         if chosen.random() < 0.25:
-            for op, found in looked_at(function):
+            for op, found in inspected(function):
                 judged += found is not None
                 assert found is None or not found.is_beyond, (seed, name, op, found)
     assert judged > 200
@@ -64,16 +64,16 @@ def test_a_kernel_that_rounds_up_is_told_of_though_outputs_are_within_their_band
     with kernel("silu", silu):
         found = nc.compare(model, (torch.randn(32, 64),), under="bf16", isolate=0)
     assert found.verdict == KERNEL and [row.id.op for row in found.faults] == ["aten.silu.default"], found
-    assert max(o.relative_error for o in found.outputs) < 4 * found.band
+    assert max(o.relative_error for o in found.outputs) < 4 * found.round_off_bound
 
 
 def test_a_kernel_that_rounds_on_its_way_may_round_but_to_nearest():
     """Two roundings leave no element beyond the bound, and have a sign all the same."""
     x = torch.rand(4096).half() + 0.5
-    sound = [found for _, found in looked_at(lambda: x.rsqrt())]
+    sound = [found for _, found in inspected(lambda: x.rsqrt())]
     assert not sound[0].is_beyond
     with kernel("rsqrt", lambda x: torch.nextafter(1 / x.double().sqrt().half(), torch.full_like(x, torch.inf))):
-        [(_, found)] = looked_at(lambda: x.rsqrt())
+        [(_, found)] = inspected(lambda: x.rsqrt())
     assert found.share < 2 and found.sign > 0.3 and found.is_beyond
 
 
@@ -82,10 +82,10 @@ def test_some_fifty_values_show_a_sign_and_a_rounded_number_is_none():
     x = 1 + torch.arange(128).bfloat16() / 128
     for number in (0.3, 0.7, 3.3):
         for call in (torch.mul, torch.div, lambda x, n: torch.addcmul(x, x, n), lambda x, n: torch.lerp(x, -x, n)):
-            sound = [found for _, found in looked_at(lambda call=call, n=number: call(x.half(), torch.tensor(n)))]
+            sound = [found for _, found in inspected(lambda call=call, n=number: call(x.half(), torch.tensor(n)))]
             assert not any(found.is_beyond for found in sound if found is not None), sound
     with kernel("sqrt", lambda x: torch.nextafter(x.double().pow(0.5).bfloat16(), 9 * x)):
-        assert [found.is_beyond for _, found in looked_at(lambda: x.sqrt())] == [True]
+        assert [found.is_beyond for _, found in inspected(lambda: x.sqrt())] == [True]
 
 
 def test_results_on_a_few_numbers_have_no_sign_however_many_they_are():
@@ -93,7 +93,7 @@ def test_results_on_a_few_numbers_have_no_sign_however_many_they_are():
     torch.manual_seed(1)
     scores = (torch.randn(80, 9, 1) * 5e-5).half()
     assert scores.softmax(1).unique().numel() < 5
-    assert not any(found.is_beyond for _, found in looked_at(lambda: scores.softmax(1)) if found is not None)
+    assert not any(found.is_beyond for _, found in inspected(lambda: scores.softmax(1)) if found is not None)
 
 
 def test_an_infinity_that_a_kernel_makes_inside_is_made_there():
@@ -115,16 +115,16 @@ def test_an_infinity_that_a_kernel_makes_inside_is_made_there():
 def test_a_call_that_writes_is_judged_by_what_it_read():
     """`addmm_` reads what it writes to."""
     x, w, b = (torch.randn(8, 8).bfloat16() for _ in range(3))
-    [(op, found)] = [each for each in looked_at(lambda: b.addmm_(x, w)) if each[1] is not None]
+    [(op, found)] = [each for each in inspected(lambda: b.addmm_(x, w)) if each[1] is not None]
     assert op == "aten.addmm_.default" and found.share < 1.01
 
 
 def test_attention_without_dropout_is_judged_and_with_it_not():
     """torch says of both that they draw."""
     q = torch.randn(1, 1, 8, 16).bfloat16()
-    found = [j for _, j in looked_at(lambda: F.scaled_dot_product_attention(q, q, q)) if j is not None]
+    found = [j for _, j in inspected(lambda: F.scaled_dot_product_attention(q, q, q)) if j is not None]
     assert found and found[0].share < 1
-    drawn = looked_at(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+    drawn = inspected(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
     assert all(j is None for op, j in drawn if "attention" in op)
 
 
@@ -134,7 +134,7 @@ def test_values_that_flush_to_zero_are_no_fault_where_a_mode_says_so():
     if not torch.set_flush_denormal(True):
         pytest.fail("this cpu has no such mode")
     try:
-        [(_, found)] = looked_at(lambda: x * 0.5)
+        [(_, found)] = inspected(lambda: x * 0.5)
     finally:
         torch.set_flush_denormal(False)
     assert not found.is_beyond
@@ -197,7 +197,7 @@ def test_a_kernel_whose_results_are_too_large_is_named(op, factor):
     torch.manual_seed(0)
     x, w = torch.randn(12, 8).bfloat16(), torch.rand(8).bfloat16()
     with kernel(op, planted):
-        judged = [j for name, j in looked_at(lambda: call(x, w)) if op.partition(".")[0] in name]
+        judged = [j for name, j in inspected(lambda: call(x, w)) if op.partition(".")[0] in name]
     assert len(judged) == 1 and judged[0] is not None and judged[0].is_beyond == (factor != 1), judged
 
 
@@ -206,7 +206,7 @@ def test_a_batch_norm_whose_gradient_is_what_is_left_of_a_projection_is_sound_in
     torch.manual_seed(0)
     norm, x = nn.BatchNorm1d(24), torch.randn(2, 24, 20).half().requires_grad_()
     grad = (torch.randn(2, 24, 20) + 3 * x.detach()).half().mT.contiguous().mT
-    [(_, found)] = [row for row in looked_at(lambda: norm(x).backward(grad)) if "batch_norm_backward" in row[0]]
+    [(_, found)] = [row for row in inspected(lambda: norm(x).backward(grad)) if "batch_norm_backward" in row[0]]
     assert found is not None and not found.is_beyond, found
 
 

@@ -131,7 +131,7 @@ def test_errors_of_a_comparison_are_on_the_nodes_of_an_explanation():
     with torch.no_grad():
         found = nc.explain(Net(), (X,), under="bf16", run=True)
     page = document_of(found)
-    errors = [n.own for n in page.graph.nodes if n.op == "aten.linear.default"]
+    errors = [n.local for n in page.graph.nodes if n.op == "aten.linear.default"]
     assert len(errors) == 3 and all(errors) and page.series[0].title == "Error by depth"
 
 

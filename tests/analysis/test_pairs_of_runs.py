@@ -214,7 +214,7 @@ def test_what_comes_of_a_rounding_is_as_large_as_its_function_makes_it(of):
 
 
 def test_what_lies_below_the_end_of_a_format_is_round_off_though_nothing_is_left_of_it():
-    """Products near 1e-10 underflow in fp16, a total loss that the format explains."""
+    """Matmuls near 1e-10 underflow in fp16, a total loss that the format explains."""
     found = steps_of("fp16", a_product_below_the_format)
     assert found.verdict == "formats differ", str(found)
 

@@ -183,7 +183,7 @@ class TestWatch:
         assert watched(form, Masked(1.0), x, "fp16").first is None
         w = watched(form, Masked(1e6), x, "fp16")
         assert w.first.id.op.startswith("aten.mul") and len(w.findings) == 1, w
-        assert w.meant
+        assert w.intentional
 
     def test_an_additive_mask_of_the_lowest_value_is_meant(self, form):
         """The lowest fp32 value becomes -inf in fp16, which changes nothing for an attention mask."""
@@ -211,8 +211,8 @@ class TestCompare:
         nn.init.zeros_(model.up.bias)
         found = nc.compare(model, (torch.randn(32, 64),), under="fp16")
         row = next(row for row in found.rows if row.id.module_path == "up")
-        assert row.own > 0.1 and row.underflow > 0, found
-        assert row.own > 50 * max(r.own for r in found.rows if r is not row)
+        assert row.local > 0.1 and row.underflow > 0, found
+        assert row.local > 50 * max(r.local for r in found.rows if r is not row)
 
     @pytest.mark.parametrize("form", ["compiled", "exported"])
     def test_compiled_and_exported_code_differs_nowhere_from_eager(self, form):

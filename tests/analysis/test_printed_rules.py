@@ -83,7 +83,7 @@ def without_modules(x):
 
 
 def overflows():
-    """Products beyond fp16 in a stack whose root is numbered."""
+    """Matmuls beyond fp16 in a stack whose root is numbered."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
     model[0].weight.data *= 1e6
     return model

@@ -55,7 +55,7 @@ class TestRaises:
         found = nc.repair(Layer(lambda y: y.masked_fill(mask, -1e9).softmax(-1)), (x,), under="fp16")
         assert rules_of(found) == ["aten.masked_fill.Scalar: full"] and found.verdict == "repaired"
         assert "without overflow" in found.before.found and "without overflow" in found.rules[0].rule.reason
-        assert found.products_after.low == 1 and "raises" in found.rules[0].needed
+        assert found.matmuls_after.low == 1 and "raises" in found.rules[0].needed
 
     def test_an_op_without_a_kernel_for_the_format(self, x):
         """`torch.complex` takes no bf16, and one rule that computes it in fp32 repairs the run."""
@@ -80,13 +80,13 @@ class TestRaises:
         for then in (lambda y: y.detach().numpy(), lambda y: y.add(1).mul(2).detach().numpy()):
             found = nc.repair(Layer(then), (x,), under="bf16")
             assert rules_of(found) == ["module.call argument result in first: to(fp32)"] and found.runs == 4
-            assert found.verdict == "repaired" and found.products_after.low == 1 and math.isnan(found.after.error)
+            assert found.verdict == "repaired" and found.matmuls_after.low == 1 and math.isnan(found.after.error)
 
     def test_numpy_of_what_no_module_returned_is_mended_at_the_op(self, x):
         """A product in a plain function stays in bf16, and a rule casts its result to fp32."""
         weight = torch.ones(16, 16)
         found = nc.repair(lambda x: (x @ weight).numpy(), (x,), under="bf16")
-        assert rules_of(found) == ["aten.matmul.default argument result: to(fp32)"] and found.products_after.low == 1
+        assert rules_of(found) == ["aten.matmul.default argument result: to(fp32)"] and found.matmuls_after.low == 1
 
     def test_a_metric_that_takes_no_bf16(self, x):
         """A metric that calls `.numpy()` gets the model's output in fp32, and the rule's reason says so."""
@@ -168,7 +168,7 @@ class TestNotFinite:
             model[1].weight.mul_(1e6)
         found = nc.repair(model, (x,), under="fp16")
         assert sorted(rules_of(found)) == [f"{LINEAR} in 1: full", f"{LINEAR} in 3: full"]
-        assert found.steps[2].added and len(found.steps) <= 5 and found.products_after.low == 2
+        assert found.steps[2].added and len(found.steps) <= 5 and found.matmuls_after.low == 2
         assert outputs(model, x, found.policy, torch.float16).isfinite().all()
         assert "the maximum of fp16 is 65504" in " ".join(rule.rule.reason for rule in found.rules)
 
@@ -210,7 +210,7 @@ class TestErrors:
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
         found = nc.repair(model, (x,), under="bf16", budget=budget)
         assert found.before.error > 1e-3 >= found.after.error
-        assert 0 < found.products_after.low < 6 == found.products_after.all
+        assert 0 < found.matmuls_after.low < 6 == found.matmuls_after.all
         assert sum(rule.share for rule in found.rules) == pytest.approx(1.0)
         shares = [rule.share for rule in found.rules]
         assert shares == sorted(shares, reverse=True) and all("squared error" in r.rule.reason for r in found.rules)

@@ -117,7 +117,7 @@ class TestIdentity:
         assert calls(nc.capture(torch.compile(model, backend="eager"), (x,), under="bf16")) == calls(eager)
 
     def test_a_backward_call_names_its_forward_call(self, model, x):
-        """Products in the backward refer to the linear layer that they differentiate, in the same module."""
+        """Matmuls in the backward refer to the linear layer that they differentiate, in the same module."""
         run = nc.capture(model, (x,), under="bf16", backward=True)
         backward = [c for c in run.calls if c.id.direction == "backward" and c.id.op == "aten.mm.default"]
         assert {c.forward.op for c in backward} == {"aten.linear.default"}
@@ -439,14 +439,14 @@ class TestWatch:
         with nc.watch() as w:
             norm(torch.tensor([[-3e38, 3e38, -3e38], *([[3e38, -3e38, 3e38]] * 3)]))
         assert not norm.running_var.isfinite().all()
-        assert w.first.made_by == "format" and "meant" not in w.first.sentence and not w.meant
+        assert w.first.made_by == "format" and "meant" not in w.first.sentence and not w.intentional
 
     def test_the_logarithm_of_zero_is_no_finding_where_it_is_masked(self):
         """`torch.where` discards the infinity; without it, the logarithm is a finding that counts the zeros."""
         x = torch.tensor([0.0, 1.0, 2.0])
         with nc.watch() as w:
             torch.where(x > 0, x.log(), torch.zeros(()))
-        assert w.first is None and "masked" in next(iter(w.meant))
+        assert w.first is None and "masked" in next(iter(w.intentional))
         with nc.watch() as w:
             kept = x.log() * 2
         assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self are zero" in w.first.sentence, kept
@@ -497,7 +497,7 @@ class TestWatch:
         assert policy.digest == nc.Policy.native().digest and policy.to_toml() == text
         with nc.watch() as w, nc.autocast("cpu", torch.bfloat16, policy=policy):
             kept = torch.zeros(3).log()
-        assert w.first is None and "allowed by a rule about aten.log" in next(iter(w.meant)), kept
+        assert w.first is None and "allowed by a rule about aten.log" in next(iter(w.intentional)), kept
 
     def test_a_finding_is_a_script_of_its_own(self, tmp_path):
         """The saved script makes the infinity again in fp16, and none with `--format fp32`."""
@@ -560,8 +560,8 @@ class TestCompare:
         found = nc.compare(model, (x,), under="bf16", reference=reference, backward=True)
         assert found.verdict == "round-off" and not found.unmatched, found
         low = [row for row in found.rows if row.computes == "bf16"]
-        assert low and all(row.own < 1.5 * row.band for row in low)
-        assert all(row.kernel <= row.band for row in low)
+        assert low and all(row.local < 1.5 * row.round_off_bound for row in low)
+        assert all(row.kernel <= row.round_off_bound for row in low)
         assert {g.parameter for g in found.gradients} == {n for n, _ in model.named_parameters()}
         assert any(row.alone == row.alone for row in found.rows)
 
@@ -636,7 +636,7 @@ class TestCompare:
         found = nc.compare(model, (x,), under="bf16", by="module")
         assert len(str(found).splitlines()) <= 25
         data = json.loads(found.to_json())
-        assert data["schema"] == "narrowcast.compare/1" and len(data["rows"]) == len(found.rows)
+        assert data["schema"] == "narrowcast.compare/2" and len(data["rows"]) == len(found.rows)
 
 
 def _nested(layer, x):

@@ -57,7 +57,7 @@ class Masked(nn.Module):
 def test_the_lowest_value_of_a_format_is_no_argument_that_differs_and_no_infinity(dtype, is_padded):
     """fp32's is rounded to bf16 in no run but one that is made up; with every result moved it stays."""
     found = nc.compare(Masked(), (torch.randn(2, 8, 32), is_padded), under=dtype, backward=True, isolate=0)
-    assert is_sound(found) and found.band < 0.1, found
+    assert is_sound(found) and found.round_off_bound < 0.1, found
 
 
 def test_the_lowest_value_is_the_same_argument_beside_another_model():
@@ -335,6 +335,6 @@ def test_an_op_whose_kernel_calls_listed_ops_computes_in_their_format(dtype):
     model, x = nn.Bilinear(16, 16, 4), (torch.randn(6, 16), torch.randn(6, 16))
     low = nc.capture(model, x, under=dtype)
     (call,) = [call for call in low.calls if call.id.op == "aten._trilinear.default"]
-    assert (call.came, call.computes) == ("fp32", dtype)
+    assert (call.input_formats, call.computes) == ("fp32", dtype)
     assert is_sound(nc.compare(model, x, under=dtype, backward=True))
     assert nc.diff(nc.capture(model, x), low).verdict == "formats differ"

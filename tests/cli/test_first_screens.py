@@ -183,8 +183,8 @@ def test_every_command_is_looked_at():
     groups = {"policy": policy_app, "profile": profile_app}
     for group, made in groups.items():
         names |= {f"{group} {command.name or command.callback.__name__}" for command in made.registered_commands}
-    looked_at = [*COMMANDS.values(), *SHORT.values()]
-    assert names == {" ".join(c[:2]) if c[0] in groups else c[0] for c in looked_at if c[1:2] != ("--seconds",)}
+    inspected = [*COMMANDS.values(), *SHORT.values()]
+    assert names == {" ".join(c[:2]) if c[0] in groups else c[0] for c in inspected if c[1:2] != ("--seconds",)}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

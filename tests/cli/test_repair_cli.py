@@ -82,7 +82,7 @@ def test_a_budget_and_the_case_s_evaluation_are_asked(cli, target):
     """`--budget` limits the error of the output, and `--tolerance` the loss of the case's own metric."""
     code, out, _ = cli("repair", target, "--under", "bf16", "--budget", "60 dB", "--json")
     found = json.loads(out)
-    assert code == 0 and found["schema"] == "narrowcast.repair/1"
+    assert code == 0 and found["schema"] == "narrowcast.repair/2"
     assert found["before"]["error"] > 1e-3 >= found["after"]["error"]
     code, out, _ = cli("repair", f"{target}:measured", "--under", "bf16", "--lower-is-better", "--tolerance", "0")
     assert code == 0 and "metric at most 0 above fp32's" in out

@@ -147,7 +147,7 @@ GRUS = [
     ids=str,
 )
 def test_a_gru_keeps_its_state_as_it_came(options, training):
-    """Products are cast, the state is not: results and every gradient, bit for bit."""
+    """Matmuls are cast, the state is not: results and every gradient, bit for bit."""
     model = Recurrent(**options).train(training)
     x = torch.randn(5, 2, 4, requires_grad=True)
 

@@ -215,7 +215,7 @@ def test_a_layer_that_overflows_fp16_is_repaired_by_two_rules(minilm):
         weight.copy_(before)
     places = [f"encoder.layer.2.{name}" for name in ("intermediate.dense", "output.dense")]
     assert sorted(str(rule.rule) for rule in found.rules) == [f"aten.linear.default in {p}: full" for p in places]
-    assert (found.products_after.low, found.products_after.all, found.runs) == (41, 43, 5)
+    assert (found.matmuls_after.low, found.matmuls_after.all, found.runs) == (41, 43, 5)
 
 
 @needs["sceptr"]
@@ -229,4 +229,4 @@ def test_sceptr_is_repaired_by_one_rule(receptors):
     )
     assert found.before.found.startswith("raises RuntimeError: expected scalar type") and found.runs == 3
     assert [str(rule.rule) for rule in found.rules] == ["aten._transformer_encoder_layer_fwd.default: align"]
-    assert found.verdict == "repaired" and found.products_after.low
+    assert found.verdict == "repaired" and found.matmuls_after.low

@@ -198,7 +198,7 @@ class Frames(nn.Module):
 def test_what_comes_of_whole_numbers_alone_does_not_move():
     """A length that is computed is the same in each run: its rounding is no rounding of the policy's."""
     found = nc.compare(Frames(), (torch.randn(2, 1, 40),), under="bf16", isolate=0)
-    assert found.band and not found.notes and not found.faults
+    assert found.round_off_bound and not found.notes and not found.faults
     assert "RAISED" not in str(nc.explain(Frames(), (torch.randn(2, 1, 40),), run=True))
 
 
@@ -286,7 +286,7 @@ def test_an_error_of_ours_is_a_note_and_the_program_goes_on(place, monkeypatch):
     monkeypatch.undo()
     assert "not inspected" in str(found) and found.to_json()
     if isinstance(found, Watching):
-        assert found.not_inspected and (found.first is not None or "looking failed" in str(found))
+        assert found.not_inspected and (found.first is not None or "inspecting failed" in str(found))
 
 
 @pytest.mark.parametrize(("owner", "name"), [(reference, "kept_of"), (bands.Moved, "gives"), (reference.Keep, "after")])

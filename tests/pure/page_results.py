@@ -17,7 +17,7 @@ from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
-from narrowcast.reports.results.repair import RAISED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.repair import RAISED, Matmuls, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.verdicts import OUT_OF_IDEAS, REPAIRED
@@ -100,7 +100,7 @@ def a_side(stack, activation, turns=1, off=0.0, **layer_1):
     run = Run({"device": "a cpu", "packages": {"torch": "2.13.0", stack: SCRIPT}}, notes=[f"a note {SCRIPT}"])
 
     def tensor(format, low, high):
-        run.tensors.append(TensorFacts(format, (2, 8), "cpu", 16, low, high, 0.1, 1.0, looked_at=16))
+        run.tensors.append(TensorFacts(format, (2, 8), "cpu", 16, low, high, 0.1, 1.0, inspected=16))
         return len(run.tensors) - 1
 
     def call(op, path, format, x, low, high, turn=1, **given):
@@ -142,9 +142,11 @@ def differences():
     """One call at fault, one within round-off, one exact."""
     rows = [
         CallError(CallId("embed", "aten.embedding.default"), FILE, 3, "fp32", "fp32", "exact"),
-        CallError(CallId("layer.0", LINEAR), FILE, 4, "bf16", "fp32", "round-off", own=2e-3, inherited=0.0, total=2e-3),
-        CallError(CallId("layer.1", LINEAR), FILE, 5, "bf16", "fp32", "fault", f"beyond its band {SCRIPT}", own=0.5,
-                  inherited=2e-3, total=0.5, alone=0.25),
+        CallError(
+            CallId("layer.0", LINEAR), FILE, 4, "bf16", "fp32", "round-off", local=2e-3, propagated=0.0, total=2e-3,
+        ),
+        CallError(CallId("layer.1", LINEAR), FILE, 5, "bf16", "fp32", "fault", f"beyond its band {SCRIPT}", local=0.5,
+                  propagated=2e-3, total=0.5, alone=0.25),
     ]  # fmt: skip
     outputs = (OutputError("logits", "fp32 [2, 4]", "bf16", 6.0, 0.5, 3.0),)
     gradients = [GradientError("w", "bf16", 0.1, 0.9, 0.0, "round-off")]
@@ -169,8 +171,8 @@ def watching():
 
 def a_fit():
     """A run in fp32, one tensor of which is beyond fp16."""
-    huge = TensorFacts("fp32", (2, 8), "cpu", 16, -1e6, 1e6, exponents=Histogram(18, (8, 8)), looked_at=16)
-    small = TensorFacts("fp32", (2, 8), "cpu", 16, -1.0, 1.0, exponents=Histogram(-4, (8, 8)), looked_at=16)
+    huge = TensorFacts("fp32", (2, 8), "cpu", 16, -1e6, 1e6, exponents=Histogram(18, (8, 8)), inspected=16)
+    small = TensorFacts("fp32", (2, 8), "cpu", 16, -1.0, 1.0, exponents=Histogram(-4, (8, 8)), inspected=16)
     calls = [
         CallRecord(CallId("a", ADD), FILE, 1, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 1),)),
         CallRecord(CallId("b", ADD), FILE, 2, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 0),)),
@@ -205,13 +207,13 @@ def a_repair():
         RepairRule(Rule(ADD, Action(Kind.ALIGN), module=SCRIPT, reason="mixed"), RAISED, 0.25),
     ]  # fmt: skip
     steps = [
-        RepairStep("under native", f"raises {SCRIPT}", (str(rules[0].rule),), error=0.5, products=Products(8, 8)),
+        RepairStep("under native", f"raises {SCRIPT}", (str(rules[0].rule),), error=0.5, products=Matmuls(8, 8)),
         RepairStep("in fp32", "clean"),
-        RepairStep("under native", "clean", (), ("a rule",), 0.01, {"auc": 0.5}, Products(6, 8)),
+        RepairStep("under native", "clean", (), ("a rule",), 0.01, {"auc": 0.5}, Matmuls(6, 8)),
     ]
     made = Repair(SCRIPT, "cpu", "fp16", "native", Policy.native(), "it runs", REPAIRED, rules, steps)
     made.before, made.after, made.reference = steps[0], steps[2], {"auc": 0.75}
-    made.products_before, made.products_after = Products(8, 8), Products(6, 8)
+    made.matmuls_before, made.matmuls_after = Matmuls(8, 8), Matmuls(6, 8)
     made.runs, made.dropped, made.untried, made.notes = 7, ["a rule"], [f"another {SCRIPT}"], [f"a note {SCRIPT}"]
     return made
 
@@ -223,7 +225,7 @@ def not_repaired():
 
 
 def a_profile():
-    """Products of which bf16 loses the small ones and wins the large ones, fp16 by less than what times are spread; a
+    """Matmuls of which bf16 loses the small ones and wins the large ones, fp16 by less than what times are spread; a
     convolution that fp16 only emulates.
     """
     samples = {}

@@ -47,7 +47,7 @@ def facts(values, shape, format="fp32", **more):
     flat = [x for row in values for x in row]
     made = TensorFacts(
         format, shape, "cpu", len(flat), min(flat), max(flat), sum(flat) / len(flat),
-        math.hypot(*flat) / math.sqrt(len(flat)), looked_at=len(flat), sketch=sketch_text(raw),
+        math.hypot(*flat) / math.sqrt(len(flat)), inspected=len(flat), sketch=sketch_text(raw),
     )  # fmt: skip
     return replace(made, **more)
 
@@ -76,7 +76,7 @@ class TestSketches:
         """Sketches of a few rows give the size of relative noise from 1e-6 to 0.1, to within half of it."""
         values, noise = numbers(64, 96), numbers(64, 96, 1)
         other = [[x + size * e for x, e in zip(*rows, strict=True)] for rows in zip(values, noise, strict=True)]
-        found = distance(piece_of(facts(values, (4, 16, 96))), piece_of(facts(other, (4, 16, 96), looked_at=9)))
+        found = distance(piece_of(facts(values, (4, 16, 96))), piece_of(facts(other, (4, 16, 96), inspected=9)))
         assert found.by == SKETCHES and found.relative == pytest.approx(size, rel=0.5)
 
 
@@ -104,7 +104,7 @@ class TestPieces:
 
     @pytest.mark.parametrize("is_time_first", [False, True])
     def test_turns_of_a_batch_are_one_sequence_each_however_rows_were_flattened(self, is_time_first):
-        """Products read [B * T, C]: no shape says which rows are of one sequence."""
+        """Matmuls read [B * T, C]: no shape says which rows are of one sequence."""
         row = {divmod(n, 8): values for n, values in enumerate(numbers(16, 32))}
 
         def flat(tokens, by=0.0):
@@ -158,10 +158,10 @@ class TestPieces:
         assert distance(a, whole).by == NOTHING and math.isnan(distance(a, None).relative)
         ids = piece_of(TensorFacts("int64", (4, 16), "cpu", 64))
         assert not distance(ids, ids).is_known
-        sampled = replace(facts(numbers(4, 32), (4, 32)), sketch="", looked_at=8)
+        sampled = replace(facts(numbers(4, 32), (4, 32)), sketch="", inspected=8)
         assert distance(whole, piece_of(sampled)).by == RANGES
         zeros = [[0.0] * 32] * 4
-        margin = piece_of(replace(facts(zeros, (4, 32)), high=6.0, looked_at=8))  # rows that are looked at, of others
+        margin = piece_of(replace(facts(zeros, (4, 32)), high=6.0, inspected=8))  # rows that are looked at, of others
         assert not distance(margin, margin).is_known and distance(piece_of(facts(zeros, (4, 32))), margin).by
         infinite = piece_of(replace(facts(numbers(4, 32), (4, 32)), infinite=0.1))
         assert distance(whole, infinite).relative == math.inf
@@ -351,7 +351,7 @@ class TestCompareRuns:
         for run, value in ((a, -1.0), (b, -1.5)):
             run.keep_tokens([3], [value])
         found = diff(a, b)
-        assert found.alone and found.tokens.band < math.inf
+        assert found.alone and found.tokens.round_off_bound < math.inf
         found.save(tmp_path / "d.json")
         again = load(tmp_path / "d.json")
         assert isinstance(again, RunDifferences) and again.rows[:2] == found.rows[:2]

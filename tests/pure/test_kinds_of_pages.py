@@ -111,7 +111,7 @@ class TestProfile:
         assert size == pytest.approx(256.0**3 * 64 ** (1 / 3)) and ns == pytest.approx(1e5 * 100 ** (1 / 3))
 
     def test_a_matrix_and_a_vector_are_a_family_of_their_own(self):
-        """Products of one row are bound by memory, and say nothing about which format is faster for square ones."""
+        """Matmuls of one row are bound by memory, and say nothing about which format is faster for square ones."""
         rows = table(page(a_profile()), "faster").rows
         assert [(row[0], row[2], row[3]) for row in rows] == [
             ("gemm", "bf16", 3), ("gemm", "fp16", 3), ("gemm, one row", "bf16", 1), ("conv", "fp16", 1),

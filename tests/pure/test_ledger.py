@@ -69,12 +69,12 @@ def test_json_round_trip(tmp_path):
     loaded = load(tmp_path / "l.json")
     assert loaded.casts == made.casts and loaded.refusals == made.refusals
     assert {k: (t.calls, t.moved_bytes) for k, t in loaded.calls.items()} == {CALL: (2, 2000)}
-    assert json.loads(made.to_json())["schema"] == "narrowcast.ledger/1"
+    assert json.loads(made.to_json())["schema"] == "narrowcast.ledger/2"
 
 
 @pytest.mark.parametrize(
     ("text", "said"), [("{", "not JSON"), ("[]", "it holds no result"), ('{"schema": "narrowcast.ledger/9"}', "/9"),
-                       ('{"schema": "narrowcast.ledger/1", "casts": [{}]}', "lacks")]
+                       ('{"schema": "narrowcast.ledger/2", "casts": [{}]}', "lacks")]
 )  # fmt: skip
 def test_other_files_are_refused(text, said):
     """With what was found."""
@@ -90,7 +90,7 @@ def test_an_explanation_groups_and_sorts():
     assert [(m.module_path, m.casts, m.kinds) for m in found.module_rows()] == [("encoder.0", 3, "3 fp32 -> bf16")]
     assert [c.moved_bytes for c in found.largest_casts(2)] == [9000, 9000]
     assert [(r.times, r.wasted_bytes) for r in found.repeats()] == [(3, 18000)]
-    assert json.loads(found.to_json())["ledger"]["schema"] == "narrowcast.ledger/1"
+    assert json.loads(found.to_json())["ledger"]["schema"] == "narrowcast.ledger/2"
 
 
 def test_the_text_of_a_ledger_names_op_place_and_rule():

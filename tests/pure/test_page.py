@@ -283,8 +283,8 @@ def test_a_comparison_shows_errors_by_depth_and_keeps_the_fault_in_fp32():
 def test_a_call_that_passed_on_what_is_not_finite_is_not_to_blame():
     """The one that made it is; so say the verdict and what is worth doing."""
     found = not_finite()
-    found.rows[2] = replace(found.rows[2], verdict="not finite", why="alone, it gives NaN", own=math.nan)
-    late = replace(found.rows[2], id=CallId("head", "aten.mm.default"), verdict="passed on", own=0.1)
+    found.rows[2] = replace(found.rows[2], verdict="not finite", why="alone, it gives NaN", local=math.nan)
+    late = replace(found.rows[2], id=CallId("head", "aten.mm.default"), verdict="passed on", local=0.1)
     found.rows.append(late)
     made = page(found)
     assert [bool(n.finding) for n in made.graph.nodes] == [False, False, True, False]

@@ -120,5 +120,5 @@ def test_what_is_not_known_is_no_number():
     found = a_pair()
     found.rows[0] = replace(found.rows[0], verdict="not compared", measured_by="", difference=float("nan"))
     row = page(found).pair.rows[0]
-    assert row.difference is None and row.band is None
+    assert row.difference is None and row.round_off_bound is None
     json.dumps(page(found).data(), allow_nan=False)

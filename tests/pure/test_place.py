@@ -355,7 +355,7 @@ def test_max_pooling_with_indices_does_not_commute():
 
 
 def chain(length):
-    """Products with a residual stream and normalisation between, as in a transformer."""
+    """Matmuls with a residual stream and normalisation between, as in a transformer."""
     rng = random.Random(0)
     parameters = (Value(0, "fp32", (64, 64), "cpu"), Value(1, "fp32", (64, 64), "cpu"))
     steps, stream = [], 0

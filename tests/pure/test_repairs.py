@@ -9,7 +9,7 @@ from narrowcast.analysis.compare.rules import rule_about, rule_about_result
 from narrowcast.analysis.repair.rules import folded, rule_about_module, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.policy import MODULE_CALL, Kind, Policy, Rule
-from narrowcast.reports.results.repair import ERROR, RAISED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.repair import ERROR, RAISED, Matmuls, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 LINEAR = "aten.linear.default"
@@ -158,7 +158,7 @@ class TestResult:
         """Errors, metrics and counts of products are given before and after the repair, with fp32's metric beside."""
         found = repaired(
             1, before=RepairStep("", "off", error=0.1, metric={"auc": 0.5}), after=RepairStep("", "", error=0.001),
-            reference={"auc": 0.75}, products_before=Products(4, 4), products_after=Products(3, 4), runs=4)  # fmt: skip
+            reference={"auc": 0.75}, matmuls_before=Matmuls(4, 4), matmuls_after=Matmuls(3, 4), runs=4)  # fmt: skip
         text = " ".join(str(found).split())
         assert (
             "off (output error 1.0e-01; auc 0.5, fp32 0.75); with 1 rule, nothing is wrong (output error 1.0e-03)"

@@ -22,7 +22,7 @@ LINEAR = CallId("encoder.layer.0", "aten.linear.default")
 
 def facts(low=-1.0, high=1.0, exponents=None, **more):
     exponents = exponents or Histogram(-3, (1, 2, 3))
-    return TensorFacts("fp32", (2, 3), "cpu", 6, low, high, exponents=exponents, looked_at=6, **more)
+    return TensorFacts("fp32", (2, 3), "cpu", 6, low, high, exponents=exponents, inspected=6, **more)
 
 
 def a_run():
@@ -110,7 +110,7 @@ class TestRun:
             (b"", "not JSON"),
             (b"[1]", "it holds no result"),
             (b'{"schema": "narrowcast.run/99"}', "narrowcast.run/99"),
-            (b'{"schema": "narrowcast.run/1"}', "lacks"),
+            (b'{"schema": "narrowcast.run/2"}', "lacks"),
             (gzip.compress(b"x" * 1000)[:-20], "EOFError|Error"),
             (b"\xff\xfe\x00", "not text"),
         ],
@@ -224,8 +224,8 @@ class TestSaved:
         """Rows, NaN gradients, an infinite SQNR and the call that is not finite survive, and so does the text."""
         mm, why = CallId("x", "aten.mm.default"), "its kernel"
         rows = [
-            CallError(LINEAR, "m.py", 1, "bf16", "fp32", "round-off", own=0.1),
-            CallError(mm, "m.py", 2, "bf16", "fp32", "fault", why=why, own=0.01, alone=0.2),
+            CallError(LINEAR, "m.py", 1, "bf16", "fp32", "round-off", local=0.1),
+            CallError(mm, "m.py", 2, "bf16", "fp32", "fault", why=why, local=0.01, alone=0.2),
         ]
         gradients = [GradientError("weight", "fp32", math.nan, 0.9, 0.0, "not finite")]
         found = Differences("model", "cpu", "native", "bf16", "fp32", rows, gradients=gradients, verdict="fault")
@@ -239,7 +239,7 @@ class TestSaved:
         """Neither a larger error of its own nor its place in the run moves a call before one at fault."""
 
         def row(op, own, verdict="round-off", alone=math.nan):
-            return CallError(CallId("", op), "m.py", 1, "bf16", "fp32", verdict, own=own, alone=alone)
+            return CallError(CallId("", op), "m.py", 1, "bf16", "fp32", verdict, local=own, alone=alone)
 
         rows = [row("a.a.a", 0.3), row("b.b.b", 0.1, alone=0.2), row("c.c.c", 0.01, "fault"), row("d.d.d", 0.0)]
         found = Differences("m", "cpu", "native", "bf16", "fp32", rows)
@@ -252,7 +252,7 @@ class TestSaved:
         why = (
             "its kernel is off by 1.6e-02 from the same op in fp64 on the same rounded inputs, 2.8 times what one unit"
         )
-        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "fault", why, own=1.0)
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "fault", why, local=1.0)
         rows = [replace(row, id=CallId("layer" * n, "aten.linear.default")) for n in range(1, 9)]
         gradients = [GradientError(f"weight{n}", "fp32", 0.1, 0.9, 0.0, "round-off") for n in range(9)]
         notes = ["something that a reader has to know of this comparison, and which is long. " * 4] * 3
@@ -268,8 +268,8 @@ class TestSaved:
         """An error is spread if the worst op alone makes less than most of it, and all together may make it; not if it
         was not measured; what is round-off needs no rule.
         """
-        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "round-off", own=1e-3, alone=alone)
-        other = CallError(CallId("", "aten.mm.default"), "model.py", 4, "bf16", "fp32", "round-off", own=1e-4)
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "round-off", local=1e-3, alone=alone)
+        other = CallError(CallId("", "aten.mm.default"), "model.py", 4, "bf16", "fp32", "round-off", local=1e-4)
         output = OutputError("output", "fp32 [2]", "bf16", 40.0, 1e-2, 0.1)
         text = " ".join(str(Differences("m", "cpu", "native", "bf16", "fp32", [row, other], (output,))).split())
         assert ("the error is spread over 2 ops" in text) is is_spread and "[[rule]]" not in text
@@ -283,7 +283,7 @@ class TestSaved:
         assert found.first is nan and str(found).index("0 by 0") < str(found).index("it grows")
         found.save(tmp_path / "w.json")
         again = load(tmp_path / "w.json")
-        assert (again.first.id, again.meant, again.repeated) == (LINEAR, {"a mask": 2}, 1)
+        assert (again.first.id, again.intentional, again.repeated) == (LINEAR, {"a mask": 2}, 1)
         with pytest.raises(RunError, match="not kept"):
             again.first.save(tmp_path / "repro")
 
@@ -293,7 +293,7 @@ class TestSaved:
         found.save(tmp_path / "f.json")
         assert load(tmp_path / "f.json").rows == found.rows
 
-    @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/1"}', "[]"])
+    @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/2"}', "[]"])
     def test_anything_else_is_refused(self, tmp_path, text):
         """Plain text, incomplete records, lists and missing files all raise one message about saved results."""
         (tmp_path / "x.json").write_text(text)

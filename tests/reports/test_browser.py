@@ -282,7 +282,7 @@ def test_a_broken_page_is_noticed(show, browser):
 def test_the_run_is_a_strip_in_the_colours_of_the_graph(show):
     """A part for each call in their order; by error it has other colours; a click shows the call in the graph."""
     nodes = [
-        Node(f"layer.{n}", "aten.mm.default", computes="bf16" if n % 2 else "fp32", own=10.0**-n) for n in range(9)
+        Node(f"layer.{n}", "aten.mm.default", computes="bf16" if n % 2 else "fp32", local=10.0**-n) for n in range(9)
     ]
     page = show(page_html(Document("ledger", "m", "v", graph=Graph(nodes, []))))
     strip = "document.querySelector('.strip')"

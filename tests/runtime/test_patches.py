@@ -63,7 +63,7 @@ def test_what_a_subclass_inherits_is_not_left_on_it():
     class Inherits(Base):
         pass
 
-    with held(Inherits, "inherited", f=lambda f: lambda self: f(self) + 1):
+    with held(Inherits, "propagated", f=lambda f: lambda self: f(self) + 1):
         assert Inherits().f() == 2 and Base().f() == 1
     assert "f" not in vars(Inherits)
 

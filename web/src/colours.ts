@@ -22,7 +22,7 @@ export function scale(model: Model, by: By, marks: Marks | null = null): Scale {
   const timed = model.calls.some((call) => call.ns !== null);
   const value = (index: number): number | null => {
     const call = model.calls[index]!;
-    return by === "error" ? call.own : timed ? call.ns : call.bytes;
+    return by === "error" ? call.local : timed ? call.ns : call.bytes;
   };
   const all = model.calls.map((call) => value(call.index)).filter((v): v is number => v !== null && v > 0);
   const low = Math.log(Math.min(...all)), high = Math.log(Math.max(...all));

@@ -5,7 +5,7 @@ import { h, on } from "./dom";
 
 export type Filter = [string, string, (model: Model, call: Call) => boolean];
 
-const floats = (call: Call): boolean => Boolean(call.came || call.computes || call.result || call.finding);
+const floats = (call: Call): boolean => Boolean(call.input_formats || call.computes || call.result || call.finding);
 
 const FILTERS: Filter[] = [
   ["forward", "Forward calls with floating tensors", (_, call) => call.direction === "forward" && floats(call)],

@@ -16,9 +16,9 @@ export interface Exponents { node: number; name: string; format: string; first: 
 export interface Range { bits: number; largest: number; normal: number; smallest: number }
 
 export interface Call {
-  index: number; path: string; op: string; label: string; times: number; direction: string; came: string;
+  index: number; path: string; op: string; label: string; times: number; direction: string; input_formats: string;
   computes: string; result: string; action: string; rule: string; reason: string; file: string; line: number;
-  bytes: number | null; multiplications: number | null; ns: number | null; own: number | null; inherited: number | null; total: number | null;
+  bytes: number | null; multiplications: number | null; ns: number | null; local: number | null; propagated: number | null; total: number | null;
   verdict: string; finding: string; facts: [string, string][];
 }
 export interface Edge {

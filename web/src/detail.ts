@@ -47,7 +47,7 @@ function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
   if (call.finding) parts.push(h("p", { class: "finding" }, call.finding));
   parts.push(...doings.more(box));
   parts.push(rows([
-    ["input dtype", format(call.came)],
+    ["input dtype", format(call.input_formats)],
     ["compute dtype", format(call.computes)],
     ["output dtype", format(call.result)],
     ["action", call.action],
@@ -58,8 +58,8 @@ function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
     ["bytes", call.bytes === null ? "" : inBytes(call.bytes)],
     ["multiplications", call.multiplications ? inCount(call.multiplications) : ""],
     ["time", call.ns === null ? "" : inTime(call.ns)],
-    ["local error", call.own === null ? "" : errorText(call.own)],
-    ["propagated error", call.inherited === null ? "" : errorText(call.inherited)],
+    ["local error", call.local === null ? "" : errorText(call.local)],
+    ["propagated error", call.propagated === null ? "" : errorText(call.propagated)],
     ["total error", call.total === null ? "" : errorText(call.total)],
     ["verdict", call.verdict],
     ...call.facts,

@@ -28,7 +28,7 @@ export function subtitleOf(model: Model, box: Box, colours: Scale): string {
   if (said) return said;
   if (box.kind === "call") {
     const call = model.calls[box.calls[0]!]!;
-    const formats = call.came && call.computes && call.came !== call.computes ? `${call.came} → ${call.computes}` : call.computes;
+    const formats = call.input_formats && call.computes && call.input_formats !== call.computes ? `${call.input_formats} → ${call.computes}` : call.computes;
     return formats || (call.result ? `gives ${call.result}` : "no floating tensor");
   }
   const found = sums(model, box.calls);

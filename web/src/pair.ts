@@ -124,7 +124,7 @@ export class PairView {
       [at, h("span", {}, ...links)],
       [`${at} computes`, [pair.format_a, pair.format_b][other(side)]!],
       ["difference", figure(pair.difference)],
-      ["round-off bound", figure(pair.band)],
+      ["round-off bound", figure(pair.round_off_bound)],
       ["inputs differ by", figure(pair.inputs)],
       ["measured by", pair.measured_by],
       ["paired by", pair.aligned_by],

@@ -5,7 +5,7 @@ import { type Box, parentOf } from "./tree";
 import { counted, errorText, identity, verdictClass } from "./words";
 
 export interface Pair {
-  a: number[]; b: number[]; verdict: string; difference: number | null; inputs: number | null; band: number | null;
+  a: number[]; b: number[]; verdict: string; difference: number | null; inputs: number | null; round_off_bound: number | null;
   measured_by: string; aligned_by: string; format_a: string; format_b: string; given: string; why: string;
 }
 // A line of the mapping: names of calls, or of modules; one side may be empty. calls: their numbers.
@@ -226,7 +226,7 @@ export class Partners {
       const pairs = line.calls[0].length > 0 && line.calls[1].length > 0;
       if (!line.modules || !pairs) for (const side of [0, 1] as Side[]) for (const call of line.calls[side]) drop(side, call);
       if (!line.modules && pairs) put({
-        a: line.calls[0], b: line.calls[1], verdict: BY_HAND, difference: null, inputs: null, band: null, measured_by: "", aligned_by: "hand",
+        a: line.calls[0], b: line.calls[1], verdict: BY_HAND, difference: null, inputs: null, round_off_bound: null, measured_by: "", aligned_by: "hand",
         format_a: this.models[0].calls[line.calls[0][0]!]!.computes, format_b: this.models[1].calls[line.calls[1][0]!]!.computes, given: "",
         why: "its figures come with the next narrowcast diff",
       });

@@ -120,8 +120,8 @@ export class Plots {
       series: [
         { label: one.x, value: (_: uPlot, v: number | null) => (v === null ? "" : sayX(v)) },
         ...one.lines.map(([label], i) => ({
-          label, stroke: lineColour(label, i), width: label === "own" ? 0 : 1.5,
-          points: { show: stemmed || one.xs.length <= MOST_POINTS || label === "own", size: 6, fill: lineColour(label, i) },
+          label, stroke: lineColour(label, i), width: label === "local" ? 0 : 1.5,
+          points: { show: stemmed || one.xs.length <= MOST_POINTS || label === "local", size: 6, fill: lineColour(label, i) },
           spanGaps: !stemmed, ...(stemmed ? { paths: stems } : {}),
           value: (_: uPlot, v: number | null, __: number, i: number | null) => (i === null ? "" : v === null ? (stemmed ? "-" : say(0)) : say(v)),
         })),

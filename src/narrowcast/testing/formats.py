@@ -49,7 +49,7 @@ def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, dev
         refused = f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}"
         where = (Origin(refusal.file, refusal.line, refusal.module_path),)
         raise CheckError(asked, refused, where, "Fix the model, or the policy.")
-    if not any(kind.came or kind.result for kind in explanation.ledger.calls):
+    if not any(kind.input_formats or kind.result for kind in explanation.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
     policy = asked_or_around("take_snapshot", under, explanation.device_type).policy.resolve(explanation.device_type)
     snapshot = snapshot_of(explanation, policy.rules, minor_of(installed_torch()), torch.is_grad_enabled())

@@ -111,7 +111,7 @@ def _blame_text(worst: list[CallError]) -> str:
         alone = "" if math.isnan(call.alone) else f", the output's with this one alone low {call.alone:.3g}"
         lines += [
             f"  {call.id}  {call.computes}",
-            f"    local error {call.own:.3g}{alone}; {call.verdict}",
+            f"    local error {call.local:.3g}{alone}; {call.verdict}",
             f"    at {call.file}:{call.line}",
         ]
     return "\n".join(lines)

@@ -44,7 +44,7 @@ class CallFormats:
     """
 
     id: CallId
-    came: str
+    input_formats: str
     computes: str
     result: str
     rule: str
@@ -56,12 +56,12 @@ class CallFormats:
     @property
     def facts(self) -> tuple[object, ...]:
         """All that a snapshot says of it but which call it is."""
-        return self.came, self.computes, self.result, self.rule, self.casts, self.times
+        return self.input_formats, self.computes, self.result, self.rule, self.casts, self.times
 
     @property
     def said(self) -> str:
         """`fp32 -> bf16 -> bf16 | lower: input, weight | 2 times`."""
-        formats = " -> ".join(names or "-" for names in (self.came, self.computes, self.result))
+        formats = " -> ".join(names or "-" for names in (self.input_formats, self.computes, self.result))
         casts = f": {', '.join(self.casts)}" if self.casts else ""
         times = f" | {self.times} times" if self.times > 1 else ""
         return f"{formats} | {self.rule}{casts}{times}"
@@ -118,11 +118,12 @@ def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gra
     known = tuple(rules)
     calls = [
         CallFormats(
-            identity, kind.came, kind.computes, kind.result, kind.action, _arguments(kind, identity, casts), times,
+            identity, kind.input_formats, kind.computes, kind.result, kind.action,
+            _arguments(kind, identity, casts), times,
             Found(kind.file, kind.line, _rule_text(kind, known, ledger), kind.reason),
         )
         for identity, kind, times in numbered(ledger)
-        if kind.came or kind.computes or kind.result
+        if kind.input_formats or kind.computes or kind.result
     ]  # fmt: skip
     return Snapshot(
         explanation.device_type, " ".join(explanation.subject.split()), explanation.policy, explanation.digest[:8],
@@ -153,10 +154,10 @@ _Site = tuple[str, str, str, int, str]
 def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
     """Return which arguments of this call are cast, in order; `self` of what converts by itself."""
     if kind.op == CONVERSION and kind.action == "unlisted":
-        return ("self",) if kind.came != kind.result else ()
+        return ("self",) if kind.input_formats != kind.result else ()
     there = casts.get((kind.op, kind.module_path, kind.file, kind.line, kind.direction), [])
     there = [cast for cast in there if cast.number in (0, identity.number)]
-    ins, computes, outs = (set(names.split(",")) for names in (kind.came, kind.computes, kind.result))
+    ins, computes, outs = (set(names.split(",")) for names in (kind.input_formats, kind.computes, kind.result))
     return tuple(
         dict.fromkeys(
             cast.argument for cast in there

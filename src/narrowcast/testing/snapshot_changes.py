@@ -36,7 +36,7 @@ class Change:
     def follows(self) -> bool:
         """Whether it is decided as it was, about inputs that come in other formats: a consequence, not a cause."""
         was, now = self.was, self.now
-        return was is not None and now is not None and was.rule == now.rule and was.came != now.came
+        return was is not None and now is not None and was.rule == now.rule and was.input_formats != now.input_formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ def _head(snapshot: Snapshot) -> dict[str, Any]:
 def _change_data(change: Change) -> dict[str, Any]:
     data: dict[str, Any] = {"kind": change.kind, "follows": change.follows, "call": str(change.id)}
     for name, call in (("was", change.was), ("now", change.now)):
-        facts = ("came", "computes", "result", "rule", "casts", "times")
+        facts = ("input_formats", "computes", "result", "rule", "casts", "times")
         data[name] = None if call is None else {"call": str(call.id)} | {f: getattr(call, f) for f in facts}
     seen = (change.now.found if change.now is not None else None) or Found()
     return data | {

@@ -15,7 +15,7 @@ SCHEMA = "narrowcast.formats/1"
 _LEGEND = "# call | input dtypes -> compute dtypes -> output dtypes | what decided: the arguments that are cast"
 _KEYS = ("model", "policy", "low", "torch", "gradients", "calls")
 _CALL = re.compile(
-    r"(?P<id>.+) \| (?P<came>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>[\w()]+)"
+    r"(?P<id>.+) \| (?P<input_formats>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>[\w()]+)"
     r"(?:: (?P<casts>[^|]+?))?(?: \| (?P<times>[1-9]\d*) times)?"
 )
 _CALL_FORM = "PATH OP #NUMBER | CAME -> COMPUTES -> GIVES | RULE: ARGUMENTS | N times"
@@ -125,7 +125,7 @@ class _DeviceSection:
             identity = CallId.parse(match["id"])
         except RunError:
             raise _broken(f"{match['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
-        inputs, computes, result = (_formats(match[name], where) for name in ("came", "computes", "result"))
+        inputs, computes, result = (_formats(match[name], where) for name in ("input_formats", "computes", "result"))
         if identity in self._seen:
             raise _broken(f"{identity} is here and on line {self._seen[identity]}", where)
         self._seen[identity] = number

@@ -42,7 +42,7 @@ import wrong_loops
 import wrong_models
 import wrong_precision
 import wrong_values
-from kernels_to_judge import cases, looked_at
+from kernels_to_judge import cases, inspected
 from planting import Fault
 from program import DTYPES, FALSE_ALARM, HARMED, NOT_JUDGED, PROGRAMS, RIGHT, Made, Program, Said
 
@@ -111,7 +111,7 @@ def alarm(said: str) -> Said:
 
 def sound_kernels(seed: int) -> str:
     """Those that are beyond their bounds, of some thousand in low formats with values of many sizes."""
-    looked = ((name, *found) for name, call in cases(seed) for found in looked_at(call))
+    looked = ((name, *found) for name, call in cases(seed) for found in inspected(call))
     return "\n".join(f"{op} in {name}: {found}" for name, op, found in looked if found is not None and found.is_beyond)
 
 

@@ -287,7 +287,7 @@ class _Capture(Observer):
         rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")
         self._run.calls.append(
             CallRecord(
-                call.id, call.site.file, call.site.line, call.came, call.computes, rule, reason,
+                call.id, call.site.file, call.site.line, call.input_formats, call.computes, rule, reason,
                 call.notes["inputs"], outputs, given, call.forward, call.is_cast,
             )
         )  # fmt: skip

@@ -315,7 +315,7 @@ class _Comparing:
         """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""
         result, bands = self._result, self._bands
         with quietly():
-            result.outputs, result.band = output_errors(expected.output, actual.output), bands.output
+            result.outputs, result.round_off_bound = output_errors(expected.output, actual.output), bands.output
             result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
         worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, judging.TINY)

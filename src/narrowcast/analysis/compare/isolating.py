@@ -27,7 +27,7 @@ def low_alone(
     budget: how often the model may run. run: runs the model in a region; returns the output's error, None if it raises.
     """
     places = _low_places(rows)
-    ranked = sorted(places, key=lambda place: -max(rows[n].own for n in places[place]))
+    ranked = sorted(places, key=lambda place: -max(rows[n].local for n in places[place]))
     left = budget
     if len(ranked) > budget:
         groups = _groups(ranked, budget // 2)
@@ -61,7 +61,7 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
     places: dict[Place, list[int]] = {}
     for n, row in enumerate(rows):
         is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not writes(row.id.op)
-        if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
+        if is_lowered and row.local and row.id.direction == "forward" and row.id.turn == 1:
             places.setdefault((row.id.module_path, row.id.op), []).append(n)
     return places
 

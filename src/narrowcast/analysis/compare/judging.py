@@ -52,17 +52,17 @@ def judge_call(
     call = kept.call
     row = CallError(
         identity, call.site.file, call.site.line, call.computes, expected.call.computes, verdicts.EXACT,
-        forward=call.forward, band=band or 0.0,
+        forward=call.forward, round_off_bound=band or 0.0,
     )  # fmt: skip
     if not has_same_shapes(kept, expected):
         why = "its results have other shapes than in the reference"
         return replace(row, verdict=verdicts.NOT_JUDGED if is_own else verdicts.FAULT, why=why)
     got = [x for x in _at_places_of(kept, expected) if x is not None]
     total = error_of(got, r)
-    row = replace(row, total=total, inherited=total, sqnr_db=decibels(1.0, total * total))
+    row = replace(row, total=total, propagated=total, sqnr_db=decibels(1.0, total * total))
     low = alone.low if alone is not None else []
     if low:
-        row = replace(row, own=error_of(low, r), inherited=error_of(got, low))
+        row = replace(row, local=error_of(low, r), propagated=error_of(got, low))
     row = _with_shares(row, low or got, r, kept)
     if (judged := kept.judged) is not None:
         row = replace(
@@ -104,7 +104,7 @@ def _verdict(
         return verdicts.PASSED_ON, _AT_LIMIT
     if is_lost and kept.nonfinite == PASSED:
         return verdicts.PASSED_ON, "its inputs hold NaN or infinity"
-    if not row.total and not row.own:
+    if not row.total and not row.local:
         return verdicts.EXACT, ""
     if judged is not None or not is_far:
         is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
@@ -124,7 +124,11 @@ def name_cause(result: Differences, reference: Keep, under: Keep) -> None:
         for call, format in (casts[identity] for identity in casts if identity not in others):
             formats, why = (format, "-") if casts is here else ("-", format), f"only {where} it rounds to {format}"
             result.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, verdicts.FAULT, why))
-    far = (n for n, row in enumerate(result.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
+    far = (
+        n
+        for n, row in enumerate(result.rows)
+        if row.round_off_bound and row.total > max(OUTPUT_FACTOR * row.round_off_bound, TINY)
+    )
     first = next(far, None)
     if not result.faults and first is not None:
         why = "it is the first beyond what round-off may make, and not by its kernel: it reads something else"

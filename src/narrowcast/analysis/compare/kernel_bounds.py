@@ -26,7 +26,7 @@ _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
 different values on: biased rounding is what breaks attention in bf16 (arXiv 2510.04212).
 """
 _PROBED = 32
-"""Products of this size are computed by the library's kernels."""
+"""Matmuls of this size are computed by the library's kernels."""
 _ROUNDING = 1.5
 
 

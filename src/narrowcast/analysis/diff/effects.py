@@ -42,7 +42,7 @@ class Effects:
         """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged."""
         both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
         results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
-        if len(results) < 2 or range_difference(*results) <= self._rows[pair].band:
+        if len(results) < 2 or range_difference(*results) <= self._rows[pair].round_off_bound:
             return UNKNOWN
         waiting, seen = [pair], {pair}
         is_seen, are_alike = False, True
@@ -54,10 +54,10 @@ class Effects:
                 row = self._rows.get(reader)
                 if row is None:
                     return UNKNOWN
-                if row.measured_by and row.difference <= row.band / SHOWS:
+                if row.measured_by and row.difference <= row.round_off_bound / SHOWS:
                     continue
                 are_alike &= not is_beside and _are_alike(reader, row)
-                if row.difference <= row.band:
+                if row.difference <= row.round_off_bound:
                     is_seen = True
                 elif reader not in seen:
                     seen.add(reader)

@@ -23,7 +23,7 @@ _MOST = 0.25
 def band_along(rows: list[RunRow]) -> float:
     """Return the bound of gradients, which are computed by all calls, one after the other."""
     differences = [row.difference for row in rows if not math.isnan(row.difference)]
-    band = GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+    band = GAIN * (max((row.round_off_bound for row in rows), default=0.0) + max(differences, default=0.0))
     return band if any(row.differs_in_format for row in rows) else min(band, _MOST)
 
 
@@ -103,4 +103,4 @@ def gradients_are_alike(rows: Sequence[GradientRow], parameters: Sequence[Iterab
     """Return whether each parameter of either run with a gradient is compared, and alike. parameters: their names."""
     compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
     are_all = all(set(names) <= those for names, those in zip(parameters, compared, strict=True))
-    return bool(rows) and are_all and all(row.difference <= row.band for row in rows)
+    return bool(rows) and are_all and all(row.difference <= row.round_off_bound for row in rows)

@@ -79,7 +79,7 @@ class Outcomes:
         return are_unlike and self.are_alike and self._are_others
 
     def _is_a_step(self, row: RunRow, is_low: bool, effect: str) -> bool:
-        if effect == GOES_ON and self._is_visible and row.inputs <= row.band:
+        if effect == GOES_ON and self._is_visible and row.inputs <= row.round_off_bound:
             return False
         if self.are_exact and not is_low and (math.isnan(row.inputs) or row.why != UNEXPLAINED):
             return True

@@ -77,7 +77,7 @@ def piece_of(facts: TensorFacts) -> Piece:
     sketches = {divmod(number, tokens): row for number, row in sketch.sketch_rows(facts.sketch, facts.shape).items()}
     return Piece(
         facts.format, rows // tokens if tokens else 0, tokens, columns, facts.low, facts.high, facts.mean, facts.rms,
-        facts.looked_at > 0, facts.looked_at == facts.elements, facts.is_finite, sketches, facts, len(facts.shape),
+        facts.inspected > 0, facts.inspected == facts.elements, facts.is_finite, sketches, facts, len(facts.shape),
     )  # fmt: skip
 
 

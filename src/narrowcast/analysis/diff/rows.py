@@ -243,7 +243,7 @@ class Judging:
                 apart = row.difference
                 if row.measured_by in (STATISTICS, RANGES):
                     apart = self._as_returned(pair, row.difference)
-                outcomes.append(EndDifference.of(apart, band, row.band / band))
+                outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
         return outcomes
@@ -271,7 +271,7 @@ class Judging:
         models returned: they make the difference of outputs together.
         """
         visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
-                   if r.a[0].direction == FORWARD and r.difference > r.band]  # fmt: skip
+                   if r.a[0].direction == FORWARD and r.difference > r.round_off_bound]  # fmt: skip
         for pair, row in visible:
             read = [makers.read(side[0]) for makers, side in zip(self._makers, (pair.a, pair.b), strict=True)]
             if self._note_alone(read, row.difference):
@@ -323,7 +323,7 @@ class Judging:
             return math.inf
         last = max((x for x in self._paired[0] if x.id == forward[-1].a[0]), key=lambda x: x.position)
         largest = max(1.0, abs(last.low), abs(last.high))
-        return largest * (forward[-1].band + GAIN * max(row.difference for row in forward))
+        return largest * (forward[-1].round_off_bound + GAIN * max(row.difference for row in forward))
 
     def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
         """Return whether its partner is an output, too."""
@@ -337,7 +337,7 @@ def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
 
 def formats_of(bundles: Sequence[Bundle]) -> str:
     """Return the formats in which calls compute."""
-    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.came for bundle in bundles))
+    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.input_formats for bundle in bundles))
 
 
 def place_of(bundles: Sequence[Bundle]) -> str:

@@ -91,7 +91,7 @@ class EagerFlow(Observer):
         self._steps[key] = len(self.flow.steps)
         self.flow.steps.append(
             FlowStep(identity.module_path, identity.op, site.file, site.line, identity.number, identity.direction,
-                     call.came, call.computes, gave, int(moved), done)
+                     call.input_formats, call.computes, gave, int(moved), done)
         )  # fmt: skip
         return self._steps[key]
 

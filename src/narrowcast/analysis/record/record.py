@@ -61,7 +61,7 @@ class _RecordedCall:
     """
 
     decided: DecidedCall
-    came: str
+    input_formats: str
     seen: list[bool]
     widens: bool
     again: bool
@@ -159,8 +159,8 @@ class Recorder(WatchingMode):
         if call.widens and not call.seen_widening:
             slot, tensor = decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
-        computes = planned_names(plan, decided.tensors) if plan.rules else call.came
-        self._count(decided.facts.id, decided.site, call.came, computes, result, call.done, decided)
+        computes = planned_names(plan, decided.tensors) if plan.rules else call.input_formats
+        self._count(decided.facts.id, decided.site, call.input_formats, computes, result, call.done, decided)
 
     def _how_unseen(self, call: _RecordedCall, tensor: torch.Tensor | None, dst: str) -> str:
         """Return how a cast was made that was planned and that the mode did not see."""

@@ -38,7 +38,7 @@ class Effect:
     """What one low call does. probes: g . d by draw of signs; empty without gradients. own: its local error."""
 
     probes: tuple[float, ...] = ()
-    own: float = 0.0
+    local: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Attribution(RepairObserver):
             signal += float(at.double().square().sum())
             if result.requires_grad:
                 self._changes.append(_ChangedResult(call.id, result, change, step))
-        self.effects[call.id] = Effect(own=math.sqrt(noise / signal) if signal else math.inf * (noise > 0))
+        self.effects[call.id] = Effect(local=math.sqrt(noise / signal) if signal else math.inf * (noise > 0))
 
     def probe(self, output: Any) -> torch.Tensor:
         """Find the effects of the calls, and return a loss that adds nothing to gradients."""
@@ -151,7 +151,7 @@ def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
     sums: dict[Rule, list[float]] = {}
     for identity, effect in effects.items():
         makers = look.decided_behind(identity)
-        probes = effect.probes if by_gradient else (effect.own,)
+        probes = effect.probes if by_gradient else (effect.local,)
         for maker in makers:
             total = sums.setdefault(rule_about(maker.op, maker.module_path), [0.0] * (PROBES if by_gradient else 1))
             for draw, value in enumerate(probes):

@@ -30,7 +30,7 @@ from narrowcast.reports.results.repair import (
     METRIC,
     NOT_FINITE,
     RAISED,
-    Products,
+    Matmuls,
     Repair,
     RepairRule,
     RepairStep,
@@ -74,7 +74,7 @@ class Repairing:
             outcome = problem.said if problem is not None else "clean"  # judged again, now against fp32
             result.steps[0] = replace(result.steps[0], found=outcome, error=ran.relative)
         result.before = result.steps[0]
-        result.products_before = _products(ran.look)
+        result.matmuls_before = _products(ran.look)
         if self._fails_itself(ran, problem):
             result.verdict, result.after = BEYOND, result.before
         else:
@@ -294,7 +294,7 @@ class Repairing:
         problem = self._checks.judge(ran)
         outcome = problem.said if problem is not None else "clean"
         result.after = RepairStep(f"under {result.policy.name}", outcome, error=ran.relative, metric=ran.metric)
-        result.products_after = _products(ran.look)
+        result.matmuls_after = _products(ran.look)
         known = load_profile(device_now(result.device_type))  # as far as this device was measured
         prices = CostModel(known) if known.samples else None
         low = FORMATS[to_dtype(result.low)]
@@ -363,11 +363,11 @@ def _figures(ran: Ran) -> str:
     return error + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
 
 
-def _products(look: RepairObserver) -> Products:
+def _products(look: RepairObserver) -> Matmuls:
     """Return how many products a run has, and how many of them read a low format."""
     recurrent = named("computation.recurrent") | named("inside.of_recurrent")
     calls = [
         call for identity, call in look.calls
         if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
     ]  # fmt: skip
-    return Products(sum(bool(call.low) for call in calls), len(calls))
+    return Matmuls(sum(bool(call.low) for call in calls), len(calls))

@@ -277,7 +277,7 @@ class WatchCalls(Observer):
         return f"allowed by a rule about {rule.op} ({rule.origin})" if rule is not None else ""
 
     def _count_intentional(self, why: str) -> None:
-        self._watching.meant[why] = self._watching.meant.get(why, 0) + 1
+        self._watching.intentional[why] = self._watching.intentional.get(why, 0) + 1
 
     # -- ops that are followed and no calls ----------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Refusal:
 class CallKind:
     """Calls that are alike: the same op at the same place of the program, decided alike, in the same formats.
 
-    came, computes, result: formats of the floating inputs, of what the op computes in, and of its output
+    input_formats, computes, result: formats of the floating inputs, of what the op computes in, and of its output
     (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing; direction
     is `backward` for what autograd runs.
     """
@@ -89,7 +89,7 @@ class CallKind:
     module_path: str
     file: str
     line: int
-    came: str
+    input_formats: str
     computes: str
     result: str
     action: str

@@ -56,7 +56,7 @@ class SeenCall:
         return self.who.site
 
     @property
-    def came(self) -> str:
+    def input_formats(self) -> str:
         """The formats of its input tensors."""
         return self._formats()[0]
 

@@ -100,14 +100,14 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
     finite = [_finite(each, *range, sample) for each, range, sample in zip(alike, ranges, values, strict=True)]
     if any(each.nan or each.infinite for each in finite):
         values = np.stack([each.sample for each in finite])
-    looked_at = values[0].size
+    inspected = values[0].size
     exponents, is_zero = exponents_of(values)
     below = exponents.max(axis=-1, keepdims=True) - exponents
     zeros = np.count_nonzero(is_zero, axis=(1, 2)).tolist()
     keep = ~is_zero.reshape(len(alike), -1) if any(zeros) else None
     flat = values.reshape(len(alike), -1).astype(np.float64)
-    means = (flat.sum(axis=1) / looked_at).tolist()
-    squares = (np.einsum("ij,ij->i", flat, flat) / looked_at).tolist()
+    means = (flat.sum(axis=1) / inspected).tolist()
+    squares = (np.einsum("ij,ij->i", flat, flat) / inspected).tolist()
     counted = zip(
         alike, finite, zeros, means, squares, _histograms(exponents, keep), _histograms(below, keep),
         _sketches(_array(torch.stack([each.rows for each in alike]))), strict=True,
@@ -116,9 +116,9 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
         format = FORMATS[t.format]
         yield TensorFacts(
             t.format, t.shape, t.device, t.elements, low=each.low, high=each.high, mean=mean,
-            rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,
-            subnormal=_subnormal(histogram, format) / looked_at, saturated=_saturated(each, format), nan=each.nan,
-            infinite=each.infinite, exponents=histogram, below=under, looked_at=looked_at, lies_in=t.lies_in,
+            rms=math.sqrt(square), zeros=zero / inspected - each.nan - each.infinite,
+            subnormal=_subnormal(histogram, format) / inspected, saturated=_saturated(each, format), nan=each.nan,
+            infinite=each.infinite, exponents=histogram, below=under, inspected=inspected, lies_in=t.lies_in,
             checksum=t.checksum, file=t.file, sketch=sketch,
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINI
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
 _ERRORS = {
-    "own": "local", "inherited": "propagated", "total": "total", "band": "bound", "kernel": "kernel",
+    "local": "local", "propagated": "propagated", "total": "total", "round_off_bound": "bound", "kernel": "kernel",
     "alone": "effect alone",
 }  # fmt: skip
 """What the errors of a call are called where they are shown."""
@@ -85,8 +85,8 @@ def comparison_verdict(result: Differences) -> str:
     largest = max((o.largest_error for o in result.outputs), default=0.0)
     error = f"output error {number_text(max(errors))}" if errors else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
-    band = f"; round-off bound {number_text(result.band)}" if result.band else ""
-    if 0 < result.band < max(errors, default=0.0) and result.verdict == ROUND_OFF:
+    band = f"; round-off bound {number_text(result.round_off_bound)}" if result.round_off_bound else ""
+    if 0 < result.round_off_bound < max(errors, default=0.0) and result.verdict == ROUND_OFF:
         band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     return f"{result.verdict.capitalize()}: {error}{band}{first}"
@@ -101,7 +101,7 @@ def _notes(result: Differences) -> list[str]:
     total = max((o.relative_error for o in result.outputs), default=0.0)
     is_one = result.remedy is not None or not low or low[0].verdict in AT_FAULT
     if not is_one and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
-        ops = {(row.id.module_path, row.id.op) for row in result.rows if row.is_low and row.own and not row.forward}
+        ops = {(row.id.module_path, row.id.op) for row in result.rows if row.is_low and row.local and not row.forward}
         worst = f"the worst makes {number_text(low[0].alone)} of {number_text(total)}"
         if len(ops) * low[0].alone ** 2 >= (HALF_OF_ITS_SQUARE * total) ** 2:  # else something else makes it
             notes.append(f"the error is spread over {len(ops)} ops: {worst}")
@@ -207,17 +207,17 @@ def _keep_high(row: CallError, why: str, reason: str) -> list[Todo]:
 
 def _node(row: CallError) -> Node:
     node = node_of(row.id, row.computes, row.file, row.line)
-    node.came = row.reference
+    node.input_formats = row.reference
     _fill(node, row)
     alone = number(row.alone)
-    figures = [("round-off may make", number_text(row.band)), ("kernel alone", number_text(row.kernel))]
+    figures = [("round-off may make", number_text(row.round_off_bound)), ("kernel alone", number_text(row.kernel))]
     figures += [("moves the output alone by", number_text(alone))] if alone is not None else []
     node.facts = tuple(figures)
     return node
 
 
 def _fill(node: Node, row: CallError) -> None:
-    node.own, node.inherited, node.total = number(row.own), number(row.inherited), number(row.total)
+    node.local, node.propagated, node.total = number(row.local), number(row.propagated), number(row.total)
     node.verdict = row.verdict
     if row.verdict in AT_FAULT:
         node.finding = row.why or row.verdict
@@ -239,7 +239,7 @@ def output_figures(result: Differences) -> list[Figure]:
     worst = max(result.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)
     detail = f"{worst.name}, {sqnr:.1f} dB" if sqnr is not None else worst.name
-    band = f"; round-off bound {number_text(result.band)}" if result.band else ""
+    band = f"; round-off bound {number_text(result.round_off_bound)}" if result.round_off_bound else ""
     tone = "bad" if result.verdict in AT_FAULT else ""
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]
 
@@ -252,7 +252,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
             continue
         alone = number(row.alone)
-        why = f"its local error is {number_text(row.own)}"
+        why = f"its local error is {number_text(row.local)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
         todos += _keep_high(row, why, why.partition(":")[0])
@@ -269,9 +269,9 @@ def _worst(rows: Iterable[CallError]) -> list[CallError]:
 
     def key(row: CallError) -> tuple[float, ...]:
         alone = number(row.alone)
-        return row.verdict not in AT_FAULT, -(alone if alone is not None else -1.0), -(number(row.own) or 0.0)
+        return row.verdict not in AT_FAULT, -(alone if alone is not None else -1.0), -(number(row.local) or 0.0)
 
-    return sorted((row for row in rows if row.own), key=key)
+    return sorted((row for row in rows if row.local), key=key)
 
 
 def output_table(result: Differences) -> list[Table]:
@@ -309,10 +309,10 @@ def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
 
 def error_series(nodes: list[Node]) -> list[Series]:
     """Return the error by depth: local and propagated, of forward calls in order."""
-    at = [i for i, n in enumerate(nodes) if n.own is not None and n.direction == "forward"]
+    at = [i for i, n in enumerate(nodes) if n.local is not None and n.direction == "forward"]
     if len(at) < 2:
         return []
-    names = ("own", "inherited", "total")
+    names = ("local", "propagated", "total")
     lines = [(_ERRORS[name], [getattr(nodes[i], name) or None for i in at]) for name in names]
     xs = [float(n) for n in range(1, len(at) + 1)]
     return [Series("Error by depth", "call, in order", "relative error", xs, lines, "whole", "relative", True, at)]

@@ -261,7 +261,8 @@ def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
             action, reason = (decided.action, decided.reason) if decided is not None else ("", "")
             nodes.append(
                 Node(step.module_path, step.op, f"#{step.number}" if step.number else "", 1,
-                     "forward" if step.direction == "forward" else "backward", step.came, step.computes, step.result,
+                     "forward" if step.direction == "forward" else "backward", step.input_formats, step.computes,
+                     step.result,
                      action, "", reason, step.file, step.line, step.moved_bytes, step.multiplications,
                      facts=_MAKES.get(step.direction, ()))
             )  # fmt: skip

@@ -49,7 +49,8 @@ def ledger_graph(ledger: Ledger) -> Graph:
         at.setdefault((kind.module_path, kind.op), []).append((len(nodes), tally.numbers))
         label = f"#{next(iter(tally.numbers))}" if len(tally.numbers) == 1 else ""
         nodes.append(
-            Node(kind.module_path, kind.op, label, tally.calls, kind.direction, kind.came, kind.computes, kind.result,
+            Node(kind.module_path, kind.op, label, tally.calls, kind.direction, kind.input_formats, kind.computes,
+                 kind.result,
                  kind.action, "", kind.reason, kind.file, kind.line, tally.moved_bytes, tally.multiplications)
         )  # fmt: skip
     edges: dict[Edge, Tally] = {}

@@ -97,10 +97,10 @@ class Table:
 class Node:
     """Calls of one op at one place that are alike: what is drawn as a box.
 
-    came, computes, result: formats of inputs, compute and outputs, several with commas. label: which call of its op it
-    is (`#2`). bytes: read and written. multiplications: as ops/multiplications.py counts them. ns: measured or
-    predicted time. own, inherited, total: relative errors. None: not known. finding: why it deserves a look. facts:
-    names and values besides, in words.
+    input_formats, computes, result: formats of inputs, compute and outputs, several with commas. label: which call of
+    its op it is (`#2`). bytes: read and written. multiplications: as ops/multiplications.py counts them. ns: measured
+    or predicted time. local, propagated, total: relative errors. None: not known. finding: why it deserves a look.
+    facts: names and values besides, in words.
     """
 
     path: str
@@ -108,7 +108,7 @@ class Node:
     label: str = ""
     times: int = 1
     direction: str = "forward"
-    came: str = ""
+    input_formats: str = ""
     computes: str = ""
     result: str = ""
     action: str = ""
@@ -119,8 +119,8 @@ class Node:
     bytes: int | None = None
     multiplications: int | None = None
     ns: float | None = None
-    own: float | None = None
-    inherited: float | None = None
+    local: float | None = None
+    propagated: float | None = None
     total: float | None = None
     verdict: str = ""
     finding: str = ""
@@ -211,7 +211,7 @@ class Exponents:
 class PairRow:
     """Calls of two runs that are the same ones: their numbers among the nodes of either graph, and what was found.
 
-    format_a, format_b: in which they compute. difference, inputs, band: relative, None if not known.
+    format_a, format_b: in which they compute. difference, inputs, round_off_bound: relative, None if not known.
     """
 
     a: tuple[int, ...]
@@ -219,7 +219,7 @@ class PairRow:
     verdict: str
     difference: float | None
     inputs: float | None
-    band: float | None
+    round_off_bound: float | None
     measured_by: str
     aligned_by: str
     format_a: str

@@ -69,7 +69,7 @@ def _figures(result: Repair) -> list[Figure]:
     if result.rules and math.isfinite(cost):
         detail = "by the profile of the device, casts left out"
         figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
-    was, now = result.products_before, result.products_after
+    was, now = result.matmuls_before, result.matmuls_after
     if now.all:
         detail = f"of {now.all} matrix multiplications; before"
         detail += f": {was.low}" if was.all == now.all else " it did not finish"
@@ -79,7 +79,7 @@ def _figures(result: Repair) -> list[Figure]:
 
 def _bars(result: Repair) -> list[Bar]:
     """Return matrix multiplications by format, before and after; before only where the model ran to its end."""
-    before, after = result.products_before, result.products_after
+    before, after = result.matmuls_before, result.matmuls_after
     bars = []
     for when, counts in (("before", before), ("with the rules", after)):
         if counts.all and counts.all == after.all:

@@ -49,7 +49,7 @@ def run_differences_document(result: RunDifferences) -> Document:
 def _pair_row(row: RunRow, sides: tuple[SideGraph, SideGraph]) -> PairRow:
     return PairRow(
         sides[0].numbers(row.a), sides[1].numbers(row.b), row.verdict, _difference(row), number(row.inputs),
-        number(row.band) if row.measured_by else None, row.measured_by, row.aligned_by,
+        number(row.round_off_bound) if row.measured_by else None, row.measured_by, row.aligned_by,
         row.format_a, row.format_b, _given(row), row.why,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def _mark(run_rows: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[Side
             text = f"{row.why}: it differs by {number_text(row.difference)}, round-off bound "
             for numbers, side in ((pair.a, sides[0]), (pair.b, sides[1])):
                 for n in numbers:
-                    side.graph.nodes[n].finding = text + number_text(row.band)
+                    side.graph.nodes[n].finding = text + number_text(row.round_off_bound)
 
 
 def _mark_alone(unaligned: Iterable[Unaligned], sides: tuple[SideGraph, SideGraph]) -> None:
@@ -204,7 +204,7 @@ def _tables(result: RunDifferences) -> list[Table]:
     columns += "line of a:line, line of b:line"
 
     def cells(row: RunRow) -> list[Any]:
-        band = number(row.band) if row.measured_by else None
+        band = number(row.round_off_bound) if row.measured_by else None
         return [
             _names(row.a), _names(row.b), row.format_a, row.format_b, row.verdict, _difference(row), band,
             number(row.inputs), row.measured_by, row.aligned_by, _given(row), row.why, row.place_a, row.place_b,
@@ -219,7 +219,7 @@ def _tables(result: RunDifferences) -> list[Table]:
         *table("environment", "What differs between the environments", "name, in a, in b", result.environment),
         *table("gradients", "Gradients of parameters", "parameter of a, parameter of b, difference:error, "
                "round-off bound:error, measured by",
-               [[" + ".join(g.a), " + ".join(g.b), number(g.difference), number(g.band), g.measured_by]
+               [[" + ".join(g.a), " + ".join(g.b), number(g.difference), number(g.round_off_bound), g.measured_by]
                 for g in result.gradients]),
     ]  # fmt: skip
 
@@ -241,7 +241,7 @@ def _series(rows: list[PairRow]) -> list[Series]:
     forward = [row for row in rows if row.difference is not None and row.a]
     if len(forward) < 2:
         return []
-    differences, bands = ([getattr(row, name) or None for row in forward] for name in ("difference", "band"))
+    differences, bands = ([getattr(row, name) or None for row in forward] for name in ("difference", "round_off_bound"))
     lines = [("difference", differences), ("round-off", bands)]
     xs = [float(n) for n in range(1, len(forward) + 1)]
     return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, "whole", "relative",

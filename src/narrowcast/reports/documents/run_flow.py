@@ -92,7 +92,7 @@ class RunFlow:
         results = [(name, self.tensors[n]) for name, n in outputs]
         gives = ",".join(dict.fromkeys(facts.format for _, facts in results))
         node = node_of(call.id, call.computes, call.file, call.line)
-        node.came, node.result, node.rule, node.reason = call.came, gives, call.rule, call.reason
+        node.input_formats, node.result, node.rule, node.reason = call.input_formats, gives, call.rule, call.reason
         moved = (*read, *(facts for _, facts in results))
         node.bytes = sum(facts.elements * FORMATS[facts.format].bits // 8 for facts in moved)
         shapes, out_shapes = ([self.tensors[n].shape for _, n in named] for named in (call.inputs, call.outputs))

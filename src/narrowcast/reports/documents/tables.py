@@ -46,7 +46,7 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
     """Return every op with its formats and why, most bytes first."""
     groups: dict[tuple[str, ...], list[Node]] = {}
     for node in nodes:
-        key = (node.op, node.direction, node.came, node.computes, node.result, node.action, node.reason)
+        key = (node.op, node.direction, node.input_formats, node.computes, node.result, node.action, node.reason)
         groups.setdefault(key, []).append(node)
     rows: list[list[Any]] = [
         [op, direction, sum(n.times for n in alike), inputs, computes, result, sum(n.bytes or 0 for n in alike),
@@ -70,7 +70,7 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
     rows = []
     for path, inside in groups.items():
         formats = ",".join(dict.fromkeys(f for n in inside for f in n.computes.split(",") if f))
-        own = max((n.own for n in inside if n.own is not None), default=None)
+        own = max((n.local for n in inside if n.local is not None), default=None)
         total = next((n.total for n in reversed(inside) if n.total is not None), None)
         moved, findings = sum(n.bytes or 0 for n in inside), sum(bool(n.finding) for n in inside)
         rows.append([path, sum(n.times for n in inside), formats, moved, own, total, findings])

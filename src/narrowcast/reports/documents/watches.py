@@ -32,11 +32,11 @@ def watch_document(result: Watching) -> Document:
     page.figures = [
         Figure("findings", len(bad), counted(len(nodes) - len(bad), "trend"), "bad" if bad else "good"),
         Figure("passed on", result.spread, "later calls"),
-        Figure("intentional", sum(result.meant.values()), "infinities, such as those of masks"),
+        Figure("intentional", sum(result.intentional.values()), "infinities, such as those of masks"),
     ]
     page.notes = list(result.notes)
     page.todos = [todo for finding in findings for todo in _todos(finding)][:3]
-    intentional = [[times, why] for why, times in result.meant.items()]
+    intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += table("intentional", "Intentional infinities", "times:number, why", intentional)
     page.series = _history(result.history)

@@ -68,6 +68,6 @@ def _errors(explanation: Explanation, graph: CompiledGraph) -> dict[str, float]:
     """Return the local error of each node that is a call which was compared with fp32."""
     if explanation.comparison is None or graph.after is None:
         return {}
-    known = {row.id: row.own for row in explanation.comparison.differences.rows}
+    known = {row.id: row.local for row in explanation.comparison.differences.rows}
     ids = {step.id: CallId(step.site.module_path, step.op, step.number) for step in graph.after.steps.values()}
     return {graph.names[step]: known[id] for step, id in ids.items() if step in graph.names and id in known}

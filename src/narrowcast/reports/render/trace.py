@@ -115,7 +115,8 @@ class _Track:
         self._enter(call.id)
         place = f"{call.file}:{call.line}" if call.file else ""
         args = {
-            "call": str(call.id), "format": call.computes, "came": call.came, "time": time, "line": place,
+            "call": str(call.id), "format": call.computes, "input_formats": call.input_formats, "time": time,
+            "line": place,
             "rule": call.rule, "reason": call.reason,
         }  # fmt: skip
         args = {key: value for key, value in args.items() if value}
@@ -126,7 +127,7 @@ class _Track:
             self._slice(f"cast {src} -> {dst}", "cast", ns, CAST, {**args, "format": dst, "from": src})
         op = call.id.op.removeprefix("aten.").removesuffix(".default")
         colour = CAST if call.is_cast else _COLOURS.get(call.computes, OTHER)
-        name = f"cast {call.came} -> {call.computes}" if call.is_cast else f"{op} {call.computes}".strip()
+        name = f"cast {call.input_formats} -> {call.computes}" if call.is_cast else f"{op} {call.computes}".strip()
         self._slice(name, "cast" if call.is_cast else call.id.direction, left, colour, args)
 
     def close(self, depth: int) -> None:

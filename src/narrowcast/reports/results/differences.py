@@ -61,17 +61,17 @@ def site_text(module_path: str, file: str, line: int) -> str:
 class CallError:
     """The error of one call, from samples of its results.
 
-    computes, reference: the formats it reads under the policy and in the reference. own: local relative error (L2) of
-    the call alone in its low formats, on the reference's inputs. inherited: the propagated error, of the same call in
-    low formats, on the inputs that it really had, against that. total: of its real output, against the reference.
-    kernel: of its output against the same op in fp64 on the same inputs, those that it really had; bound: the largest
-    of these errors, of any element, over what its formats and the length of its sums allow; 0 where nothing bounds it.
-    band: how far the call was off where everything before it moved by one unit in the last place. sqnr_db: of the
-    total. largest_ulps, mean_ulps: of kernel errors, in units in the last place of the result's format; bias_ulps: the
-    mean of roundings against rounding to nearest, towards +infinity or away from zero, where that is no accident.
-    overflow, underflow, saturated: shares of elements that became infinite, zero, or the largest value. alone: relative
-    error of the model's output when only this call's op in its module is low; NaN where it was not tried. why: of the
-    verdict.
+    computes, reference: the formats it reads under the policy and in the reference. local: the local relative error
+    (L2) of the call alone in its low formats, on the reference's inputs. propagated: the propagated error, of the same
+    call in low formats, on the inputs that it really had, against that. total: of its real output, against the
+    reference. kernel: of its output against the same op in fp64 on the same inputs, those that it really had; bound:
+    the largest of these errors, of any element, over what its formats and the length of its sums allow; 0 where nothing
+    bounds it. round_off_bound: how far the call was off where everything before it moved by one unit in the last place.
+    sqnr_db: of the total. largest_ulps, mean_ulps: of kernel errors, in units in the last place of the result's format;
+    bias_ulps: the mean of roundings against rounding to nearest, towards +infinity or away from zero, where that is no
+    accident. overflow, underflow, saturated: shares of elements that became infinite, zero, or the largest value.
+    alone: relative error of the model's output when only this call's op in its module is low; NaN where it was not
+    tried. why: of the verdict.
     """
 
     id: CallId
@@ -81,11 +81,11 @@ class CallError:
     reference: str
     verdict: str
     why: str = ""
-    own: float = 0.0
-    inherited: float = 0.0
+    local: float = 0.0
+    propagated: float = 0.0
     total: float = 0.0
     kernel: float = 0.0
-    band: float = 0.0
+    round_off_bound: float = 0.0
     sqnr_db: float = math.inf
     largest_ulps: float = 0.0
     mean_ulps: float = 0.0
@@ -109,7 +109,7 @@ class ModuleError:
 
     module_path: str
     calls: int
-    own: float
+    local: float
     total: float
     faults: int
     worst: CallId
@@ -117,9 +117,9 @@ class ModuleError:
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The error of a parameter's gradient. cosine: of the angle between the two; 1 is the same direction. band: the
-    largest error when every call's result moves by one unit in the last place. share: the reference's root mean square
-    over the largest of all parameters' gradients.
+    """The error of a parameter's gradient. cosine: of the angle between the two; 1 is the same direction.
+    round_off_bound: the largest error when every call's result moves by one unit in the last place. share: the
+    reference's root mean square over the largest of all parameters' gradients.
     """
 
     parameter: str
@@ -128,7 +128,7 @@ class GradientError:
     cosine: float
     underflow: float
     verdict: str
-    band: float = 0.0
+    round_off_bound: float = 0.0
     share: float = 1.0
 
     @property
@@ -136,7 +136,7 @@ class GradientError:
         """Whether it is zero up to round-off: what is there is that of the terms of a sum that cancel, as in the
         bias before a batch norm. Of such a gradient neither error nor direction says anything.
         """
-        return self.share < 2.0**-10 and self.band >= 0.5
+        return self.share < 2.0**-10 and self.round_off_bound >= 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ class Differences(Result):
     """What `nc.compare` found.
 
     subject, device_type, policy, low, reference: what was compared; policy and low are empty where no region was asked
-    for around a model that brings its own casts, or none. rows: by call, in order. outputs, gradients: of the
-    model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
-    only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
+    for around a model that brings its own casts, or none. rows: by call, in order. outputs, gradients: of the model;
+    round_off_bound: how far its output moves by one unit in the last place of each call's formats. unmatched: calls
+    that only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
     not_finite: where an output is not finite and the reference's is, the first call that is to blame;
     reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
     compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0. remedy: what
@@ -196,7 +196,7 @@ class Differences(Result):
     """
 
     WHAT: ClassVar[str] = "a comparison"
-    SCHEMA: ClassVar[str] = "narrowcast.compare/1"
+    SCHEMA: ClassVar[str] = "narrowcast.compare/2"
 
     subject: str
     device_type: str
@@ -206,7 +206,7 @@ class Differences(Result):
     rows: list[CallError] = field(default_factory=list)
     outputs: tuple[OutputError, ...] = ()
     gradients: list[GradientError] = field(default_factory=list)
-    band: float = 0.0
+    round_off_bound: float = 0.0
     verdict: str = EXACT
     unmatched: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -224,11 +224,11 @@ class Differences(Result):
     def worst(self) -> list[CallError]:
         """The calls most to blame, worst first: faults, then what alone moves the output most, then local error."""
         order = {NOT_FINITE: 0, FAULT: 1, KERNEL: 1}
-        blamed = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
+        blamed = [row for row in self.rows if (row.local and row.verdict != PASSED_ON) or row.verdict in order]
 
         def key(row: CallError) -> tuple[float, ...]:
             alone = -1.0 if math.isnan(row.alone) else row.alone
-            return order.get(row.verdict, 2), -alone, -(row.own if math.isfinite(row.own) else 0.0)
+            return order.get(row.verdict, 2), -alone, -(row.local if math.isfinite(row.local) else 0.0)
 
         return sorted(blamed, key=key)
 
@@ -250,10 +250,10 @@ class Differences(Result):
                 grouped.setdefault(row.id.module_path, []).append(row)
         errors = []
         for path, rows in grouped.items():
-            worst = max(rows, key=lambda row: row.own)
+            worst = max(rows, key=lambda row: row.local)
             faults = sum(row.verdict in AT_FAULT for row in rows)
-            errors.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
-        return sorted(errors, key=lambda module: -module.own)
+            errors.append(ModuleError(path, len(rows), worst.local, rows[-1].total, faults, worst.id))
+        return sorted(errors, key=lambda module: -module.local)
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, with the errors by module."""

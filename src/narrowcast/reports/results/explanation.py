@@ -24,7 +24,7 @@ class OpRow:
 
     op: str
     calls: int
-    came: str
+    input_formats: str
     computes: str
     result: str
     action: str
@@ -174,7 +174,7 @@ class Explanation(Result):
     """
 
     WHAT: ClassVar[str] = "an explanation"
-    SCHEMA: ClassVar[str] = "narrowcast.explanation/1"
+    SCHEMA: ClassVar[str] = "narrowcast.explanation/2"
 
     subject: str
     device_type: str
@@ -207,7 +207,7 @@ class Explanation(Result):
         """Return every op with its formats and why, most bytes first."""
         rows: dict[tuple[str, ...], Tally] = {}
         for kind, tally in self.ledger.calls.items():
-            key = (kind.op, kind.came, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
+            key = (kind.op, kind.input_formats, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
             rows.setdefault(key, Tally()).add(tally)
         op_rows = [
             OpRow(op, row.calls, inputs, computes, result, action, reason, row.moved_bytes, direction)

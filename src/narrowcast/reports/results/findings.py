@@ -81,17 +81,17 @@ class Finding:
 class Watching(Result):
     """The result of `nc.watch`.
 
-    findings: in the order in which they were made. meant: how many infinities were intentional, by reason. calls: how
-    many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by
-    step. repeated: how often a call that is a finding made one again, in a later step or a recomputation.
+    findings: in the order in which they were made. intentional: how many infinities were intentional, by reason. calls:
+    how many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: figures
+    by step. repeated: how often a call that is a finding made one again, in a later step or a recomputation.
     not_inspected: how often inspecting failed, as notes say.
     """
 
     WHAT: ClassVar[str] = "what was watched"
-    SCHEMA: ClassVar[str] = "narrowcast.watch/1"
+    SCHEMA: ClassVar[str] = "narrowcast.watch/2"
 
     findings: list[Finding] = field(default_factory=list)
-    meant: dict[str, int] = field(default_factory=dict)
+    intentional: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0

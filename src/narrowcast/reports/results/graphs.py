@@ -137,7 +137,7 @@ class FlowStep(NamedTuple):
     line: int
     number: int
     direction: str
-    came: str
+    input_formats: str
     computes: str
     result: str
     moved_bytes: int

@@ -116,7 +116,7 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
                 continue
             if number in {n for _, n in call.outputs} and _cancels(call, facts, tensors):
                 continue
-            sampled += facts.looked_at < facts.elements
+            sampled += facts.inspected < facts.elements
             if number not in known:
                 known[number] = [_figures(facts, format, scale) for format in FORMATS for scale in SCALES]
             headroom.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
@@ -160,7 +160,7 @@ def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, 
     largest = facts.largest
     headroom = math.log2(format.max / largest) if largest else math.inf
     smallest = format.min_exponent - format.mantissa_bits
-    nonzero = facts.exponents.total / facts.looked_at if facts.looked_at else 0.0
+    nonzero = facts.exponents.total / facts.inspected if facts.inspected else 0.0
     if scale == UNSCALED:
         over = facts.exponents.share(lambda e: e > format.max_exponent) * nonzero
         if largest > format.max and not over:

@@ -45,7 +45,7 @@ class Ledger(Result):
     """
 
     WHAT: ClassVar[str] = "a ledger"
-    SCHEMA: ClassVar[str] = "narrowcast.ledger/1"
+    SCHEMA: ClassVar[str] = "narrowcast.ledger/2"
 
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)

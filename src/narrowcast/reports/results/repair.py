@@ -33,7 +33,7 @@ class RepairRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class Matmuls:
     """How many products (matrix products, convolutions, attention) of a run compute in a low format, of how many."""
 
     low: int = 0
@@ -54,7 +54,7 @@ class RepairStep:
     left_out: tuple[str, ...] = ()
     error: float = math.nan
     metric: dict[str, float] = field(default_factory=dict)
-    products: Products = Products()
+    products: Matmuls = Matmuls()
 
 
 @dataclass(slots=True, repr=False)
@@ -67,7 +67,7 @@ class Repair(Result):
     """
 
     WHAT: ClassVar[str] = "a repair"
-    SCHEMA: ClassVar[str] = "narrowcast.repair/1"
+    SCHEMA: ClassVar[str] = "narrowcast.repair/2"
 
     subject: str
     device_type: str
@@ -81,8 +81,8 @@ class Repair(Result):
     before: RepairStep = field(default_factory=lambda: RepairStep("", ""))
     after: RepairStep = field(default_factory=lambda: RepairStep("", ""))
     reference: dict[str, float] = field(default_factory=dict)
-    products_before: Products = Products()
-    products_after: Products = Products()
+    matmuls_before: Matmuls = Matmuls()
+    matmuls_after: Matmuls = Matmuls()
     runs: int = 0
     dropped: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)

@@ -32,7 +32,7 @@ class Run(Result):
     """
 
     WHAT: ClassVar[str] = "a run"
-    SCHEMA: ClassVar[str] = "narrowcast.run/1"
+    SCHEMA: ClassVar[str] = "narrowcast.run/2"
     INDENT: ClassVar[int | None] = None  # it has a record for each call
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Run(Result):
         return data | timed | ({"returned": self.returned} if self.returned else {})
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
+        """Return JSON text under the schema `narrowcast.run/2` (docs/reference/run.md)."""
         data = self.data() | {"log_probabilities": [short(value) for value in self.log_probabilities]}
         data["tensors"] = [[short(value) for value in row] for row in data["tensors"]]
         return json.dumps(data, separators=None if indent else (",", ":"), indent=indent)

@@ -14,8 +14,8 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.verdicts import ALIKE, FORMATS_DIFFER, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 EQUAL, DIFFERS, INHERITED = "equal", "differs", "propagated"
-"""Verdicts of a row: no difference was seen; within the band; the call makes a difference beyond it; beyond it, but
-what it was given differed already; nothing that both runs kept can be compared.
+"""Verdicts of a row: no difference was seen; within the round-off bound; the call makes a difference beyond it; beyond
+it, but what it was given differed already; nothing that both runs kept can be compared.
 """
 
 
@@ -25,9 +25,9 @@ class RunRow:
 
     place_a, place_b: the user's lines. format_a, format_b: in which they compute. aligned_by: `mapping`, `path`,
     `weights`, `order` or `values`. difference: relative (L2), of what they give; inputs: the largest of what they were
-    given, NaN where the earlier rows represent it; band: what rounding explains of it, beside the inputs' (`GAIN` times
-    `inputs`). measured_by: `tensors`, `sketches`, `statistics` or `ranges`. is_part: one side has more elements.
-    given: numbers, or weights, that the calls were given and that differ: name, in a, in b.
+    given, NaN where the earlier rows represent it; round_off_bound: what rounding explains of it, beside the inputs'
+    (`GAIN` times `inputs`). measured_by: `tensors`, `sketches`, `statistics` or `ranges`. is_part: one side has more
+    elements. given: numbers, or weights, that the calls were given and that differ: name, in a, in b.
     """
 
     a: tuple[CallId, ...]
@@ -40,7 +40,7 @@ class RunRow:
     verdict: str
     difference: float = math.nan
     inputs: float = math.nan
-    band: float = 0.0
+    round_off_bound: float = 0.0
     measured_by: str = ""
     is_part: bool = False
     given: tuple[tuple[str, str, str], ...] = ()
@@ -83,8 +83,8 @@ class TokenDifference:
     """How far apart the log-probabilities of the same tokens are: b minus a, in nats.
 
     count: of tokens compared. rms, p99, largest: of absolute differences. mean: signed. at: where the largest is.
-    first_other: where the first token is another one, from which on nothing is compared; -1 if none is. band: what the
-    differences of the calls explain of the rms.
+    first_other: where the first token is another one, from which on nothing is compared; -1 if none is.
+    round_off_bound: what the differences of the calls explain of the rms.
     """
 
     count: int
@@ -94,31 +94,31 @@ class TokenDifference:
     mean: float
     at: int
     first_other: int = -1
-    band: float = math.inf
+    round_off_bound: float = math.inf
 
     @property
     def is_beyond(self) -> bool:
         """Whether they differ by more than that."""
-        return self.count > 0 and self.rms > self.band
+        return self.count > 0 and self.rms > self.round_off_bound
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRow:
     """The gradient of a parameter in both runs; several where one run has them in one. difference: relative (L2).
 
-    band: what the bands and the differences of the calls explain of it.
+    round_off_bound: what the bounds and the differences of the calls explain of it.
     """
 
     a: tuple[str, ...]
     b: tuple[str, ...]
     difference: float
     measured_by: str = ""
-    band: float = math.inf
+    round_off_bound: float = math.inf
 
     @property
     def is_beyond(self) -> bool:
         """Whether it differs by more than that."""
-        return self.difference > self.band
+        return self.difference > self.round_off_bound
 
 
 @dataclass(slots=True, repr=False)
@@ -133,7 +133,7 @@ class RunDifferences(Result):
     """
 
     WHAT: ClassVar[str] = "a comparison of runs"
-    SCHEMA: ClassVar[str] = "narrowcast.run-differences/1"
+    SCHEMA: ClassVar[str] = "narrowcast.run-differences/2"
 
     a: str
     b: str
@@ -160,7 +160,7 @@ class RunDifferences(Result):
 
     @property
     def producers(self) -> list[RunRow]:
-        """The calls that make a difference beyond their band, of inputs that explain none; in order."""
+        """The calls that make a difference beyond their bound, of inputs that explain none; in order."""
         return [row for row in self.rows if row.verdict == DIFFERS]
 
     @property
@@ -170,7 +170,7 @@ class RunDifferences(Result):
 
     @property
     def first_value(self) -> RunRow | None:
-        """The first call that makes a difference beyond its band."""
+        """The first call that makes a difference beyond its bound."""
         return next(iter(self.producers), None)
 
     @property

@@ -49,7 +49,7 @@ class TensorFacts:
     format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
     elements. exponents: of the inspected elements; below: of each element's exponent under its row's largest, from 0.
-    looked_at: how many elements all but the range and the non-finite shares represent; less than `elements` where a
+    inspected: how many elements all but the range and the non-finite shares represent; less than `elements` where a
     sample was taken. checksum, file: on request. sketch: of some rows (sketch.py). lies_in: the tensor of the table
     that was entered before in whose memory it lies (a view, a slice, one written to since), or whose copy it is; -1:
     none.
@@ -70,7 +70,7 @@ class TensorFacts:
     infinite: float = 0.0
     exponents: Histogram = field(default_factory=Histogram)
     below: Histogram = field(default_factory=Histogram)
-    looked_at: int = 0
+    inspected: int = 0
     lies_in: int = -1
     checksum: str = ""
     file: str = ""
@@ -110,15 +110,15 @@ class TensorFacts:
 class CallRecord:
     """One call of a run. inputs, outputs: names and numbers of tensors in the run's table.
 
-    came, computes: the input formats, and those that the op computes in. rule, reason: what decided, empty where
-    nothing did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward
-    call, the forward call it belongs to.
+    input_formats, computes: the input formats, and those that the op computes in. rule, reason: what decided, empty
+    where nothing did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a
+    backward call, the forward call it belongs to.
     """
 
     id: CallId
     file: str
     line: int
-    came: str
+    input_formats: str
     computes: str
     rule: str = ""
     reason: str = ""

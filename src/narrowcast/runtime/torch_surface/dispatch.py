@@ -49,7 +49,7 @@ TRILINEAR = torch.ops.aten._trilinear.default
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 attention_by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
-"""Products, a mask, softmax, in any format: what fused kernels compute."""
+"""Matmuls, a mask, softmax, in any format: what fused kernels compute."""
 cudnn_rnn = torch.ops.aten._cudnn_rnn.default
 _EQUAL = torch.ops.aten.equal.default
 _WIDE = {float: torch.float64, complex: torch.complex128}
