@@ -199,7 +199,7 @@ def test_each_fault_is_found_at_its_line(kind: str, step: Callable[[Loop], None]
         warnings.simplefilter("ignore")
         found = nc.check_training(step, (Loop(),))
     assert kind in found.kinds, str(found)
-    assert bool(found) is (kind == "weights cast again")  # which costs time, and is not wrong
+    assert bool(found) is (kind in ("weights cast again", "no region"))  # which cost time, and are not wrong
     finding = next(f for f in found.findings if f.kind == kind)
     assert Path(finding.file).name in (HERE, MODEL) and finding.todo
     text = Path(__file__).read_text(encoding="utf-8")

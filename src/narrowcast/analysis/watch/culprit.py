@@ -22,7 +22,7 @@ from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of,
 from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
-from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
+from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -176,7 +176,9 @@ def find_culprit(
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         advice, rules = _keep_high(call)
-        if largest > format.max and rules:
+        if rules and call.policy is None:
+            advice = "No region is open here, and rules hold in one: convert its inputs, x.float(), or open a region."
+        elif largest > format.max and rules:
             advice = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
             advice += "finds them."
         return finding_of(call, inputs, what, FORMAT, sentence, advice, rules)
@@ -223,8 +225,8 @@ def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
 
 
 def waits(finding: Finding) -> bool:
-    """Return whether it is no fault by itself: fp64 has it, too, or it is beyond the range of fp32."""
-    return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
+    """Return whether it is not a fault by itself: fp64 has it, too, or it is given, or beyond the range of fp32."""
+    return finding.made_by in (OP, GIVEN) or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
 
 
 def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:

@@ -20,7 +20,7 @@ from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import ReadFlags
-from narrowcast.reports.results.findings import OP, Finding
+from narrowcast.reports.results.findings import GIVEN, OP, Finding
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
 
@@ -30,6 +30,7 @@ Place = tuple[str | int, ...]
 """Where a call is made: module path, op, direction, file, line."""
 
 _EXACT = "an exact limit, masked before it was used"
+_MISSING = "NaN in what was given, masked before it was used"
 _INEXACT = "more than its format holds, with a reader to whom that is the same"
 FOR_SCALER = "the scale is too high, the scaler skips this step"
 
@@ -60,11 +61,13 @@ class Cause:
     @property
     def is_exact(self) -> bool:
         """Whether fp64 has it, too."""
-        return self.finding is None or self.finding.made_by == OP
+        return self.finding is None or self.finding.made_by in (GIVEN, OP)
 
     @property
     def harmless(self) -> str:
         """Why it has no consequences, once that is known."""
+        if self.finding is not None and self.finding.made_by == GIVEN:
+            return _MISSING
         return _EXACT if self.is_exact else _INEXACT
 
 

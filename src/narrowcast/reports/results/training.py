@@ -9,7 +9,7 @@ from narrowcast.core.ledger import Advice
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import COSTS_TIME, SOUND, WRONG
 
-COST_TIME = ("weights cast again",)
+COST_TIME = ("weights cast again", "no region")
 """Kinds of findings that leave the numbers as they are."""
 
 

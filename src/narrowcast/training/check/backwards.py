@@ -202,8 +202,8 @@ class Backwards:
             self._unused.reaches(leaf, self._line)
         if leaf is not None and id(leaf) in self._reaches:
             self._scaled_by.reaches_unscaled(leaf, self._line, bool(self._power.power))
-        elif leaf is not None:
-            self._scaled_by.reaches(leaf, self._by, self._line)
+        elif leaf is not None and (mixed := self._scaled_by.reaches(leaf, self._by, self._line)):
+            self.found.append(mixed)
 
     def adds_itself(self, facts: OpFacts) -> bool:
         """Return whether autograd itself accumulates gradients by this op, and no hook's line calls it."""

@@ -88,8 +88,8 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
         kept.put_back()
     door.run("the steps as a whole", looking.judge)
     excluded = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
-    if looking.is_cast_beside:
-        excluded = (*excluded, "weights in a low format")  # a wrapper casts, and the model is not converted
+    if looking.is_cast_beside or looking.rounds_with_care:
+        excluded = (*excluded, "weights in a low format")  # a wrapper casts, or nothing is lost
     findings = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in excluded} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
     if not trained and not looking.updates.skipped:

@@ -69,7 +69,9 @@ class Begun:
 
 @dataclass(slots=True, eq=False)
 class Lost:
-    """How many elements should have changed, and did not. is_broken: some are not finite, and should be."""
+    """How many elements should have changed, and did not. is_broken: some are not finite, and should be. is_held:
+    another tensor holds what was rounded away.
+    """
 
     key: int
     dtype: torch.dtype
@@ -78,19 +80,23 @@ class Lost:
     wanted: int
     lost: int
     is_broken: bool = False
+    is_held: bool = False
 
 
 class Exact:
     """Computes sums outside of forwards and backwards again in fp32, and returns what was lost to rounding.
 
     Judged by which values changed, by any op: stochastic rounding is not followed, and what an optimizer holds of what
-    was rounded away (Kahan's compensation, a copy in fp32) is no loss.
+    was rounded away (Kahan's compensation, a copy in fp32) is no loss. is_careful: an optimizer does so, or weights are
+    rounded by the program itself, before they are written.
     """
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Gradients) -> None:
         self._was_there, self._gradients = was_there, gradients
         self._values: ByStorage[_ExactValue] = ByStorage()
         self._left: ByStorage[_ExactValue] = ByStorage()  # by the step before
+        self._overwritten: set[int] = set()  # in this step, in fp32, by weights in a low format
+        self.is_careful = False
 
     def begin(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
@@ -114,7 +120,10 @@ class Exact:
             for tensor in sources:
                 self._read(tensor, value)
             if name == "copy" and sources[0].dtype in LOW and self._was_there(sources[0]):
-                value.reads = {}  # what was lost was lost there
+                if targets[0].dtype in LOW:
+                    value.reads = {}  # what was lost was lost there
+                else:
+                    self._overwritten.add(dispatch.storage_key(targets[0]))
             wide = lambda t: self._wide(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
             wide_args, wide_kwargs = dispatch.tree_map(wide, (args, kwargs))
             if facts.op is dispatch.TO_COPY:
@@ -150,22 +159,29 @@ class Exact:
                 drawn = tensor.detach().float()
                 self._put(tensor, drawn, _ExactValue(None, (), tensor.dtype, drawn, NOWHERE, is_random=True))
 
-    def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
-        """Return what the step has lost to rounding; the next one begins with the current values."""
+    def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor], trained: set[int]) -> list[Lost]:
+        """Return what the step has lost to rounding; the next one begins with the current values. trained: the storage
+        keys of weights that have gradients of backwards.
+        """
         losses = []
         with quietly():
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
+            held = [t for t in held if dispatch.storage_key(t) not in self._overwritten]
             states = {dispatch.storage_key(t) for t in held} | self._gradients.lie_in()
             values = [(v, now) for v in self._values.living() if (now := v.now()) is not None]
-            others = [t.float() for t in held] + [now for _, now in values]
+            others = [t.float() for t in held]
+            others += [now for value, now in values if value.memory.cdata not in self._overwritten]
             for value, now in values:
                 key = value.memory.cdata
+                if value.dtype in LOW and key in trained and now.numel() > 1:
+                    self.is_careful |= bool(torch.equal(value.exact, now))
                 if value.dtype in LOW and value.reads and not value.is_random and key not in states:
                     same = [other for other in others if other.numel() == now.numel()]
                     lost = _lost(value, now, same)
                     if lost is not None:
+                        self.is_careful |= lost.is_held
                         losses.append(lost)
-        self._left, self._values = self._values, ByStorage()
+        self._left, self._values, self._overwritten = self._values, ByStorage(), set()
         return losses
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
@@ -225,10 +241,12 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         wanted = value.exact != before
         stays = wanted & (now == before)
         number, lost = int(wanted.sum()), int(stays.sum())
-        if lost and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others):
-            lost = 0
+        is_held = bool(lost) and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others)
+        lost = 0 if is_held else lost
         if key == value.memory.cdata or lost > (chosen.lost if chosen is not None else 0):
-            chosen = Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost)
+            chosen = Lost(
+                value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost, is_held=is_held
+            )
     return chosen
 
 

@@ -68,6 +68,11 @@ class LoopObserver(Observer):
         return self._outside.calls
 
     @property
+    def rounds_with_care(self) -> bool:
+        """Whether weights in a low format lose nothing: the rest is kept, or they are rounded stochastically."""
+        return self._exact.is_careful
+
+    @property
     def never_skips(self) -> bool:
         """Whether an optimizer was seen to step with gradients that are not finite, or that nobody has asked about."""
         kinds = [*(finding.kind for finding in self.found), *(kind for kind, *_ in self._backwards.found)]
@@ -86,7 +91,7 @@ class LoopObserver(Observer):
             return super().called(call, module, args, kwargs)
         self.door.run("a model", self._met_model, module)
         self._is_without_grad = not torch.is_grad_enabled()
-        if self._is_without_grad and not module.training:
+        if self._is_without_grad:
             self._outside.evaluates(module)
         self._depth += 1
         try:
@@ -236,7 +241,7 @@ class LoopObserver(Observer):
             self._say(self._stale.read(call))
         if is_region:
             self.has_lowered |= "fp16" in computes or (call.rule is not None and "bf16" in computes)
-            self._outside.ran_inside()
+            self._outside.ran_inside(call)
         else:
             self._outside.ran_outside(call)
         self._say(low_statistics(call))
@@ -304,7 +309,7 @@ class LoopObserver(Observer):
         self._powers.end_of_step()
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())
-        lost = self._exact.end_of_step(self._kept.states())
+        lost = self._exact.end_of_step(self._kept.states(), self._backwards.trained)
         for finding in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
             self._say(finding)
         self._backwards.found.clear()

@@ -15,20 +15,25 @@ from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
-from narrowcast.runtime.torch_bridge import LOW, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import next_sequence_number
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.gradients import Found
 
+_LOW = frozenset(FORMATS[dtype].name for dtype in LOW)
+
 
 @dataclass(slots=True)
 class _Evaluated:
-    """A model that was called for an evaluation, and its calls in regions and out of them: op and line."""
+    """A model that was called for an evaluation, and its calls in regions and out of them: op and line. low: the first
+    call in each low format.
+    """
 
     model: torch.nn.Module
     inside: int = 0
     outside: list[tuple[str, Site]] = field(default_factory=list)
+    low: dict[str, Site] = field(default_factory=dict)
 
 
 class OutsideRegions:
@@ -36,6 +41,7 @@ class OutsideRegions:
 
     def __init__(self) -> None:
         self.inside = 0
+        self._low: set[str] = set()  # the low formats of training
         self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
         self._off: list[tuple[str, Site]] = []  # in training, in a region that is off, or for another device
         self._evaluated: dict[int, _Evaluated] = {}
@@ -55,12 +61,16 @@ class OutsideRegions:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def ran_inside(self) -> None:
+    def ran_inside(self, call: SeenCall) -> None:
         """Count a call that a region decided about."""
-        if self._evaluation is not None:
-            self._evaluation.inside += 1
-        else:
+        low = [name for name in call.computes.split(",") if name in _LOW] if call.rule is not None else []
+        if self._evaluation is None:
             self.inside += 1
+            self._low.update(low)
+            return
+        self._evaluation.inside += 1
+        for name in low:
+            self._evaluation.low.setdefault(name, call.site)
 
     def ran_outside(self, call: SeenCall) -> None:
         """Record a call that no region decided about, if one would lower it."""
@@ -126,12 +136,22 @@ class OutsideRegions:
         elif self._off and not self.inside:
             op, site = self._off[0]
             findings.append((
-                "no region",
+                "a region without effect",
                 f"all {len(self._off)} calls that a region would lower, the first of them {op}, run in fp32: the "
                 "region around them is switched off, or is for another type of device than their tensors are on",
                 "Open it for the device of the model: nc.autocast(device, dtype), without enabled=False.", site,
             ))  # fmt: skip
-        evaluated = self._unlike_training(trained)
+        other = next(
+            (e for e in self._of_trained(trained) if e.low and self._low and not self._low & e.low.keys()), None
+        )
+        if other is not None:
+            (name, site), *_ = other.low.items()
+            findings.append((
+                "evaluation in another format",
+                f"an evaluation computes in {name}, where training computes in {', '.join(sorted(self._low))}",
+                "Open the same region around both: what is measured is then what was trained.", site,
+            ))  # fmt: skip
+        evaluated = next((e.outside for e in self._of_trained(trained) if e.outside and not e.inside), None)
         if evaluated:
             findings.append((
                 "evaluation without the region",
@@ -141,13 +161,12 @@ class OutsideRegions:
             ))  # fmt: skip
         return findings
 
-    def _unlike_training(self, trained: Set[int]) -> list[tuple[str, Site]]:
-        """Return calls of an evaluation of a trained model outside of regions. A teacher may have its own formats."""
-        for evaluated in self._evaluated.values() if self.inside else ():
-            is_trained = not trained or any(id(p) in trained for p in evaluated.model.parameters())
-            if evaluated.outside and not evaluated.inside and is_trained:
-                return evaluated.outside
-        return []
+    def _of_trained(self, trained: Set[int]) -> list[_Evaluated]:
+        """Return the evaluations of models that are trained in a region. A teacher may have its own formats."""
+        if not self.inside:
+            return []
+        return [e for e in self._evaluated.values()
+                if not trained or any(id(p) in trained for p in e.model.parameters())]  # fmt: skip
 
 
 def in_region() -> bool:

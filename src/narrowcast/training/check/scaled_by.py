@@ -37,10 +37,27 @@ class ScaledBy:
         self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
         self._unscaled: list[Found] = []  # until the scale of this step proves to be known
 
-    def reaches(self, leaf: torch.Tensor, scale: Scale | None, site: Site) -> None:
-        """Note that the backward of a loss that was multiplied by a scale reaches a leaf."""
-        if scale is not None:
-            self._scaled[id(leaf)] = _Leaf(leaf, scale, self._updates.get(scale[0], (0, NOWHERE))[0], site)
+    def reaches(self, leaf: torch.Tensor, scale: Scale | None, site: Site) -> Found | None:
+        """Note that the backward of a loss that was multiplied by a scale reaches a leaf; return a finding if it is
+        added to what was multiplied by another.
+        """
+        if scale is None:
+            return None
+        before = self._scaled.get(id(leaf))
+        self._scaled[id(leaf)] = _Leaf(leaf, scale, self._updates.get(scale[0], (0, NOWHERE))[0], site)
+        if before is None or before.scale[1] == scale[1] or leaf.grad is None:
+            return None
+        gradient = values_of(leaf.grad)
+        if self._powers.of(gradient).power != 1:
+            return None
+        self._powers.put(gradient, UNKNOWN)  # reported once
+        return (
+            "gradients of several scales",
+            f"gradients of a loss that is multiplied by {scale[1]:g} are added to those of one that was multiplied by "
+            f"{before.scale[1]:g}, and are divided by one of these",
+            "Change the scale, scaler.update(), once all micro-batches have stepped.",
+            site,
+        )
 
     def reaches_unscaled(self, leaf: torch.Tensor, site: Site, is_part: bool) -> None:
         """Note that the backward of a loss that was not scaled reaches a leaf. is_part: the rest of the loss was."""
