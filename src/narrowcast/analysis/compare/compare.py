@@ -229,14 +229,17 @@ class _Comparing:
         """Find, where an output is not finite, the first call that makes it so here, and not in the reference."""
         result, has_nan_itself = self._result, has_nan(expected.output)
         floating = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
-        if any(not bool(torch.isfinite(t).all()) for t in floating):
+        is_itself = any(not bool(torch.isfinite(t).all()) for t in floating)
+        if is_itself:
             result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")
-        if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in result.outputs):
+        is_here = has_nan_itself or any(math.isnan(error.sqnr_db) for error in result.outputs)
+        if not (is_itself or is_here):
             return
         reference, here = watch(at="op"), watch(at="op")
         self._run(self._other, self._around, reference, self._dtype)
-        self._run(self._trial, self._region, here)
-        result.not_finite, result.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
+        if is_here:
+            self._run(self._trial, self._region, here)
+        result.not_finite, result.reference_not_finite = first_not_finite(reference.found, here.found, is_itself)
 
     def _move(
         self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False

@@ -77,6 +77,7 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if slack is None:
         return None
     is_twice = bounds.rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
+    is_twice |= kind == bounds.PRODUCT and isinstance(inputs.given("bias"), torch.Tensor)  # added to a rounded product
     return _judged(results, exact, slack, flushed, is_twice)
 
 
@@ -150,7 +151,7 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     repeated values; and differences of more than one and a half units, which no rounding makes. is_twice: results that
     are rounded in between, too, are compared with the exact ones: rounding to nearest has no bias.
     """
-    if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
+    if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)) or y64.dtype is not torch.float64:
         return 0.0
     rounded = y64 if is_twice else round_to(y64, format).double()
     units = units_in_last_place(y64, format)

@@ -296,14 +296,14 @@ def _name(call: SeenCall) -> str:
     return call.facts.id.split(".")[1].removesuffix("_")
 
 
-def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
+def first_not_finite(reference: Watching, here: Watching, is_itself: bool) -> tuple[NotFinite | None, str]:
     """Return of two watched runs the first call with a finding here and none in the reference; and the first finding of
-    the reference as text, if its output has NaN.
+    the reference as text, if its output is not finite.
     """
     known = {finding.id for finding in reference.findings}
     own = next((f for f in here.findings if f.id not in known), None)
     first = reference.first
-    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
+    return None if own is None else _as_row(own), _as_row(first).text if is_itself and first is not None else ""
 
 
 def _as_row(finding: Finding) -> NotFinite:

@@ -79,6 +79,10 @@ def comparison_document(result: Differences) -> Document:
     return page
 
 
+_MUCH = 0.1
+"""An output error that is said to be large, whether or not it is round-off."""
+
+
 def comparison_verdict(result: Differences) -> str:
     """Return the verdict, a colon, and why in figures; where something is not finite, which call was the first."""
     errors = [or_infinity(output.relative_error) for output in result.outputs]
@@ -89,6 +93,10 @@ def comparison_verdict(result: Differences) -> str:
     if 0 < result.round_off_bound < max(errors, default=0.0) and result.verdict == ROUND_OFF:
         band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
+    if result.verdict == ROUND_OFF and result.reference_not_finite:
+        first = f"; not finite, in the reference either: {result.reference_not_finite}"
+    elif result.verdict == ROUND_OFF and max(errors, default=0.0) > _MUCH:
+        first = f"; that is {max(errors):.0%} of the output"
     return f"{result.verdict.capitalize()}: {error}{band}{first}"
 
 
