@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from narrowcast.core.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.core.decide import Argument, Call, Output, Plan, Region, decide
 from narrowcast.core.policy import Kind, Lack, Policy, Rule, Site
 from narrowcast.formats import bf16, e4m3fn, e5m2, fp16, fp32, fp64
 
@@ -361,7 +361,7 @@ def test_a_rule_about_an_argument_is_found_by_its_name():
 
 
 @pytest.mark.parametrize(
-    "told", [{}, {"set_dtype": True}, {"append_dtype": True}, {"results": (Result("", bf16),)}, {"refused": "no"},
+    "told", [{}, {"set_dtype": True}, {"append_dtype": True}, {"results": (Output("", bf16),)}, {"refused": "no"},
              {"undecided": Kind.ALIGN}, {"shields": True}, {"formats": (bf16,)}],
 )  # fmt: skip
 def test_a_plan_that_says_anything_changes_something(told):

@@ -62,7 +62,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Output:
     """What to cast floating results to: all of them, or one `part` (`1` is the second of several, `logits` a name).
 
     A format of None is that of the first eligible argument, which is not known until the call runs. fp64 is cast only
@@ -95,7 +95,7 @@ class Plan:
     argument_rules: tuple[tuple[str, Rule], ...] = ()
     set_dtype: bool = False
     append_dtype: bool = False
-    results: tuple[Result, ...] = ()
+    results: tuple[Output, ...] = ()
     computes_in: Format | None = None
     shields: bool = False
     refused: str | None = None
@@ -186,7 +186,7 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
     if kind is Kind.INSIDE:
         first = _first_format(call, eligible)
         follows = rule.is_module_call or (first is not None and first is not fp32)
-        results = (Result("", first),) if follows else ()
+        results = (Output("", first),) if follows else ()
         return Plan(_cast_all(fp32, call, eligible), rule, results=results, computes_in=fp32, shields=True)
     if kind is Kind.ALIGN:
         return _align(rule, call, eligible)
@@ -281,7 +281,7 @@ def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool
     lack = lacking.get(computes_in) if computes_in is not None and plan.refused is None else None
     if lack is None:
         return plan
-    promised = () if plan.output is not None else (Result("", computes_in),)
+    promised = () if plan.output is not None else (Output("", computes_in),)
     return Plan(
         _cast_all(fp32, call, eligible), lack.rule, shields=True, computes_in=fp32,
         argument_rules=tuple(row for row in plan.argument_rules if row[1].is_about_result),
@@ -325,9 +325,9 @@ def _override(
         dst = {Kind.LOWER: region.low, Kind.FULL: fp32, Kind.TO: rule.action.format}.get(kind)
         if rule.is_about_result:
             part = name.partition(".")[2]
-            results[part] = Result(part, dst, rule.is_exact)
+            results[part] = Output(part, dst, rule.is_exact)
             if kind is Kind.FOLLOW:
-                results[part] = Result(part, _first_format(call, _cast_ones(call, eligible, overrides)))
+                results[part] = Output(part, _first_format(call, _cast_ones(call, eligible, overrides)))
                 if results[part].format is None and not any(a.unknown for a in call.arguments):
                     del results[part]  # there is nothing to follow
             continue

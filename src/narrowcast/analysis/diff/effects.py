@@ -15,14 +15,21 @@ SHOWS = 2.0
 """A result that differs by its rounding bound over this, and is computed of one beyond its own, shows the same fault:
 round-off alone is mostly smaller.
 """
+_CANCELS = 8.0
+"""How many times smaller a difference has to be where another step cancels it."""
 
 
 class Effects:
-    """Follows differences from call to call, in the forward. paired: by side, the pair of each call."""
+    """Follows differences from call to call, in the forward. paired: by side, the pair of each call.
 
-    def __init__(self, sides: tuple[Side, Side], makers: tuple[Makers, Makers],
-                 paired: Sequence[Mapping[Bundle, Aligned]], rows: Mapping[Aligned, RunRow]) -> None:  # fmt: skip
-        self._sides, self._rows = sides, rows
+    widest: the widest rounding bound of a call.
+    """
+
+    def __init__(
+        self, sides: tuple[Side, Side], makers: tuple[Makers, Makers], paired: Sequence[Mapping[Bundle, Aligned]],
+        rows: Mapping[Aligned, RunRow], widest: float,
+    ) -> None:  # fmt: skip
+        self._sides, self._rows, self._widest = sides, rows, widest
         self._readers: dict[Aligned, dict[tuple[Aligned, bool], None]] = {}
         for maker, pair_of in zip(makers, paired, strict=True):
             for bundle in maker.bundles:
@@ -45,7 +52,7 @@ class Effects:
         if len(results) < 2 or range_difference(*results) <= self._rows[pair].round_off_bound:
             return UNKNOWN
         waiting, seen = [pair], {pair}
-        is_seen, are_alike = False, True
+        is_seen, is_cancelled, are_alike = False, True, True
         while waiting:
             now = waiting.pop()
             readers = self._readers.get(now, {})
@@ -54,15 +61,19 @@ class Effects:
                 row = self._rows.get(reader)
                 if row is None:
                     return UNKNOWN
-                if row.measured_by and row.difference <= row.round_off_bound / SHOWS:
+                bound = max(row.round_off_bound, self._widest)  # of the formats before it, as for a sum in fp32
+                if row.measured_by and row.difference <= bound / SHOWS:
+                    is_cancelled &= not row.difference > self._rows[now].difference / _CANCELS
                     continue
                 are_alike &= not is_beside and _are_alike(reader, row)
-                if row.difference <= row.round_off_bound:
+                if row.difference <= bound:
                     is_seen = True
                 elif reader not in seen:
                     seen.add(reader)
                     waiting.append(reader)
-        return ABSORBED if not is_seen else GOES_ON if are_alike else UNKNOWN
+        if is_seen:
+            return GOES_ON if are_alike else UNKNOWN
+        return ABSORBED if is_cancelled else UNKNOWN
 
 
 def _are_alike(pair: Aligned, row: RunRow) -> bool:

@@ -83,8 +83,9 @@ class Outcomes:
             return False
         if self.are_exact and not is_low and (math.isnan(row.inputs) or row.why != UNEXPLAINED):
             return True
-        is_over = (effect == ABSORBED and not row.given) or self._would_be_seen(row.difference)
-        return self.are_alike and self._are_others and is_over
+        if effect == ABSORBED and not row.given:
+            return self.are_alike
+        return self.are_alike and self._are_others and self._would_be_seen(row.difference)
 
     def _would_be_seen(self, difference: float) -> bool:
         return difference > _PLAIN * self._band

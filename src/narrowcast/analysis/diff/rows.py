@@ -309,7 +309,7 @@ class Judging:
 
     def effects(self, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> Effects:
         """Return what follows the differences of these rows."""
-        return Effects(self.values.sides, self._makers, self._paired, dict(zip(pairs, rows, strict=True)))
+        return Effects(self.values.sides, self._makers, self._paired, dict(zip(pairs, rows, strict=True)), self.widest)
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.core.decide import Plan, Region, Result
+from narrowcast.core.decide import Output, Plan, Region
 from narrowcast.core.module_calls import Inside, ModuleCall
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, Policy, Site
 from narrowcast.core.refusals import refusal
@@ -163,7 +163,7 @@ def first_floating(value: Any) -> torch.dtype | None:
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
-def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
+def cast_parts(result: Any, results: tuple[Output, ...], came: torch.dtype | None) -> Any:
     """Return a module's output, cast: as a whole, or single parts by position, key or attribute.
 
     came: the dtype of the first floating argument that the boundary casts, which results may follow.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from narrowcast.core.decide import Argument, Call, Plan, Result, decide
+from narrowcast.core.decide import Argument, Call, Output, Plan, decide
 from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule
 from narrowcast.core.refusals import check_counted, origins, refusal
 from narrowcast.errors import RefusedError
@@ -173,7 +173,7 @@ def _is_view(step: Step) -> bool:
     return bool(step.aliases) and not step.computes and not step.writes and step.op.startswith("aten.")
 
 
-def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why: Why) -> Iterator[Edit]:
+def _cast_results(program: Program, step: Step, plan: Plan, wanted: Output, why: Why) -> Iterator[Edit]:
     """Yield the casts of the step's result, or of the elements taken from the tuple that it makes.
 
     Where these were captured with the cast made, they have the format to go to already.
