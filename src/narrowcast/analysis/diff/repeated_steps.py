@@ -1,0 +1,41 @@
+"""Steps that a run repeats, as a loop that generates tokens does: the place of each call in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+
+from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.reports.results.run_records import CallRecord
+
+Place = tuple[int, int, int]
+"""Of a call: its step, from 1; the weight that was read last in it, from 1; and which call of its op it is since."""
+
+
+def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) -> dict[int, Place]:
+    """Return the place of each call, by its index; empty where no step repeats, or there is a backward.
+
+    weights: by call the numbers of the weights that it reads.
+    """
+    read = [n for n, numbers in enumerate(weights) if numbers]
+    keys = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
+    period = next((p for p in range(1, len(keys) // 2 + 1) if keys[p:] == keys[:-p]), 0)
+    has_turns = any(call.id.turn > 1 for call in calls if not call.id.module_path)
+    if not period or len(keys) % period or has_turns or any(call.id.direction != FORWARD for call in calls):
+        return {}
+    before = [[call.id.op for call in calls[last + 1 : n][::-1]]
+              for last, n in zip([-1, *read[period - 1 :: period]], read[::period], strict=False)]  # fmt: skip
+    lead = len(list(takewhile(lambda ops: len(set(ops)) == 1, zip(*before, strict=False))))
+    starts, weight_at = {n - lead for n in read[::period]}, set(read)
+    places: dict[int, Place] = {}
+    step = weight = 0
+    seen: Counter[str] = Counter()
+    for n, call in enumerate(calls):
+        if n in starts:
+            step, weight, seen = step + 1, 0, Counter()
+        if n in weight_at:
+            weight, seen = weight + 1, Counter()
+        seen[call.id.op] += 1
+        places[n] = (step, weight, seen[call.id.op])
+    return places
