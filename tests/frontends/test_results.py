@@ -104,7 +104,7 @@ def test_the_ledger_lists_casts_of_results():
     model, x = Block(), torch.randn(4, 8)
     with nc.record() as ledger, nc.autocast("cpu", policy=chosen):
         model(x)
-    (cast,) = ledger.select(lambda c: c.argument == "result")
+    (cast,) = (c for c in ledger.casts if c.argument == "result")
     assert (cast.src, cast.dst, cast.reason) == ("bf16", "fp32", "read by numpy")
     graphs = nc.explain(model, (x,), under=chosen, front_end="compile").ledger
     (edit,) = [e for e in graphs.edits if e.argument == "result"]

@@ -228,7 +228,7 @@ def test_notes_are_said_once_and_matches_counted():
     for path in ("x", "y", "x"):
         made.count_match("r", path)
     assert made.notes == ["a", "b"] and made.matches == {"r": {"x": 2, "y": 1}}
-    assert everything().select(lambda c: c.how == "shared") == [everything().casts[1]]
+    assert [c for c in everything().casts if c.how == "shared"] == [everything().casts[1]]
 
 
 def test_a_ledger_of_casts_that_are_counted_knows_no_sizes(monkeypatch):

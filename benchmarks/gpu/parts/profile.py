@@ -7,10 +7,10 @@ import statistics
 from context import Context
 
 from narrowcast.output.files import replace_text
-from narrowcast.reports.results.profile import Profile
+from narrowcast.reports.documents.words import without_format
+from narrowcast.reports.results.profile import Profile, Sample
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import measure
-from narrowcast.runtime.devices.show import rows_of
 from narrowcast.runtime.devices.sweep import sweep
 
 
@@ -30,6 +30,17 @@ def run(context: Context) -> None:
     replace_text(context.folder / "device-profile.json", profile.to_json())
 
 
+def rows_of(profile: Profile) -> dict[str, list[dict[str, Sample]]]:
+    """The samples of each call, by family and format."""
+    by_call: dict[tuple[str, str], dict[str, Sample]] = {}
+    for text, sample in profile.samples.items():
+        by_call.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
+    rows: dict[str, list[dict[str, Sample]]] = {}
+    for (family, _), samples in by_call.items():
+        rows.setdefault(family, []).append(samples)
+    return rows
+
+
 def ratios(profile: Profile) -> dict[str, dict[str, float]]:
     """By family: the median over calls of a low format's time over fp32's, without and with the backward."""
     found: dict[str, dict[str, float]] = {}
@@ -38,7 +49,7 @@ def ratios(profile: Profile) -> dict[str, dict[str, float]]:
             for backward in (False, True):
                 pairs = [
                     s[low].ns / s["fp32"].ns
-                    for _, s in calls
+                    for s in calls
                     if {low, "fp32"} <= set(s) and s[low].backward == backward
                 ]
                 if pairs:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, check_file, interruptible, write_page
-from narrowcast.errors import Origin, ProfileError, TargetError
+from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, interruptible, write_page
+from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 from narrowcast.output.words import counted
@@ -79,23 +79,12 @@ def show(
     file: ProfileFile = None,
     device: DeviceType = "cpu",
     whole: AllOption = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot there (.png, .svg, .pdf).", callback=check_file)
-    ] = None,
     html: HtmlOption = None,
 ) -> None:
     """Show a profile as tables: which format is fastest, by how much, and the confidence."""
     profile = _profile(file, device)
     write_page(profile, html)
-    if plot is not None:
-        if not plot.suffix:
-            raise TargetError(f"--plot {plot}", "a name without an ending", advice="Name a file: costs.png.")
-        from narrowcast.runtime.devices.show import plot_profile
-
-        plot_profile(profile, plot)
-    print_text(profile.to_text(whole, columns(), LINES - (plot is not None)))
-    if plot is not None:
-        print_text("\n".join(wrapped(f"wrote {plot}", width=columns())))
+    print_text(profile.to_text(whole, columns(), LINES))
 
 
 @profile_app.command()

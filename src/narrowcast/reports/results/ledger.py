@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -112,10 +112,6 @@ class Ledger(Result):
         for kind, tally in self.calls.items():
             table.setdefault(kind.op, Counter())[kind.computes or "-"] += tally.calls
         return {op: dict(formats) for op, formats in table.items()}
-
-    def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
-        """Return the listed casts for which `keep` holds."""
-        return [c for c in self.casts if keep(c)]
 
     def merge(self, *others: Ledger) -> Ledger:
         """Return a ledger with the records of this one and then of the others."""

@@ -1,36 +1,18 @@
-"""Profiles side by side, and their plot."""
+"""Profiles side by side."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from narrowcast.core.ops import FAMILIES
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.screen import Part, first_screen
 from narrowcast.output.words import counted
-from narrowcast.reports.documents.words import without_format
-from narrowcast.reports.results.profile import Profile, Sample
-
-_ORDER = ("fp32", "bf16", "fp16")
-Row = tuple[str, dict[str, Sample]]
-
-
-def rows_of(profile: Profile) -> dict[str, list[Row]]:
-    """Return the calls by family: the text without formats, and the sample in each format."""
-    by_call: dict[tuple[str, str], dict[str, Sample]] = {}
-    for text, sample in profile.samples.items():
-        by_call.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
-    rows: dict[str, list[Row]] = {}
-    for (family, text), samples in by_call.items():
-        rows.setdefault(family, []).append((text, samples))
-    ordered = sorted(rows, key=lambda f: (FAMILIES.index(f) if f in FAMILIES else len(FAMILIES), f))
-    return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
+from narrowcast.reports.results.profile import Profile
 
 
 def comparison_screen(a: Profile, b: Profile, width: int) -> str:
@@ -74,45 +56,3 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
             family, name, str(len(times)), f"{statistics.median(times):.2f}", f"{min(times):.2f}", f"{max(times):.2f}"
         )
     return [f"A  {escape(str(a.device))}\nB  {escape(str(b.device))}\n", table]
-
-
-def plot_profile(profile: Profile, path: Path) -> None:
-    """Plot time against work, one panel per family, one line per format; the file's ending says what kind it is.
-
-    Raises ProfileError if matplotlib is not installed, or there is nothing to plot.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ProfileError(
-            asked=f"a plot in {path}", found="matplotlib is not installed",
-            advice='Install it: pip install "narrowcast[plot]"',
-        ) from error  # fmt: skip
-    rows = {f: calls for f, calls in rows_of(profile).items() if f in FAMILIES}
-    if not rows:
-        raise ProfileError(
-            asked=f"a plot in {path}", found="the profile has no call of a family that is plotted",
-            advice="Measure this device: narrowcast profile",
-        )  # fmt: skip
-    columns = 4
-    lines = -(-len(rows) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")
-    for number, (family, calls) in enumerate(rows.items()):
-        axes = figure.add_subplot(lines, columns, number + 1)
-        for name, color in zip(_ORDER, ("#2f6f4f", "#c8781e", "#7a4fa0"), strict=True):
-            for backward, marker in ((False, "o"), (True, "^")):
-                plotted = [s[name] for _, s in calls if name in s and s[name].backward == backward]
-                points = sorted((max(s.flops, 1.0), s.ns / 1e3) for s in plotted)
-                if points:
-                    label = name + (", with backward" if backward else "")
-                    axes.plot(*zip(*points, strict=True), marker, ms=4, color=color, alpha=0.75, label=label, ls="")
-        axes.set(title=family, xscale="log", yscale="log", xlabel="operations", ylabel="microseconds")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
-    figure.suptitle(str(profile.device))
-    try:
-        figure.savefig(path, dpi=110)
-    except (ValueError, OSError) as error:
-        raise ProfileError(
-            asked=f"a plot in {path}", found=str(error), advice="Name a file that ends in .png, .svg or .pdf.",
-        ) from error  # fmt: skip
