@@ -48,9 +48,7 @@ def ratios(profile: Profile) -> dict[str, dict[str, float]]:
         for low in ("bf16", "fp16"):
             for backward in (False, True):
                 pairs = [
-                    s[low].ns / s["fp32"].ns
-                    for s in calls
-                    if {low, "fp32"} <= set(s) and s[low].backward == backward
+                    s[low].ns / s["fp32"].ns for s in calls if {low, "fp32"} <= set(s) and s[low].backward == backward
                 ]
                 if pairs:
                     label = f"{low}, with backward" if backward else low
