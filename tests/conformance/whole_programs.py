@@ -237,7 +237,7 @@ class Writer:
         return found
 
     def expression(self, body):
-        layer = body.local is not None and self.draw(st.booleans())
+        layer = body.own is not None and self.draw(st.booleans())
         element = self.take(body, LAYERS if layer else EXPRESSIONS)
         a, b = self.pick(body.names), self.pick(body.names)
         up = "" if body.on else ".float()"
@@ -250,29 +250,29 @@ class Writer:
 
     def weight(self, body):
         """A weight by its name: one of those that are there, or a new one."""
-        if body.local is None:
+        if body.own is None:
             return "w"
         if body.weights and self.draw(st.booleans()):
             return self.pick(body.weights)
-        name = f"self.w{len(body.local)}"
-        body.local.append(f"{name} = nn.Parameter(torch.randn(8, 8) / 3)")
+        name = f"self.w{len(body.own)}"
+        body.own.append(f"{name} = nn.Parameter(torch.randn(8, 8) / 3)")
         body.weights.append(name)
         return name
 
     def module(self, body, make):
         """A module by its name: one that is there, or a new one; a layer's weight may be another's, or frozen."""
-        known = [line.partition(" = ")[0] for line in body.local if line.endswith(f" = {make}")]
+        known = [line.partition(" = ")[0] for line in body.own if line.endswith(f" = {make}")]
         if known and self.draw(st.booleans()):
             return self.pick(known)
-        name = f"self.m{sum(line.startswith('self.m') and '= nn.' in line for line in body.local)}"
-        body.local.append(f"{name} = {make}")
+        name = f"self.m{sum(line.startswith('self.m') and '= nn.' in line for line in body.own)}"
+        body.own.append(f"{name} = {make}")
         if make.startswith("nn.Linear"):
             weights = [weight for weight in body.weights if weight.endswith(".weight")]
             kind = self.pick(["its own"] * 8 + ["frozen", "tied"])
             if kind == "tied" and weights:
-                body.local.append(f"{name}.weight = {self.pick(weights)}")
+                body.own.append(f"{name}.weight = {self.pick(weights)}")
             elif kind == "frozen":
-                body.local.append(f"{name}.weight.requires_grad_(False)")
+                body.own.append(f"{name}.weight.requires_grad_(False)")
             body.weights.append(f"{name}.weight")
         return name
 
@@ -284,7 +284,7 @@ class Writer:
         kinds += ["region", "region", "branch", "loop", "no_grad", "leave"] * (depth < 3)
         for _ in range(self.draw(st.integers(1, 3 if depth else 5))):
             kind = self.pick(kinds)
-            in_function = body.local is None and kind in ("part", "attention", "layers", "buffer")
+            in_function = body.own is None and kind in ("part", "attention", "layers", "buffer")
             lost = kind == "no_grad" and "trace" in body.legal  # torch.jit.trace does not record it
             if in_function or lost or (kind == "buffer" and body.again):
                 kind = "assign"
@@ -320,12 +320,12 @@ class Writer:
         return ["with torch.no_grad():", *self.within(body, depth, in_loop)]
 
     def _loop(self, body, depth, in_loop):
-        count = "2" if body.local is None else self.pick(["2", "self.count"])
+        count = "2" if body.own is None else self.pick(["2", "self.count"])
         return [f"for i{depth} in range({count}):", *self.within(body, depth, True)]
 
     def _branch(self, body, depth, in_loop):
         tests = ["{v}.shape[0] > 2", "{v}.dim() == 2"]
-        if body.local is not None:
+        if body.own is not None:
             tests += ["self.flag", "self.count > 2", "not self.flag"]
         if not body.fixed:
             tests += ["{v}.dtype == LOW"]
@@ -336,9 +336,7 @@ class Writer:
 
     def _leave(self, body, depth, in_loop):
         how = self.pick(["break", "continue", body.give] if in_loop else [body.give])
-        test = (
-            self.pick(["self.flag", "self.count == 3", "not self.flag"]) if body.local is not None else "v0.dim() == 1"
-        )
+        test = self.pick(["self.flag", "self.count == 3", "not self.flag"]) if body.own is not None else "v0.dim() == 1"
         return [f"if {test}:", f"    {how}"]
 
     def _layers(self, body, depth, in_loop):
@@ -364,8 +362,8 @@ class Writer:
 
     def _buffer(self, body, depth, in_loop):
         line = 'self.register_buffer("count0", torch.ones(8))'
-        if line not in body.local:
-            body.local.append(line)
+        if line not in body.own:
+            body.own.append(line)
         name = self.pick(body.names)
         change = self.pick(
             ["self.count0.mul_(0.5)", f"self.count0.add_(({name} * {self.constant()}).float().mean(0).detach())"]
@@ -407,7 +405,7 @@ class Writer:
         n = self.blocks
         self.blocks += 1
         self.above += [*class_of(f"Block{n}", own, lines, "v0, v1", decorator), "", ""]
-        body.local.append(f"self.b{n} = {how.format(n=n)}")
+        body.own.append(f"self.b{n} = {how.format(n=n)}")
         a, b, to = self.pick(body.names), self.pick(body.names), self.pick(body.names)
         up = ".float()" if fixed else ""
         arguments = f"({a} * {self.constant()}){up}, {b}{up}"

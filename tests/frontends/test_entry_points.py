@@ -59,7 +59,7 @@ def test_what_no_region_can_be_is_refused_with_what_to_write(name):
     for under in (torch.autocast("cpu", BF16), 16):
         with pytest.raises(nc.errors.RegionError, match=r"under=[^\n]*\n[^\n]*narrowcast.autocast"):
             front_end(net(), under=under)
-    with pytest.raises(nc.errors.RegionError, match="Did you mean 'native'"):
+    with pytest.raises(nc.errors.RegionError, match="did you mean 'native'"):
         front_end(net(), under="nativ")
 
 

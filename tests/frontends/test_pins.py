@@ -442,7 +442,7 @@ def test_what_cannot_be_pinned_is_an_error():
         nc.pin(pool, keep=("rois",), out="fp32")
     with pytest.raises(PinError, match="at_least"):
         nc.pin(pool, "bf16", at_least=True)
-    with pytest.raises(PinError, match="no floating format"):
+    with pytest.raises(PinError, match="not a floating-point format"):
         nc.pin(pool, torch.int8)
     with pytest.raises(PinError, match="has no call to pin"):
         nc.pin(3.5, "fp32")

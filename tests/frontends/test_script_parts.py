@@ -336,7 +336,7 @@ class Outer(nn.Module):
     def __init__(self, part):
         super().__init__()
         torch.manual_seed(1)
-        self.part, self.local = part, nn.Linear(4, 4)
+        self.part, self.own = part, nn.Linear(4, 4)
 
     def forward(self, x: Tensor):
         return self.part(x), self.own(x)

@@ -55,7 +55,7 @@ RULES = {
     "a class by its whole name": nc.Rule("aten.mm", "full", module_class=f"{__name__}.Attention"),
     "a class of torch": nc.Rule("aten.linear", "full", module_class="torch.nn.modules.container.Sequential"),
     "a function": nc.Rule("aten.mm", "full", function="*.helper"),
-    "a method": nc.Rule("aten.mm", "full", function="*Attention.local"),
+    "a method": nc.Rule("aten.mm", "full", function="*Attention.own"),
     "the outermost": nc.Rule("aten.mm", "full", function="*Model.forward"),
     "nobody": nc.Rule("aten.mm", "full", function="help"),
 }

@@ -84,7 +84,7 @@ class Goal:
 
         Raises GoalError.
         """
-        return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
+        return Goal(FAST, verify, profile=_path(profile), memory_limit_bytes=memory_limit_bytes)
 
     @staticmethod
     def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
@@ -95,7 +95,11 @@ class Goal:
 
         Raises GoalError.
         """
-        return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
+        return Goal(MEMORY, profile=_path(profile), slowdown_limit=slowdown_limit)
+
+
+def _path(profile: str | Path) -> str:
+    return str(profile) if isinstance(profile, Path) else profile
 
 
 def as_goal(goal: str | Goal, weights: str | None = None) -> Goal:
