@@ -18,11 +18,15 @@ def net():
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
-class Kahan(torch.optim.Optimizer):
-    """SGD on weights in bf16 that keeps what is rounded away."""
+class WithoutDefaults(torch.optim.Optimizer):
+    """An optimizer whose groups have no options."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
+
+
+class Kahan(WithoutDefaults):
+    """SGD on weights in bf16 that keeps what is rounded away."""
 
     @torch.no_grad()
     def step(self):
@@ -34,11 +38,8 @@ class Kahan(torch.optim.Optimizer):
             rest.add_(before - p)
 
 
-class Stochastic(torch.optim.Optimizer):
+class Stochastic(WithoutDefaults):
     """SGD on weights in bf16 that rounds them at random, by their bits."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
 
     @torch.no_grad()
     def step(self):

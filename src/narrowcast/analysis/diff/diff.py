@@ -69,7 +69,7 @@ def diff(
     exist.
     """
     names = names or (_name_of(a, "a"), _name_of(b, "b"))
-    both = [_loaded(value, name) for value, name in zip((a, b), names, strict=True)]
+    both = [_loaded(value) for value in (a, b)]
     kinds = [next((words for kind, words in _KINDS.items() if isinstance(value, kind)), type(value).__name__)
              for value in both]  # fmt: skip
     runs = [value if isinstance(value, list) else [value] for value in both]
@@ -178,13 +178,13 @@ def _name_of(value: Any, otherwise: str) -> str:
     return " + ".join(Path(one).name for one in several if isinstance(one, str | Path)) or otherwise
 
 
-def _loaded(value: Any, name: str) -> Any:
+def _loaded(value: Any) -> Any:
     """Return what a name or a file holds; of an explanation the ledger. RunError for what cannot be read."""
     if isinstance(value, str | Path):
         is_policy = str(value).partition(":")[0] in BUILTIN or str(value).endswith(".toml")
         value = as_policy(value) if is_policy else load(value)
     if isinstance(value, list | tuple):
-        return [_loaded(one, name) for one in value]
+        return [_loaded(one) for one in value]
     return value.ledger if isinstance(value, Explanation) else value
 
 

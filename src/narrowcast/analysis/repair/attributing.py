@@ -35,7 +35,7 @@ LARGEST = 1 << 22
 
 @dataclass(slots=True)
 class Effect:
-    """What one low call does. probes: g . d by draw of signs; empty without gradients. own: its local error."""
+    """What one low call does. probes: g . d by draw of signs; empty without gradients. local: its local error."""
 
     probes: tuple[float, ...] = ()
     local: float = 0.0
