@@ -87,6 +87,23 @@ def test_a_script_is_watched_unchanged(cli, script, tmp_path):
     assert code == 1 and "1 call made a NaN or an infinity" in out
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("raise KeyboardInterrupt", 130, "interrupted: what was seen until then is above"),
+        ("raise SystemExit(130)", 3, "the script exited with 130"),
+        ("raise SystemExit('no data')", 3, "the script exited with 1: no data"),
+        ("raise SystemExit", 0, ""),
+    ],
+)
+def test_how_a_watched_script_ends_is_told_apart(cli, tmp_path, line, code, said):
+    """Only an interrupt is one; a script's own exit code, 130 too, is told as that."""
+    file = tmp_path / "ends.py"
+    file.write_text(f"import torch\n\ntorch.ones(2) + 1\n{line}\n")
+    ended, out, err = cli("watch", file)
+    assert ended == code and "VERDICT: No NaN or infinity was made" in out and err.strip() == said
+
+
 def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
     """`headroom` writes a valid policy for layers that overflow fp16, and reads saved runs as well as models."""
     code, out, _ = cli("headroom", f"{target}:wide", "--policy-out", tmp_path / "fits.toml", "-o", tmp_path / "f.json")

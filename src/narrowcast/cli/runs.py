@@ -146,31 +146,30 @@ def watch_command(
     sys.argv = [str(script), *(arguments or [])]
     sys.path.insert(0, str(script.resolve().parent))
     watching = nc.watch(at=at, stop=stop, every=every, log=log)
-    exited = 0
+    exited: int | str = 0
+    interrupted = False
     try:
         with watching:
             runpy.run_path(str(script), run_name="__main__")
     except NotFiniteError:
         pass  # it is listed
     except KeyboardInterrupt:
-        exited = 130
+        interrupted = True
     except SystemExit as error:
-        exited = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        exited = error.code if isinstance(error.code, int) else 0 if error.code is None else f"1: {error.code}"
     finally:
         sys.argv, sys.path[:] = before, path
         options.show(watching.found, result, room=LINES - (save is not None))
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
+    if interrupted:
+        typer.echo("interrupted: what was seen until then is above", err=True)
+        raise typer.Exit(130)
     if exited:
-        reason = (
-            "interrupted: what was seen until then is above" if exited == 130 else f"the script exited with {exited}"
-        )
-        typer.echo(reason, err=True)
-    if exited == 130 or (first is None and exited):
-        raise typer.Exit(130 if exited == 130 else 3)
-    if first is not None:
-        raise typer.Exit(1)
+        typer.echo(f"the script exited with {exited}", err=True)
+    if first is not None or exited:
+        raise typer.Exit(1 if first is not None else 3)
 
 
 def headroom_command(
