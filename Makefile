@@ -98,6 +98,7 @@ lint: .venv/.ready
 docs: .venv/.ready
 	$(BIN)/python tools/generate_op_pages.py
 	$(BIN)/python tools/generate_cli_page.py
+	$(BIN)/python tools/draw_explanation.py
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs docs/_build/html
 
 clean:

@@ -1,12 +1,14 @@
 """Draw docs/pictures/explanation.svg, the README's picture: what nc.explain says of a small attention block.
 
-python tools/draw_explanation.py
+python tools/draw_explanation.py           draws it
+python tools/draw_explanation.py --check   exits 1 if it is not what would be drawn
 """
 
 from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from rich.text import Text
 import narrowcast as nc
 
 PICTURE = Path(__file__).parent.parent / "docs/pictures/explanation.svg"
-SHOWN = ("each op", "every cast")
+SHOWN = ("Each op:", "Each cast:")
 
 
 class Attention(torch.nn.Module):
@@ -34,15 +36,14 @@ class Attention(torch.nn.Module):
         return self.out(torch.softmax(q @ k.transpose(-2, -1) / 8, -1) @ v)
 
 
-def main() -> None:
+def picture() -> str:
     """Explain, and draw the two tables that say most."""
     policy = nc.Policy.native("cpu").with_rules(
         nc.Rule("aten.softmax", "full", reason="exponents need fp32"),
         nc.Rule("aten.linear", "full", module="out", reason="the output in fp32"),
     )
-    paragraphs = nc.explain(Attention(), (torch.randn(2, 16, 64),), under=policy).to_text(every=True).split("\n\n")
-    tables = re.split(r"\n(?=[a-z][^\n]*:? )", "\n\n".join(paragraphs))
-    chosen = [table.rstrip() for table in tables if table.startswith(SHOWN)]
+    text = nc.explain(Attention(), (torch.randn(2, 16, 64),), under=policy).to_text(every=True, width=150)
+    chosen = [part.rstrip() for part in re.split(r"\n\n(?=[A-Z])", text) if part.startswith(SHOWN)]
     console = Console(record=True, width=max(len(line) for table in chosen for line in table.splitlines()) + 1,
                       file=io.StringIO(), highlight=False)  # fmt: skip
     for table in chosen:
@@ -54,10 +55,22 @@ def main() -> None:
         text.highlight_regex("─+", "bright_black")
         console.print(text, end="\n\n" if table is not chosen[-1] else "\n")
     drawn = console.export_svg(
-        title="print(nc.explain(model, x, policy=policy).to_text(every=True))", theme=MONOKAI, unique_id="explain"
+        title="print(nc.explain(model, x, under=policy).to_text(every=True))", theme=MONOKAI, unique_id="explain"
     )
-    PICTURE.write_text(re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE), encoding="utf-8")
+    return re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE)
+
+
+def main() -> int:
+    """Write or check the picture."""
+    drawn = picture()
+    if "--check" not in sys.argv:
+        PICTURE.write_text(drawn, encoding="utf-8")
+        return 0
+    if PICTURE.read_text(encoding="utf-8") == drawn:
+        return 0
+    print("docs/pictures/explanation.svg is not what nc.explain says; run: python tools/draw_explanation.py")
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

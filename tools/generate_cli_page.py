@@ -41,9 +41,21 @@ def page() -> str:
     text = text[text.index("**Usage**") :]
     text = re.sub(r"```console\n\$ (.*)\n```", r"`\1`", text)
     text = re.sub(r"^\*\*(Usage|Options|Arguments|Commands)\*\*:", r"**\1**", text, flags=re.M)
-    text = re.sub(r"^(\* `[\w-]+`): .*[.]{3}$", r"\1", text, flags=re.M)  # typer cuts these; they stand below
     text = re.sub(r"^(#+) `(.*)`$", r"\1 \2", text, flags=re.M)
-    return HEAD + text.strip() + "\n"
+    return HEAD + _with_summaries(text).strip() + "\n"
+
+
+def _with_summaries(text: str) -> str:
+    """Write out the summaries that typer cuts: each is the first sentence below the command's own heading."""
+    summaries = dict(re.findall(r"^#+ (narrowcast [\w -]+)\n\n(.+?[.])(?= |\n)", text, flags=re.M))
+    group, lines = "narrowcast", []
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"#+ (narrowcast [\w -]+)", line):
+            group = heading[1]
+        if cut := re.fullmatch(r"\* `([\w-]+)`: .*[.]{3}", line):
+            line = f"* `{cut[1]}`: {summaries[f'{group} {cut[1]}']}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def main() -> int:

@@ -109,8 +109,8 @@ def compare_versions(reference: Mapping[str, Path | str], other: Mapping[str, Pa
 
 
 def _as_data(found: RunDifferences, a: Run, b: Run) -> dict[str, Any]:
-    turns = [_by_turns(run) for run in (a, b)]
-    same = sum(_are_same(_bits(a, turns[0], row.a), _bits(b, turns[1], row.b)) for row in found.rows)
+    module_calls = [_by_module_call(run) for run in (a, b)]
+    same = sum(_are_same(_bits(a, module_calls[0], row.a), _bits(b, module_calls[1], row.b)) for row in found.rows)
     known = [row.difference for row in found.rows if row.measured_by]
     return {
         "pairs": len(found.rows), "same_bits": same, "largest": max(known, default=0.0),
@@ -121,17 +121,17 @@ def _as_data(found: RunDifferences, a: Run, b: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_turns(run: Run) -> dict[CallId, list[CallRecord]]:
-    """The calls of a run by the identity of their first turn, which represents all of them in a row."""
+def _by_module_call(run: Run) -> dict[CallId, list[CallRecord]]:
+    """The calls of a run by the identity of their first module call, which represents all of them in a row."""
     found: dict[tuple[object, ...], list[CallRecord]] = {}
     for call in run.calls:
         found.setdefault((call.id.module_path, call.id.op, call.id.number, call.id.direction), []).append(call)
-    return {min(calls, key=lambda call: call.id.turn).id: calls for calls in found.values()}
+    return {min(calls, key=lambda call: call.id.module_call).id: calls for calls in found.values()}
 
 
-def _bits(run: Run, turns: Mapping[CallId, list[CallRecord]], names: Sequence[CallId]) -> list[str]:
+def _bits(run: Run, module_calls: Mapping[CallId, list[CallRecord]], names: Sequence[CallId]) -> list[str]:
     """The checksums of what the calls give; a tensor without elements has no bits."""
-    gave = [run.tensors[number] for name in names for call in turns[name] for _, number in call.outputs]
+    gave = [run.tensors[number] for name in names for call in module_calls[name] for _, number in call.outputs]
     return [tensor.checksum for tensor in gave if tensor.elements]
 
 

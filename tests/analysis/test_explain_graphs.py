@@ -45,7 +45,7 @@ POLICY = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full", reason="for 
 
 
 def decided(explanation):
-    return {(row.op, row.calls, row.computes, row.action) for row in explanation.op_rows() if row.action != "unlisted"}
+    return {(row.op, row.calls, row.computes, row.action) for row in explanation.op_rows() if row.action != "no rule"}
 
 
 @pytest.mark.parametrize("front_end", ["compile", "export"])
@@ -185,8 +185,8 @@ def test_scripts_for_a_device_that_is_not_here():
     model, x = Model(), torch.randn(4, 8)
     found = nc.explain(torch.jit.script(model), (x,), device="cuda", front_end="script")
     eager = nc.explain(model, (x,), device="cuda")
-    assert {(row.op, row.computes, row.result, row.action) for row in found.op_rows() if row.action != "unlisted"} == {
-        (row.op, row.computes, row.result, row.action) for row in eager.op_rows() if row.action != "unlisted"
+    assert {(row.op, row.computes, row.result, row.action) for row in found.op_rows() if row.action != "no rule"} == {
+        (row.op, row.computes, row.result, row.action) for row in eager.op_rows() if row.action != "no rule"
     }
     assert found.low == "fp16"
 

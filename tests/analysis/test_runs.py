@@ -72,11 +72,11 @@ class TestIdentity:
     """One identity for a call, in every form."""
 
     def test_numbers_calls_of_an_op_in_a_module_and_calls_of_the_module(self, model, x):
-        """Two products in a module are #1 and #2; a layer's second call starts again at #1, in turn 2."""
+        """Two products in a module are #1 and #2; a layer's second call starts again at #1, in module call 2."""
         names = [name for name, _, _ in calls(nc.capture(model, (x,), under="bf16"))]
         assert [n for n in names if "matmul" in n] == ["aten.matmul.default #1", "aten.matmul.default #2"]
         assert [n for n in names if n.startswith("twice")] == [
-            "twice aten.linear.default #1", "twice aten.linear.default #1 turn 2"]  # fmt: skip
+            "twice aten.linear.default #1", "twice aten.linear.default #1 module call 2"]  # fmt: skip
 
     def test_is_the_same_under_every_policy_and_in_fp32(self, model, x):
         """Only formats differ between fp32 and bf16, so the two runs can be matched call by call."""

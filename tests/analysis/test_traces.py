@@ -65,7 +65,7 @@ def test_modules_are_slices_around_their_calls_and_casts_are_slices_of_their_own
     """In nanoseconds; a module that is called again is another slice."""
     linear = CallId("encoder.layer.0.query", "aten.linear.default")
     call = CallRecord(linear, "m.py", 3, "fp32", "bf16", "lower", "fast")
-    again = CallRecord(CallId("encoder.layer.0.query", "aten.linear.default", turn=2), "", 0, "", "")
+    again = CallRecord(CallId("encoder.layer.0.query", "aten.linear.default", module_call=2), "", 0, "", "")
     slices = checked(trace_text("m", [(call, 900, "measured", [("fp32", "bf16", 100)]), (again, 50, "x", [])]))
     found = [(event["name"], event["ts"], event["dur"]) for event in slices]
     assert found == [

@@ -34,6 +34,12 @@ def test_the_command_line_s_page_is_what_its_help_says():
     assert done.returncode == 0, done.stdout
 
 
+def test_the_picture_of_an_explanation_is_what_is_drawn():
+    """Drift of docs/pictures/explanation.svg, the README's, is an error; `make docs` draws it."""
+    done = run(sys.executable, "tools/draw_explanation.py", "--check")
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_changed_page_of_the_command_line_is_caught(tmp_path, monkeypatch):
     """The check above rejects a page with one option missing."""
     spec = importlib.util.spec_from_file_location("generate_cli_page", ROOT / "tools/generate_cli_page.py")

@@ -55,17 +55,17 @@ def changed(run, number, **facts):
 
 
 def test_a_run_gives_the_bits_of_itself(tool, run, tmp_path):
-    """Both turns of a layer are one pair."""
+    """Both calls of a layer are one pair."""
     case, text = compared(tool, tmp_path, run, run)
     assert (case["pairs"], case["same_bits"], case["verdict"], case["alone"]) == (2, 2, "alike", [])
     assert "| 2.15.0+cpu | MiniLM | bf16 | 2 | 0 | 2 | 0 | 0 | alike |" in text and "No call computes" in text
 
 
-def test_bits_count_in_every_turn(tool, run, tmp_path):
-    """Also where nothing else says that they are other ones."""
+def test_bits_count_in_every_call(tool, run, tmp_path):
+    """Also where no other fact of the calls differs."""
     other = changed(run, 0)
     number = other.calls[1].outputs[0][1]
-    assert other.calls[1].id.turn == 2
+    assert other.calls[1].id.module_call == 2
     other.tensors[number] = replace(other.tensors[number], checksum="0")
     case, _ = compared(tool, tmp_path, run, other)
     assert (case["pairs"], case["same_bits"]) == (2, 1)

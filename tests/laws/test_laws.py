@@ -150,7 +150,7 @@ def test_a_diff_is_empty_exactly_for_the_same_effective_rules(a, b):
 
 format_names = st.lists(st.sampled_from(["fp32", "bf16", "fp16"]), max_size=2, unique=True).map(",".join)
 facts = st.tuples(
-    format_names, format_names, format_names, st.sampled_from(["lower", "full", "unlisted", "to(fp16)"]),
+    format_names, format_names, format_names, st.sampled_from(["lower", "full", "no rule", "to(fp16)"]),
     st.lists(st.sampled_from(["input", "weight", "tensors"]), max_size=2, unique=True).map(tuple), st.integers(1, 3),
 )  # fmt: skip
 places = st.tuples(paths, st.sampled_from(["aten.mm.default", "aten.gelu.default"]))
@@ -178,7 +178,7 @@ def test_the_text_of_a_snapshot_gives_it_back(snapshot):
 
 def snapshot_of(*rows):
     """Calls of one op each: where, and in which format."""
-    said = [((path, op), (dtype, dtype, dtype, "unlisted", (), 1)) for path, op, dtype in rows]
+    said = [((path, op), (dtype, dtype, dtype, "no rule", (), 1)) for path, op, dtype in rows]
     return Snapshot("cpu", "a net", "native", "01234567", "bf16", "2.13", False, tuple(numbered(said)))
 
 

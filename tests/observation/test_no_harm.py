@@ -22,7 +22,7 @@ from narrowcast.analysis.compare import bands, reference
 from narrowcast.analysis.record import advice
 from narrowcast.analysis.record.record import Recorder
 from narrowcast.analysis.watch import culprit, watch as watching, watch_calls
-from narrowcast.observation.observer.turns import Turns
+from narrowcast.observation.observer.module_calls import ModuleCalls
 from narrowcast.observation.statistics import statistics
 from narrowcast.observation.trial import finiteness
 from narrowcast.reports.results.findings import Watching
@@ -253,8 +253,8 @@ PLACES = {
     "trends": (WATCHED, watching, "_figures"),
     "history": (WATCHED, watching.Trends, "look"),
     "the end": (WATCHED, watch_calls.WatchCalls, "settle"),
-    "who is called": (WATCHED, Turns, "who"),
-    "calls of modules": (WATCHED, Turns, "begin"),
+    "who is called": (WATCHED, ModuleCalls, "who"),
+    "calls of modules": (WATCHED, ModuleCalls, "begin"),
     "a row of a run": (CAPTURED, capture, "CallRecord"),
     "statistics of a run": (CAPTURED, statistics.Statistics, "_look"),
     "statistics at the end": (CAPTURED, statistics, "facts_of"),

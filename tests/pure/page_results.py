@@ -34,7 +34,7 @@ def a_ledger(layers=3):
         path = f"encoder.layer.{n}"
         _call(made, LINEAR, f"{path}.dense", "fp32", "bf16", "lower", "fast")
         _call(made, SOFTMAX, path, "bf16", "fp32", "full", "sums")
-        _call(made, ADD, path, "fp32", "fp32", "unlisted", "follows input dtype")
+        _call(made, ADD, path, "fp32", "fp32", "no rule", "follows input dtype")
         made.add(_cast(LINEAR, f"{path}.dense", "weight", "fp32", "bf16", "weight", "lower", 600))
         made.add(_cast(LINEAR, f"{path}.dense", "input", "fp32", "bf16", "activation", "lower", 900, repeated=n > 0))
         made.add(_cast(SOFTMAX, path, "self", "bf16", "fp32", "activation", "full", 5000))
@@ -93,7 +93,7 @@ def _record(op, path, came, computes, inputs, output, rule, reason):
     return CallRecord(CallId(path, op), FILE, 7, came, computes, rule, reason, inputs, (("result", output),))
 
 
-def a_side(stack, activation, turns=1, off=0.0, **layer_1):
+def a_side(stack, activation, module_calls=1, off=0.0, **layer_1):
     """A run of an embedding, of three layers in `stack`, each with a product and an activation, and of a head whose
     name is markup. layer_1: of its product, which is off by that share.
     """
@@ -103,23 +103,26 @@ def a_side(stack, activation, turns=1, off=0.0, **layer_1):
         run.tensors.append(TensorFacts(format, (2, 8), "cpu", 16, low, high, 0.1, 1.0, inspected=16))
         return len(run.tensors) - 1
 
-    def call(op, path, format, x, low, high, turn=1, **given):
+    def call(op, path, format, x, low, high, module_call=1, **given):
         y = tensor(format, low, high)
         named = tuple((name, value) for name, value in given.items())
-        run.calls.append(CallRecord(CallId(path, op, turn=turn), FILE, 7, format, format, inputs=(("input", x),),
-                                    outputs=(("result", y),), given=named))  # fmt: skip
+        name = CallId(path, op, module_call=module_call)
+        run.calls.append(CallRecord(name, FILE, 7, format, format, inputs=(("input", x),), outputs=(("result", y),),
+                                    given=named))  # fmt: skip
         return y
 
-    for turn in range(1, turns + 1):
-        x = call(LINEAR, "embed", "fp32", tensor("fp32", -1.0, 1.0), -1.5, 1.25, turn)
+    for module_call in range(1, module_calls + 1):
+        x = call(LINEAR, "embed", "fp32", tensor("fp32", -1.0, 1.0), -1.5, 1.25, module_call)
         for n in range(3):
             more = 1 + off if n else 1.0
             given = layer_1 if n == 1 else {}
             path = f"{stack}.{n}"
-            x = call(LINEAR, f"{path}.proj", "bf16" if given else "fp32", x, -2.5 - n, (2.0 + n) * more, turn, **given)
+            x = call(
+                LINEAR, f"{path}.proj", "bf16" if given else "fp32", x, -2.5 - n, (2.0 + n) * more, module_call, **given
+            )
             bounds = (-0.75, 0.875) if activation == "tanh" else (0.125, 0.9375)
-            call(f"aten.{activation}.default", f"{path}.act", "fp32", x, *bounds, turn)
-        call(LINEAR, SCRIPT, "fp32", x, -9.0, 9.0 * (1 + off), turn)
+            call(f"aten.{activation}.default", f"{path}.act", "fp32", x, *bounds, module_call)
+        call(LINEAR, SCRIPT, "fp32", x, -9.0, 9.0 * (1 + off), module_call)
     return run
 
 

@@ -17,8 +17,8 @@ from narrowcast.analysis.diff.pieces import (
     STATISTICS,
     beside,
     distance,
+    in_best_module_calls,
     in_best_order,
-    in_best_turns,
     piece_of,
     stacked,
 )
@@ -121,8 +121,8 @@ class TestPieces:
         values, others = numbers(8, 32), numbers(8, 32, 1)
         wholes = [piece_of(facts(each, (8, 32))) for each in (values, others)]
         steps = [piece_of(facts(each[n : n + 2], (2, 32))) for n in range(0, 8, 2) for each in (values, others)]
-        assert in_best_turns(wholes, steps).relative < 1e-6
-        assert not in_best_turns(wholes, steps[::-1]).is_known
+        assert in_best_module_calls(wholes, steps).relative < 1e-6
+        assert not in_best_module_calls(wholes, steps[::-1]).is_known
         assert not in_best_order([piece_of(facts(values, (2, 4, 32)))], [wholes[0], steps[0]]).is_known
 
     def test_ranks_are_parts_of_a_batch(self):
@@ -199,7 +199,7 @@ class TestMapping:
             MappingLine(("a.0.q", "a.0.k"), ("b.0.qk",)),
             MappingLine(("",), ("root",)),
             MappingLine(("a.1",), ()),
-            MappingLine(("a aten.mm.default #1",), ("b aten.bmm.default #2 turn 3",)),
+            MappingLine(("a aten.mm.default #1",), ("b aten.bmm.default #2 module call 3",)),
         )
         written = RunMapping(entries, comments=("only in a: x",))
         again = RunMapping.parse(str(written))

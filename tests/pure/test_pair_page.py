@@ -50,7 +50,7 @@ def test_turns_of_a_call_are_one_box_and_their_values_one_edge():
     """The engine makes each call twice."""
     made = page(a_pair())
     assert {node.times for node in made.graph.nodes} == {1} and {node.times for node in made.pair.graph.nodes} == {2}
-    nodes = [Node("a", "aten.mm.default", f"#1{turn}", bytes=4) for turn in ("", " turn 2")]
+    nodes = [Node("a", "aten.mm.default", f"#1{turn}", bytes=4) for turn in ("", " module call 2")]
     nodes.insert(1, Node("b", "aten.mm.default", "#1", direction="backward", bytes=4))
     edges = [Edge(OUTSIDE, n, "x", "fp32", "bf16", 6) for n in (0, 2)] + [Edge(0, 1, "x", "fp32", "fp32", 8)]
     merged = merged_turns(Graph(nodes, edges, flow=True))

@@ -42,7 +42,7 @@ def a_run():
      CallId("a b.c", "aten.add.Tensor", 2, 5, "backward"), CallId("l", "gradient.weight", direction="recomputation")],
 )  # fmt: skip
 def test_an_identity_is_read_back_from_its_text(identity):
-    """Module, op, number, turn and direction survive, also with an empty path or one that contains a space."""
+    """Module, op, number, module call and direction survive, also with an empty path or one that contains a space."""
     assert CallId.parse(str(identity)) == identity
 
 
@@ -89,7 +89,7 @@ class TestRun:
         assert load(path).calls == a_run().calls
 
     def test_a_call_is_found_by_its_identity(self):
-        """Its CallId and the text of that both find a call, and one without its turn and direction finds none."""
+        """Its CallId and the text of that both find a call, one without module call and direction finds none."""
         run = a_run()
         assert run.call(LINEAR) is run.calls[0] and run.call(str(run.calls[1].id)) is run.calls[1]
         assert set(run.facts(run.calls[0].inputs)) == {"input"}

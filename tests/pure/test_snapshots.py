@@ -18,7 +18,7 @@ from narrowcast.testing.snapshot_text import call_text, load_snapshots, parse_sn
 TORCH = "2.13.0+cpu"
 LOW = ("fp32", "bf16", "bf16", "lower")
 HIGH = ("fp32", "fp32", "fp32", "full")
-AS_IS = ("bf16", "bf16", "bf16", "unlisted")
+AS_IS = ("bf16", "bf16", "bf16", "no rule")
 
 
 def call(text, formats=LOW, casts=("input", "weight"), times=1, found=None):
@@ -65,9 +65,9 @@ def test_a_file_has_a_section_for_each_device_and_a_line_for_each_call():
         "calls 5\n"
         "\n"
         "encoder.0 aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight\n"
-        "encoder.0 aten.gelu.default #1 | bf16 -> bf16 -> bf16 | unlisted\n"
+        "encoder.0 aten.gelu.default #1 | bf16 -> bf16 -> bf16 | no rule\n"
         "encoder.1 aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight\n"
-        "encoder.1 aten.gelu.default #1 | bf16 -> bf16 -> bf16 | unlisted\n"
+        "encoder.1 aten.gelu.default #1 | bf16 -> bf16 -> bf16 | no rule\n"
         "aten.mm.default #1 | fp32 -> bf16 -> bf16 | lower: mat2 | 3 times\n"
     )
 
@@ -75,8 +75,8 @@ def test_a_file_has_a_section_for_each_device_and_a_line_for_each_call():
 def test_what_is_written_is_read_as_it_was():
     """Several sections; formats of several arguments, of none; actions with a format; turns and directions."""
     odd = (
-        call("a b aten.cat.default #2 turn 3 backward", ("bf16,fp32", "fp32", "fp32", "promote")),
-        call("aten.arange.default #1", ("", "", "fp32", "unlisted")),
+        call("a b aten.cat.default #2 module call 3 backward", ("bf16,fp32", "fp32", "fp32", "promote")),
+        call("aten.arange.default #1", ("", "", "fp32", "no rule")),
         call("head aten.mm.default #1", ("e4m3fn", "fp16", "fp16", "to(fp16)")),
     )
     sections = (snapshot(), snapshot(*odd, device_type="cuda", torch=">=2.11,<2.16", gradients=True))
@@ -212,8 +212,8 @@ def test_a_ledger_gives_a_line_for_each_call_with_its_casts_its_rule_and_its_lin
     ledger.count_call(kind("aten.mm.default", "a", 7, LOW, rule.reason), 8)
     ledger.count_call(kind("aten.mm.default", "a", 9, LOW, rule.reason), 8)
     ledger.count_call(kind("aten.mm.default", "a", 9, LOW, rule.reason), 8)
-    ledger.count_call(kind("aten.arange.default", "a", 9, ("", "", "", "unlisted")), 8)
-    ledger.count_call(kind("aten._to_copy.default", "", 11, ("bf16", "bf16", "fp32", "unlisted")), 8)
+    ledger.count_call(kind("aten.arange.default", "a", 9, ("", "", "", "no rule")), 8)
+    ledger.count_call(kind("aten._to_copy.default", "", 11, ("bf16", "bf16", "fp32", "no rule")), 8)
     ledger.count_match(rule.label, "a", 3)
     ledger.add(cast("aten.mm.default", "self", "a", 7, "fp32", "bf16"))
     ledger.add(cast("aten.mm.default", "mat2", "a", 9, "fp32", "bf16"))
@@ -223,7 +223,7 @@ def test_a_ledger_gives_a_line_for_each_call_with_its_casts_its_rule_and_its_lin
     assert [call_text(c) for c in found.calls] == [
         "a aten.mm.default #1 | fp32 -> bf16 -> bf16 | lower: self",
         "a aten.mm.default #2 | fp32 -> bf16 -> bf16 | lower: mat2 | 2 times",
-        "aten._to_copy.default #1 | bf16 -> bf16 -> fp32 | unlisted: self",
+        "aten._to_copy.default #1 | bf16 -> bf16 -> fp32 | no rule: self",
     ]
     assert (found.model, found.digest, found.notes) == ("a net", policy.digest[:8], "a note")
     seen = found.calls[0].found
@@ -305,9 +305,9 @@ FOLLOWS = Found("/home/me/net.py", 42, "", "follows input dtype")
 def changed_run():
     now = [
         call("encoder.0 aten.linear.default #1", HIGH, found=RULE),
-        call("encoder.0 aten.gelu.default #1", ("fp32", "fp32", "fp32", "unlisted"), found=FOLLOWS),
+        call("encoder.0 aten.gelu.default #1", ("fp32", "fp32", "fp32", "no rule"), found=FOLLOWS),
         call("encoder.1 aten.linear.default #1", HIGH, found=RULE),
-        call("encoder.1 aten.gelu.default #1", ("fp32", "fp32", "fp32", "unlisted"), found=FOLLOWS),
+        call("encoder.1 aten.gelu.default #1", ("fp32", "fp32", "fp32", "no rule"), found=FOLLOWS),
         call("head aten.mm.default #1", LOW, ("mat2",), 2, Found()),
     ]
     was = parse_snapshots(text_of(snapshot()), "formats.txt").sections[0]
@@ -336,8 +336,8 @@ def test_a_failure_says_what_changed_why_and_where_causes_first():
         "  was    fp32 -> bf16 -> bf16 | lower: mat2 | 3 times    formats.txt:16\n"
         "\n"
         "follows  encoder.0 aten.gelu.default #1\n"
-        "  was    bf16 -> bf16 -> bf16 | unlisted    formats.txt:13\n"
-        "  now    fp32 -> fp32 -> fp32 | unlisted\n"
+        "  was    bf16 -> bf16 -> bf16 | no rule    formats.txt:13\n"
+        "  now    fp32 -> fp32 -> fp32 | no rule\n"
         "  rule   none names this op: it follows its input dtype\n"
         "  at     /home/me/net.py:42\n"
         "  and 1 more like it, the last in encoder.1\n"

@@ -102,11 +102,11 @@ def test_a_snapshot_has_a_line_for_each_call_and_holds(net, held):
     assert lines(held) == [
         "blocks.0.dense aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight, bias",
         "blocks.0 aten.matmul.default #1 | bf16,fp32 -> bf16 -> bf16 | lower: other",
-        "blocks.0 aten._softmax.default #1 | bf16 -> bf16 -> bf16 | unlisted",
+        "blocks.0 aten._softmax.default #1 | bf16 -> bf16 -> bf16 | no rule",
         "blocks.0 aten.matmul.default #2 | bf16,fp32 -> bf16 -> bf16 | lower: other",
         "blocks.1.dense aten.linear.default #1 | bf16,fp32 -> bf16 -> bf16 | lower: weight, bias",
         "blocks.1 aten.matmul.default #1 | bf16 -> bf16 -> bf16 | lower",
-        "blocks.1 aten._softmax.default #1 | bf16 -> bf16 -> bf16 | unlisted",
+        "blocks.1 aten._softmax.default #1 | bf16 -> bf16 -> bf16 | no rule",
         "blocks.1 aten.matmul.default #2 | bf16 -> bf16 -> bf16 | lower",
         "head aten.linear.default #1 | bf16,fp32 -> bf16 -> bf16 | lower: weight, bias",
     ]

@@ -41,7 +41,7 @@ export interface PairData {
 }
 export type Side = 0 | 1;
 
-// Rows as records; in columns of texts, numbers stand for these.
+// Rows as records; in columns of texts, numbers represent these.
 export function unpack(columns: string[], rows: unknown[][], ofTexts: string[], texts: string[]): Record<string, unknown>[] {
   const known = new Set(ofTexts);
   return rows.map((row) => Object.fromEntries(columns.map((name, i) => [name, known.has(name) ? texts[row[i] as number] : row[i]])));
@@ -78,9 +78,9 @@ export class Model {
 
 export const isCast = (edge: Edge): boolean => edge.src !== edge.dst;
 
-// A call in fp32 that no rule asked to be there: what came made it so.
+// A call in fp32 that no rule asked to be there: its inputs made it so.
 export const isLeak = (call: Call): boolean =>
-  call.computes.split(",").includes("fp32") && (call.action === "" || call.action === "unlisted") && call.rule === "";
+  call.computes.split(",").includes("fp32") && (call.action === "" || call.action === "no rule") && call.rule === "";
 
 export function sums(model: Model, calls: number[]): { calls: number; casts: number; castBytes: number; bytes: number } {
   const found = { calls: 0, casts: 0, castBytes: 0, bytes: 0 };

@@ -1,4 +1,4 @@
-// The first screen: what was looked at, the verdict, the figures, shares by format, what is worth doing.
+// The first screen: what was inspected, the verdict, the figures, shares by format, what is worth doing.
 import type { Bar, Model, Todo } from "./data";
 import { button, copy, h } from "./dom";
 import { inBytes, inCount, inTime, partClass, percent, ruleText } from "./words";

@@ -10,7 +10,7 @@ export class Search {
   private readonly found = h("ul", { class: "found" });
   private readonly input: HTMLInputElement;
 
-  // pick: what happens with the call that was meant; leave: after Escape.
+  // pick: what happens with the call that was chosen; leave: after Escape.
   constructor(
     id: string, label: string, private readonly model: Model, private readonly keep: (call: Call) => boolean,
     private readonly pick: (call: Call) => void, private readonly leave: () => void,

@@ -45,7 +45,7 @@ function heat(name: string): number {
   return Number(HEAT.exec(name)?.[1] ?? -1);
 }
 
-// At most so many parts, each of calls that follow each other.
+// At most this many parts, each of calls that follow each other.
 function divided(calls: Call[]): Call[][] {
   const size = Math.ceil(calls.length / MOST);
   return Array.from({ length: Math.ceil(calls.length / size) }, (_, n) => calls.slice(n * size, (n + 1) * size));

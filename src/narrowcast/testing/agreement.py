@@ -79,14 +79,14 @@ def compare_calls(front_end: str, eager: Iterable[RanCall], others: Iterable[Ran
             whole.append(key[0] or "(the root)")
             if left_there and not {c.computes for c in left_there} <= {c.computes for c in calls}:
                 disagreements.append(Disagreement(front_end, tuple(left or calls), tuple(left_there)))
-    whole += [path or "(the root)" for path, turn in theirs if (path, turn) not in ours]
+    whole += [path or "(the root)" for path, module_call in theirs if (path, module_call) not in ours]
     return BesideEager(count, tuple(dict.fromkeys(whole)), tuple(disagreements))
 
 
 def _by_module(calls: Iterable[RanCall]) -> dict[tuple[str, int], list[RanCall]]:
     by_module: dict[tuple[str, int], list[RanCall]] = {}
     for call in calls:
-        by_module.setdefault((call.id.module_path, call.id.turn), []).append(call)
+        by_module.setdefault((call.id.module_path, call.id.module_call), []).append(call)
     return by_module
 
 

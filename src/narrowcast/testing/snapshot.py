@@ -39,7 +39,7 @@ class CallFormats:
     """A call, or calls alike, with the formats of its floating tensors.
 
     came, computes, result: of its inputs, those that it computes in, of its output (`fp32`, `bf16,fp32`, or empty).
-    rule: the action that decided, `unlisted` where no rule did. casts: the arguments that are cast. times: how many
+    rule: the action that decided, `no rule` where no rule did. casts: the arguments that are cast. times: how many
     calls of this place are alike. found: of a run. line: of a file, where the call stands in it.
     """
 
@@ -153,7 +153,7 @@ _Site = tuple[str, str, str, int, str]
 
 def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
     """Return which arguments of this call are cast, in order; `self` of what converts by itself."""
-    if kind.op == CONVERSION and kind.action == "unlisted":
+    if kind.op == CONVERSION and kind.action == "no rule":
         return ("self",) if kind.input_formats != kind.result else ()
     there = casts.get((kind.op, kind.module_path, kind.file, kind.line, kind.direction), [])
     there = [cast for cast in there if cast.number in (0, identity.number)]

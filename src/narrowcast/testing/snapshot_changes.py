@@ -98,7 +98,7 @@ def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
 def _groups(calls: Iterable[CallFormats]) -> dict[tuple[str, str, int, str], list[CallFormats]]:
     groups: dict[tuple[str, str, int, str], list[CallFormats]] = {}
     for call in calls:
-        groups.setdefault((call.id.module_path, call.id.op, call.id.turn, call.id.direction), []).append(call)
+        groups.setdefault((call.id.module_path, call.id.op, call.id.module_call, call.id.direction), []).append(call)
     return groups
 
 

@@ -15,10 +15,10 @@ SCHEMA = "narrowcast.formats/1"
 _LEGEND = "# call | input dtypes -> compute dtypes -> output dtypes | what decided: the arguments that are cast"
 _KEYS = ("model", "policy", "low", "torch", "gradients", "calls")
 _CALL = re.compile(
-    r"(?P<id>.+) \| (?P<input_formats>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>[\w()]+)"
+    r"(?P<id>.+) \| (?P<input_formats>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>no rule|[\w()]+)"
     r"(?:: (?P<casts>[^|]+?))?(?: \| (?P<times>[1-9]\d*) times)?"
 )
-_CALL_FORM = "PATH OP #NUMBER | CAME -> COMPUTES -> GIVES | RULE: ARGUMENTS | N times"
+_CALL_FORM = "PATH OP #NUMBER | INPUT DTYPES -> COMPUTE DTYPES -> OUTPUT DTYPES | RULE: ARGUMENTS | N times"
 _ANEW = "Have it from version control again, or delete it and write it again: pytest --narrowcast-update."
 
 

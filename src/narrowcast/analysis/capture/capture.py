@@ -16,9 +16,9 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.observer.observer import Observer, quietly
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.observer.turns import names_of_parameters
 from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name

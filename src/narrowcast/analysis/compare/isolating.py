@@ -61,7 +61,7 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
     places: dict[Place, list[int]] = {}
     for n, row in enumerate(rows):
         is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not writes(row.id.op)
-        if is_lowered and row.local and row.id.direction == "forward" and row.id.turn == 1:
+        if is_lowered and row.local and row.id.direction == "forward" and row.id.module_call == 1:
             places.setdefault((row.id.module_path, row.id.op), []).append(n)
     return places
 

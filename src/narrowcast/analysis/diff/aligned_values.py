@@ -19,7 +19,7 @@ from narrowcast.analysis.diff.pieces import (
     beside,
     distance,
     in_any_order,
-    in_best_turns,
+    in_best_module_calls,
     stacked,
 )
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
@@ -69,9 +69,9 @@ class Values:
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
                 pick = Side.with_bias if not is_same and has_bias(first[0]) != has_bias(first[1]) else _output(n)
-                for turn in turns_of(pair):
-                    difference = self._as_read.get(pair) or self._between(turn, pick, beside)
-                    distances.append(replace(difference, growth=self._growth(turn, n, is_equal)))
+                for module_call in module_calls_of(pair):
+                    difference = self._as_read.get(pair) or self._between(module_call, pick, beside)
+                    distances.append(replace(difference, growth=self._growth(module_call, n, is_equal)))
         known = [one for one in distances if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Distance())
 
@@ -115,11 +115,13 @@ class Values:
         """Return the growth of errors in the result at that position, the larger of both sides'."""
         known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
                  if position < len(bundle.call.outputs)]  # fmt: skip
-        results = [side.piece(bundle.turns[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known]
+        results = [
+            side.piece(bundle.module_calls[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known
+        ]
         out = max((piece.rms for piece in results), default=0.0)
         factors = [1.0]
         for (side, bundle), piece in zip(known, results, strict=True):
-            inputs = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
+            inputs = {name: side.piece(bundle.module_calls[0][0].rank, number) for name, number in bundle.call.inputs}
             is_backward = bundle.id.direction == BACKWARD
             factors.append(growth(bundle.id.op, position, inputs, piece, out, is_backward, is_equal))
         return max(factors)
@@ -180,7 +182,7 @@ class Values:
     @staticmethod
     def _smallest(side: Side, bundle: Bundle) -> float:
         """Return the smallest rms of inputs and first result: below a format's smallest number, values are lost."""
-        first = bundle.turns[0][0]
+        first = bundle.module_calls[0][0]
         numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
@@ -245,7 +247,7 @@ class Values:
                       for pick in (_read, _output(0)))  # fmt: skip
         if pair.a[0].id.direction == BACKWARD or not all((*inputs, *outputs)):
             return True
-        (a, b), (x, y) = ([_size(turns[0][0]) for turns in kind] for kind in (inputs, outputs))
+        (a, b), (x, y) = ([_size(module_calls[0][0]) for module_calls in kind] for kind in (inputs, outputs))
         return a != b and x == y
 
     def _both(self, pair: Aligned) -> tuple[tuple[Side, tuple[Bundle, ...]], tuple[Side, tuple[Bundle, ...]]]:
@@ -263,24 +265,28 @@ class Values:
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
         rows = zip(self._both(pair), self.names(pair, name), strict=True)
-        turns = [(side, turn[0], same) for (side, bundles), same in rows for turn in bundles[0].turns]
-        return all(side.is_given(placed, same) for side, placed, same in turns)  # later ones: by an inner step, perhaps
+        module_calls = [
+            (side, module_call[0], same) for (side, bundles), same in rows for module_call in bundles[0].module_calls
+        ]
+        return all(
+            side.is_given(placed, same) for side, placed, same in module_calls
+        )  # later ones: by an inner step, perhaps
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
-        """Return the largest distance over turns and ranks; if their numbers differ, that of all turns as one."""
+        """Return the largest distance over module calls and ranks; where their numbers differ, that of all as one."""
         a, b = (self._turns(side, bundles, pick, join) for side, bundles in self._both(pair))
         if not a or not b:
             return Distance()
         if len(a) == len(b):
             return _worst(self._ranks(x, y) for x, y in zip(a, b, strict=True))
-        for at in (0, -1):  # the same in each turn; or a cache at its full length
+        for at in (0, -1):  # the same in each module call; or a cache at its full length
             if 1 in (len(a), len(b)) and _size(a[at][0]) == _size(b[at][0]):
                 return self._ranks(a[at], b[at])
-        whole_a, whole_b = ([stacked(ranks) for ranks in turns] for turns in (a, b))
+        whole_a, whole_b = ([stacked(ranks) for ranks in module_calls] for module_calls in (a, b))
         one, other = ([p for p in whole if p is not None] for whole in (whole_a, whole_b))
         if len(one) < len(a) or len(other) < len(b):
             return Distance()
-        return in_best_turns(one, other, self._whole)
+        return in_best_module_calls(one, other, self._whole)
 
     def _ranks(self, a: list[Piece], b: list[Piece]) -> Distance:
         if len(a) == len(b):
@@ -290,11 +296,11 @@ class Values:
         return distance(stacked(a), stacked(b))
 
     def _turns(self, side: Side, bundles: Sequence[Bundle], pick: Pick, join: Join) -> list[list[Piece]]:
-        """Return pieces by turn and rank; none if a part is missing anywhere."""
+        """Return pieces by module call and rank; none if a part is missing anywhere."""
         by_turn = []
-        for turn in zip(*(bundle.turns for bundle in bundles), strict=False):
+        for module_call in zip(*(bundle.module_calls for bundle in bundles), strict=False):
             ranks = []
-            for placed in zip(*turn, strict=False):
+            for placed in zip(*module_call, strict=False):
                 numbers = [pick(side, one) for one in placed]
                 known = [side.piece(one.rank, n) for one, n in zip(placed, numbers, strict=True) if n is not None]
                 piece = join(known) if len(known) == len(numbers) else None
@@ -319,13 +325,13 @@ def _reordered(sides: Sequence[Sequence[Piece]], order: Sequence[Sequence[int]])
     return [[side[n] for n in numbers] for side, numbers in zip(sides, order, strict=True)]
 
 
-def turns_of(pair: Aligned) -> list[Aligned]:
-    """Split a pair by module call index, if both sides have as many: a sum may cancel in one turn alone."""
+def module_calls_of(pair: Aligned) -> list[Aligned]:
+    """Split a pair by module call index, if both sides have as many: a sum may cancel in one module call alone."""
     bundles = (*pair.a, *pair.b)
-    count = len(bundles[0].turns)
-    if any(len(bundle.turns) != count for bundle in bundles):
+    count = len(bundles[0].module_calls)
+    if any(len(bundle.module_calls) != count for bundle in bundles):
         return [pair]
-    sides = ([tuple(replace(x, turns=x.turns[n : n + 1]) for x in side) for n in range(count)]
+    sides = ([tuple(replace(x, module_calls=x.module_calls[n : n + 1]) for x in side) for n in range(count)]
              for side in (pair.a, pair.b))  # fmt: skip
     return [Aligned(a, b, pair.by) for a, b in zip(*sides, strict=True)]
 

@@ -108,7 +108,7 @@ class _Aligner:
 
     def _named(self, free: dict[Bundle, None], name: CallId, run: str, mapping: RunMapping, line: int) -> Bundle:
         for bundle in free:
-            if any(placed.call.id == name for turn in bundle.turns for placed in turn):
+            if any(placed.call.id == name for module_call in bundle.module_calls for placed in module_call):
                 return bundle
         raise mapping.refused(line, f"run {run} has no call {name}, or a line above takes it", "List run.calls.")
 

@@ -221,7 +221,7 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     kept = [len(side.runs[0].tokens) for side in sides]
     if kept[0] != kept[1]:
         notes.append(f"a kept {kept[0]} log-probabilities, b {kept[1]}: compared as far as both go")
-    lengths = [max(len(x.turns) for x in side.bundles) for side in sides]
+    lengths = [max(len(x.module_calls) for x in side.bundles) for side in sides]
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a calls its modules up to {often[0]}, b up to {often[1]}")

@@ -78,5 +78,5 @@ class Effects:
 
 def _are_alike(pair: Aligned, row: RunRow) -> bool:
     """Return whether both programs make a call alike."""
-    ops = [[(bundle.id.op, len(bundle.turns)) for bundle in bundles] for bundles in (pair.a, pair.b)]
+    ops = [[(bundle.id.op, len(bundle.module_calls)) for bundle in bundles] for bundles in (pair.a, pair.b)]
     return ops[0] == ops[1] and not row.given and bool(row.measured_by)

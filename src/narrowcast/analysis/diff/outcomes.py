@@ -149,9 +149,9 @@ def are_written_otherwise(
 def _is_otherwise(pair: Aligned, row: RunRow) -> bool:
     sides, is_backward = (pair.a, pair.b), row.a[0].direction == BACKWARD
     ops = {tuple(bundle.id.op.split(".")[1] for bundle in bundles) for bundles in sides}
-    turns = {tuple(len(bundle.turns) for bundle in bundles) for bundles in sides}
+    module_calls = {tuple(len(bundle.module_calls) for bundle in bundles) for bundles in sides}
     sizes = {sum(bundle.elements for bundle in bundles) for bundles in sides}  # a part: rows in chunks
-    return not is_backward and (len(ops) > 1 or len(turns) > 1 or len(sizes) > 1 or row.why == OF_OTHERS)
+    return not is_backward and (len(ops) > 1 or len(module_calls) > 1 or len(sizes) > 1 or row.why == OF_OTHERS)
 
 
 def _is_crossed(row: RunRow, rows: Sequence[RunRow]) -> bool:

@@ -116,7 +116,7 @@ def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
 
 
 def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
-    """Return the distance of two sides with different numbers of turns, in the order of rows that brings them closest:
+    """Return the distance of two sides with different numbers of module calls, in the closest order of rows:
     shapes do not show how flattened rows lie in a batch. Nothing where one side has rows that the other has not, unless
     it is the end of each sequence that is missing.
     """
@@ -133,9 +133,9 @@ def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = 
     return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
 
 
-def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
-    """Return the same of sides that both have several turns: all concatenated; or, where a module is called more than
-    once in each step, each of its calls by itself. Nothing is known where they are unrelated in each order.
+def in_best_module_calls(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """Return the same of sides that both have several module calls: all concatenated; or, where a module is called
+    more than once in each step, each of its calls by itself. Nothing is known where they are unrelated in each order.
     """
     distances = [in_best_order(a, b, whole)]
     fewer = min(len(a), len(b))

@@ -21,8 +21,8 @@ def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) ->
     read = [n for n, numbers in enumerate(weights) if numbers]
     keys = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
     period = next((p for p in range(1, len(keys) // 2 + 1) if keys[p:] == keys[:-p]), 0)
-    has_turns = any(call.id.turn > 1 for call in calls if not call.id.module_path)
-    if not period or len(keys) % period or has_turns or any(call.id.direction != FORWARD for call in calls):
+    has_more_calls = any(call.id.module_call > 1 for call in calls if not call.id.module_path)
+    if not period or len(keys) % period or has_more_calls or any(call.id.direction != FORWARD for call in calls):
         return {}
     before = [[call.id.op for call in calls[last + 1 : n][::-1]]
               for last, n in zip([-1, *read[period - 1 :: period]], read[::period], strict=False)]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, turns_of
+from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.effects import Effects
@@ -77,7 +77,7 @@ class Judging:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
         reason = next(filter(None, reads_other), "")
-        is_proved = bool(given) and is_equal and len(pair.a[0].turns) == len(pair.b[0].turns)
+        is_proved = bool(given) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
         verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
@@ -103,7 +103,7 @@ class Judging:
             return DIFFERS, "its other arguments differ"
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
-        is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
+        is_among_others = len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
             is_by_place = is_among_others and not self._largest
             self._has_chosen = True
@@ -116,10 +116,10 @@ class Judging:
         return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in choosers]
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
-        """Return whether later turns select by values computed from the first, which agrees."""
+        """Return whether later module calls select by values computed from the first, which agrees."""
         later = any(x.position > of.position for n, of in enumerate((pair.a[0], pair.b[0]))
                     for x in self._makers[n].choosers(of))  # fmt: skip
-        return later and self.values.results(turns_of(pair)[0]).relative <= band
+        return later and self.values.results(module_calls_of(pair)[0]).relative <= band
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Judging:
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
         made_by = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
-        is_compared = made_by[0] | made_by[1] <= self._of_pairs.keys()  # not a later call, of an earlier turn
+        is_compared = made_by[0] | made_by[1] <= self._of_pairs.keys()  # not a later call, of an earlier module call
         is_compared &= not any(side.are_whole(numbers) for side, numbers in zip(self.values.sides, read, strict=True))
         if pair.a[0].id.direction == FORWARD and (is_compared or not all(made_by)):
             if made_by[0] != made_by[1]:
@@ -166,7 +166,7 @@ class Judging:
         (pair,) = made_by
         rows = zip(self.values.sides, (pair.a, pair.b), read, strict=True)
         is_whole = all(
-            len(bundles) == len(bundles[0].turns) == len(numbers) == 1
+            len(bundles) == len(bundles[0].module_calls) == len(numbers) == 1
             and side.piece(0, numbers[0]).elements == bundles[0].elements
             for side, bundles, numbers in rows
         )
@@ -226,7 +226,10 @@ class Judging:
             known = EndDifference.of(result.relative, band, result.growth)
             outcomes.append(known if result.is_known else EndDifference(math.inf))
             upstream = self._upstream(
-                [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
+                [
+                    [p.call.outputs[0][1] for module_call in x.module_calls for p in module_call if p.rank == 0]
+                    for x in (a, b)
+                ]
             )
             if result.is_known and result.relative > self._explained(pair, *upstream):
                 for bundle in (*upstream[0].alone, *upstream[1].alone):

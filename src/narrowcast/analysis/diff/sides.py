@@ -36,14 +36,15 @@ class RankCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """A call at all module call indices, and on all ranks. turns: by that index; in each the ranks that made the call.
+    """A call at all module call indices, and on all ranks. module_calls: by that index, and in each the ranks
+    that made the call.
 
-    elements, columns, low, high: of the first result, over all turns and ranks. weight: of the first turn, if there is
-    one; read: the number of its main input, on the first rank.
+    elements, columns, low, high: of the first result, over all module calls and ranks. weight: of the first module
+    call, if there is one; read: the number of its main input, on the first rank.
     """
 
     position: int
-    turns: tuple[tuple[RankCall, ...], ...]
+    module_calls: tuple[tuple[RankCall, ...], ...]
     elements: int
     columns: int
     low: float
@@ -55,7 +56,7 @@ class Bundle:
     @property
     def call(self) -> CallRecord:
         """The first of its calls."""
-        return self.turns[0][0].call
+        return self.module_calls[0][0].call
 
     @property
     def id(self) -> CallId:
@@ -65,7 +66,7 @@ class Bundle:
     @property
     def is_loss(self) -> bool:
         """Whether it is a call of a forward that returns one number."""
-        return self.id.direction == FORWARD and self.elements == sum(map(len, self.turns))
+        return self.id.direction == FORWARD and self.elements == sum(map(len, self.module_calls))
 
     @property
     def path(self) -> str:
@@ -225,13 +226,13 @@ class Side:
             calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
             steps = steps_of(calls, [self._weights_of(RankCall(rank, call)) for call in calls])
             for n, call in enumerate(calls):
-                turn, number = call.id.turn, [call.id.number]
+                module_call, number = call.id.module_call, [call.id.number]
                 if steps and not call.id.module_path:
-                    turn, *number = steps[n]
+                    module_call, *number = steps[n]
                 repeated[call.id] += 1  # modules that nothing distinguishes
                 number = [*number, repeated[call.id]]
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
-                growing.setdefault(key, {}).setdefault(turn, []).append(RankCall(rank, call))
+                growing.setdefault(key, {}).setdefault(module_call, []).append(RankCall(rank, call))
         return [self._bundle(n, by_turn) for n, by_turn in enumerate(growing.values())]
 
     def _weights_of(self, placed: RankCall) -> tuple[int, ...]:
@@ -241,14 +242,19 @@ class Side:
         return tuple(list(self._before(placed.rank, number))[-1] for number in read)
 
     def _bundle(self, position: int, by_turn: dict[int, list[RankCall]]) -> Bundle:
-        turns = tuple(tuple(placed) for _, placed in sorted(by_turn.items()))
-        results = [self.piece(p.rank, p.call.outputs[0][1]) for turn in turns for p in turn if p.call.outputs]
-        first = turns[0][0]
+        module_calls = tuple(tuple(placed) for _, placed in sorted(by_turn.items()))
+        results = [
+            self.piece(p.rank, p.call.outputs[0][1])
+            for module_call in module_calls
+            for p in module_call
+            if p.call.outputs
+        ]
+        first = module_calls[0][0]
         weight = next(
             (name for name, _ in first.call.inputs if name in WEIGHT_NAMES and self.is_given(first, name)), ""
         )
         return Bundle(
-            position, turns, sum(r.elements for r in results), results[0].columns if results else 0,
+            position, module_calls, sum(r.elements for r in results), results[0].columns if results else 0,
             min((r.low for r in results), default=0.0), max((r.high for r in results), default=0.0),
             self._weight(first, weight), -1 if (read := read_by(first.call)) is None else read,
             op_kind(first.call.id.op).family,
@@ -277,7 +283,13 @@ class Makers:
 
     def __init__(self, side: Side) -> None:
         self._side, self._tensors, self.bundles = side, side.runs[0].tensors, side.bundles
-        placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
+        placed = (
+            (one.call, b)
+            for b in side.bundles
+            for module_call in b.module_calls
+            for one in module_call
+            if one.rank == 0
+        )
         self._of = {id(call): bundle for call, bundle in placed}
 
     def of(self, number: int) -> Bundle | None:
@@ -302,7 +314,7 @@ class Makers:
         return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
 
     def last(self, bundle: Bundle) -> int:
-        """Return the number of a call's first result in its first turn, after the last cast of it."""
+        """Return the number of a call's first result in its first module call, after the last cast of it."""
         number = self._last.get(bundle)
         return bundle.call.outputs[0][1] if number is None else number
 
@@ -318,8 +330,8 @@ class Makers:
 
     @staticmethod
     def read(bundle: Bundle, name: str = "") -> list[int]:
-        """Return the tensors that a call read in all turns, or those by one name."""
-        calls = [placed.call for turn in bundle.turns for placed in turn if placed.rank == 0]
+        """Return the tensors that a call read in all module calls, or those by one name."""
+        calls = [placed.call for module_call in bundle.module_calls for placed in module_call if placed.rank == 0]
         return [number for call in calls for n, number in call.inputs if name in ("", n)]
 
     @cached_property
@@ -350,8 +362,8 @@ class Makers:
         return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
 
     def _floats_of(self, bundle: Bundle) -> list[int]:
-        """Return the floating-point tensors that a call read in its first turn, without weights and buffers."""
-        first = bundle.turns[0][0]
+        """Return the floating-point tensors that a call read in its first module call, without weights and buffers."""
+        first = bundle.module_calls[0][0]
         named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
         return [number for name, number in named if not self._side.is_given(first, name)]
 

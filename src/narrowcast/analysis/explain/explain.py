@@ -242,7 +242,7 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
     if mixed:
         return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
     unseen = {f"aten.{name}" for name in named("inside.unseen_on_fakes")}
-    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & unseen
+    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "no rule"} & unseen
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
 
 

@@ -42,7 +42,7 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
         for kind, tally in ledger.calls.items():
-            if kind.action != "unlisted" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
+            if kind.action != "no rule" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     keys = list(dict.fromkeys([*counts[0], *counts[1]]))
     differences = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
@@ -110,7 +110,7 @@ class _Walker:
         outputs = self.parts.get(step.id, [step.value])
         inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs)
         action, reason = self._why(step, plan.rule)
-        about = action or "unlisted", reason or "follows input dtype", policy
+        about = action or "no rule", reason or "follows input dtype", policy
         kind = CallKind(known.op, *step.site.at, inputs, computes, result, *about)
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):

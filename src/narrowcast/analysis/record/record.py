@@ -317,7 +317,7 @@ class Recorder(WatchingMode):
     ) -> None:
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
-        action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("unlisted", _UNLISTED)
+        action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("no rule", _UNLISTED)
         outputs = format_names([t.dtype for t in tensors_in(result)])
         direction = "forward" if current_autograd_node() is None else "backward"
         kind = CallKind(op, *site.at, inputs, computes, outputs, action, reason, policy, direction)

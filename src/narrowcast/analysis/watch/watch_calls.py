@@ -13,9 +13,9 @@ from narrowcast.analysis.watch.makers import LowMakers
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.core.policy import Policy
+from narrowcast.observation.observer.module_calls import names_of_parameters, path_of
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.observer.turns import names_of_parameters, path_of
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial import finiteness
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others

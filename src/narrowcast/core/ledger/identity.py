@@ -15,21 +15,21 @@ class CallId:
     """Which call of a program: as text `encoder.layer.0.attention aten.matmul.default #2`.
 
     module_path: of the innermost module around it, empty outside of modules. op: its id. number: from 1, which call of
-    this op it is inside one call of the module. turn: from 1, which call of the module. direction: forward, backward,
-    or recomputation (a forward that a checkpoint repeats in the backward). A backward call has the path of the forward
-    call whose gradients it computes.
+    this op it is inside one call of the module. module_call: from 1, which call of the module. direction:
+    forward, backward, or recomputation (a forward that a checkpoint repeats in the backward). A backward call has the
+    path of the forward call whose gradients it computes.
     """
 
     module_path: str
     op: str
     number: int = 1
-    turn: int = 1
+    module_call: int = 1
     direction: str = FORWARD
 
     def __str__(self) -> str:
-        turn = f" turn {self.turn}" if self.turn > 1 else ""
+        index = f" module call {self.module_call}" if self.module_call > 1 else ""
         direction = "" if self.direction == FORWARD else f" {self.direction}"
-        return f"{self.module_path} {self.op} #{self.number}{turn}{direction}".strip()
+        return f"{self.module_path} {self.op} #{self.number}{index}{direction}".strip()
 
     @property
     def is_sum_of_gradients(self) -> bool:
@@ -47,4 +47,4 @@ class CallId:
         return CallId(path or "", op, int(number), int(index or 1), direction or FORWARD)
 
 
-_TEXT = re.compile(r"(?:(.*) )?([\w.:]+) #(\d+)(?: turn (\d+))?(?: (backward|recomputation))?")
+_TEXT = re.compile(r"(?:(.*) )?([\w.:]+) #(\d+)(?: module call (\d+))?(?: (backward|recomputation))?")

@@ -81,7 +81,7 @@ class CallKind:
     """Calls that are alike: the same op at the same place of the program, decided alike, in the same formats.
 
     input_formats, computes, result: formats of the floating inputs, of what the op computes in, and of its output
-    (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing; direction
+    (`fp32` or `bf16,fp32`; empty where there are none). action is `no rule` where the policy says nothing; direction
     is `backward` for what autograd runs.
     """
 

@@ -21,8 +21,8 @@ from narrowcast.frontends.compiled.stepwise import is_program, run_program
 from narrowcast.frontends.eager.call_hook import ask_at_calls
 from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
+from narrowcast.observation.observer.module_calls import ModuleCalls, Who
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule, planned_names
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.ruling import carry_into_recomputation
@@ -86,13 +86,13 @@ class Observer(WatchingMode):
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__([], policies)
         self._local = _ObserverState()
-        self._turns = Turns()
+        self._module_calls = ModuleCalls()
         self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
 
     @property
     def roots(self) -> Iterable[torch.nn.Module]:
         """The outermost modules that were called."""
-        return list(self._turns.roots)
+        return list(self._module_calls.roots)
 
     # -- what those who look are told --------------------------------------------------------------------------------
 
@@ -131,12 +131,12 @@ class Observer(WatchingMode):
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call. Exported programs run call by call."""
-        is_begun = self.door.run("a module's call", self._turns.begin, module)
+        is_begun = self.door.run("a module's call", self._module_calls.begin, module)
         try:
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
             if is_begun:
-                self._turns.end()
+                self._module_calls.end()
 
     def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a script function or method of torch's own, in the thread that is observed."""
@@ -297,13 +297,15 @@ class Observer(WatchingMode):
         of: CallId | None = None
         if direction == BACKWARD:
             of, site, policy = forward or (None, noted or find_site(with_names=False), None)
-            path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
-            who = Who(self._turns.of_backward(path, facts.id, turn), site)
+            path, module_call = (of.module_path, of.module_call) if of is not None else (site.module_path, 1)
+            who = Who(self._module_calls.of_backward(path, facts.id, module_call), site)
         else:
             region = stack.innermost
             policy = region.prepared.policy if region is not None else None
             with_names = policy is not None and policy.table.asks_for_names
-            who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
+            who = self._module_calls.who(
+                facts.id, direction, is_cast, noted or current_site() or script_site(), with_names
+            )
         seen = SeenCall(who, facts, args, kwargs, plan=plan, forward=of, is_cast=is_cast, policy=policy)
         seen.rule = deciding_rule(plan)
         if self.looks_before(facts):

@@ -11,7 +11,7 @@ from narrowcast.core.decide import Plan
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy, Rule, Site, find_allowance
 from narrowcast.frontends.eager.kernels import gather, slots_of
-from narrowcast.observation.observer.turns import Who
+from narrowcast.observation.observer.module_calls import Who
 from narrowcast.observation.observer.words import format_names, planned_names
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 

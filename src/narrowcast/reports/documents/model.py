@@ -128,8 +128,8 @@ class Node:
 
 
 def label_of(call: CallId) -> str:
-    """Return which call of its op it is: `#2`, `#1 turn 3`."""
-    return f"#{call.number} turn {call.turn}" if call.turn > 1 else f"#{call.number}"
+    """Return which call of its op it is: `#2`, `#1 module call 3`."""
+    return f"#{call.number} module call {call.module_call}" if call.module_call > 1 else f"#{call.number}"
 
 
 def node_of(call: CallId, computes: str = "", file: str = "", line: int = 0) -> Node:

@@ -39,7 +39,7 @@ def table(
 
 def _why(action: str, reason: str) -> str:
     """Return what decided a call, in words; of a call without one the reason alone."""
-    return f"{'no rule' if action == 'unlisted' else action}: {reason}" if action else reason
+    return f"{action}: {reason}" if action else reason
 
 
 def op_table(nodes: Iterable[Node]) -> list[Table]:

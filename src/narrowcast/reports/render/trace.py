@@ -132,14 +132,14 @@ class _Track:
 
     def close(self, depth: int) -> None:
         while len(self.open) > depth:
-            name, (path, turn, direction), began = self.open.pop()
-            args = {"module": path or "(root)", "turn": turn, "direction": direction}
+            name, (path, module_call, direction), began = self.open.pop()
+            args = {"module": path or "(root)", "module_call": module_call, "direction": direction}
             event = {"name": name, "cat": "module", "args": args}
             self.slices.append((began, self.now - began, len(self.open), event))
 
     def _enter(self, call: CallId) -> None:
         parts = _NUMBERED.findall(call.module_path)
-        paths = [(".".join(parts[: n + 1]), call.turn, call.direction) for n in range(len(parts))]
+        paths = [(".".join(parts[: n + 1]), call.module_call, call.direction) for n in range(len(parts))]
         alike = 0
         while alike < min(len(paths), len(self.open) - 1) and self.open[alike + 1][1] == paths[alike]:
             alike += 1

@@ -34,7 +34,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(slots=True)
-class _Turn:
+class _ModuleCall:
     """One call of a module, on its way: which one of this module, and how many calls of each op it has made.
 
     path: None where the Python stack has to be asked; `is_found`: whether that is known yet. stands_around: it only
@@ -100,42 +100,42 @@ class Who:
     def _found(self) -> tuple[CallId, Site]:
         if self._asked is None:
             raise RuntimeError("who the call was is asked for after it has ended: keep `call.who.known()`")
-        turns, op, number, with_names = self._asked
-        path = None if with_names else _path(turns)
+        calls, op, number, with_names = self._asked
+        path = None if with_names else _path(calls)
         if path is None:
             self._site = find_site(with_names)
         else:
             here = loop_line()
             self._site = Site(path, file=here.file, line=here.line)
-        self._id = CallId(self._site.module_path, op, number, turns[-1].number, FORWARD)
+        self._id = CallId(self._site.module_path, op, number, calls[-1].number, FORWARD)
         return self._id, self._site
 
 
-_Asked = tuple[list[_Turn], str, int, bool]
+_Asked = tuple[list[_ModuleCall], str, int, bool]
 """What a call is found by: the modules being called, its op and number, whether names are wanted."""
 
 
 class _Called(threading.local):
     def __init__(self) -> None:
-        self.turns: list[_Turn] = []
+        self.calls: list[_ModuleCall] = []
 
 
-class Turns:
+class ModuleCalls:
     """The calls of modules in one run, and who stands where in them."""
 
     def __init__(self) -> None:
         self._called = _Called()
         self._of_module: dict[int, tuple[list[int], weakref.ref[Any]]] = {}  # by id: half the time of weak keys
-        self._outside = _Turn(None, 1)
+        self._outside = _ModuleCall(None, 1)
         self._of_path: dict[str, int] = {}
-        self._in_graphs: dict[tuple[str, GraphCall], _Turn] = {}
+        self._in_graphs: dict[tuple[str, GraphCall], _ModuleCall] = {}
         self.roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         """The outermost modules that were called, in that order."""
 
     def begin(self, module: Any) -> bool:
         """Note that the module is called."""
-        turns = self._called.turns
-        if not turns:
+        calls = self._called.calls
+        if not calls:
             self.roots.setdefault(module)
         numbered = self._of_module.get(id(module))
         if numbered is None:
@@ -143,45 +143,45 @@ class Turns:
             numbered = of_module[key] = ([0], weakref.ref(module, lambda _: of_module.pop(key, None)))
         number = numbered[0]
         number[0] += 1
-        # what is called outside of modules has the path and the turn of the outermost: they are counted together
-        counts = self._outside.counts if not turns and number[0] == 1 else {}
-        turns.append(_Turn(module, number[0], counts))
+        # what is called outside of modules has the path and the module call of the outermost: they are counted together
+        counts = self._outside.counts if not calls and number[0] == 1 else {}
+        calls.append(_ModuleCall(module, number[0], counts))
         return True
 
     def end(self) -> None:
         """Note that the call that began last on this thread has ended."""
-        self._called.turns.pop()
+        self._called.calls.pop()
 
     def who(self, op: str, direction: str, is_cast: bool, noted: Site | None, with_names: bool) -> Who:
         """Return the identity of the next call of an op, forward or recomputed. Casts are counted apart.
 
         noted: its place, if a graph or a script says it. with_names: else with the names of classes and functions.
         """
-        turns = self._called.turns
+        calls = self._called.calls
         counted = "cast" if is_cast else direction
-        if noted is None and turns and direction == FORWARD:
-            return Who(None, None, (turns, op, turns[-1].count("", op, counted), with_names))
+        if noted is None and calls and direction == FORWARD:
+            return Who(None, None, (calls, op, calls[-1].count("", op, counted), with_names))
         site = noted or find_site(with_names)
         graph_call = current_graph_call()
-        turn = turns[-1] if turns else self._outside
+        module_call = calls[-1] if calls else self._outside
         path = site.module_path
         if graph_call is not None:
-            turn = self._in_graph(path, graph_call)
-        elif turns and path == _path(turns):
+            module_call = self._in_graph(path, graph_call)
+        elif calls and path == _path(calls):
             path = ""
-        number = turn.count(path, op, counted)
-        return Who(CallId(site.module_path, op, number, turn.number, direction), site)
+        number = module_call.count(path, op, counted)
+        return Who(CallId(site.module_path, op, number, module_call.number, direction), site)
 
-    def of_backward(self, path: str, op: str, turn: int) -> CallId:
+    def of_backward(self, path: str, op: str, module_call: int) -> CallId:
         """Return the next call of an op in the backward of one call of a module."""
-        return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {turn}"), turn, BACKWARD)
+        return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {module_call}"), module_call, BACKWARD)
 
-    def _in_graph(self, path: str, call: GraphCall) -> _Turn:
-        turn = self._in_graphs.get((path, call))
-        if turn is None:
+    def _in_graph(self, path: str, call: GraphCall) -> _ModuleCall:
+        module_call = self._in_graphs.get((path, call))
+        if module_call is None:
             number = self._of_path[path] = self._of_path.get(path, 0) + 1
-            turn = self._in_graphs[path, call] = _Turn(None, number)
-        return turn
+            module_call = self._in_graphs[path, call] = _ModuleCall(None, number)
+        return module_call
 
 
 def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) -> str:
@@ -210,26 +210,26 @@ def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
     return {key: name if often[name] == 1 else f"{model}.{name}" for key, (name, model) in named.items()}
 
 
-def _path(turns: list[_Turn]) -> str | None:
+def _path(calls: list[_ModuleCall]) -> str | None:
     """Return the path of the module whose call began last; None where the Python stack has to be asked."""
-    if not turns[-1].is_found:
-        _find_paths(turns)
-    return turns[-1].path
+    if not calls[-1].is_found:
+        _find_paths(calls)
+    return calls[-1].path
 
 
-def _find_paths(turns: list[_Turn]) -> None:
+def _find_paths(calls: list[_ModuleCall]) -> None:
     """Put the paths of calls together that have none yet, from the outermost inwards.
 
     Modules that were called before the run began are on the stack alone. Wrappers around the model are no part of a
     path.
     """
-    first = turns[0]
+    first = calls[0]
     if not first.is_found:
-        around = modules_on_stack()[len(turns) - 1 :]
+        around = modules_on_stack()[len(calls) - 1 :]
         if around and around[0] is first.module:
             first.path, first.stands_around = module_path(around), all(map(is_wrapper, around))
         first.is_found = True
-    for outer, inner in pairwise(turns):
+    for outer, inner in pairwise(calls):
         if inner.is_found:
             continue
         if outer.stands_around:
