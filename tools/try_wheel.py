@@ -62,7 +62,7 @@ def main() -> None:
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         clean["NARROWCAST_CACHE_DIR"] = str(folder / "cache")
         clean["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-        run(str(folder / "venv/bin/narrowcast"), "diff", "native", "safe", cwd=folder, env=clean)
+        run(str(folder / "venv/bin/narrowcast"), "policy", "show", "safe", cwd=folder, env=clean)
         made = "import narrowcast; print(len(narrowcast.Ledger().to_html()))"  # the built page is in the wheel
         run(python, "-c", made, cwd=folder, env=clean)
         run(*install, *constraints, *MODELS)

@@ -137,7 +137,7 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
         (("--under", "fp99"), "did you mean 'fp"),
         (("--under", "fastest"), "no format, built-in policy or .toml file"),
         (("--under", "none.toml"), "none.toml"),
-        (("--device", "cuda", "--run"), "Omit run"),
+        (("--device", "cuda", "--run"), "Omit --run"),
         (("--nonsense",), "No such option"),
         (("-o", "/nowhere/x.json"), "its folder does not exist"),
     ],
@@ -162,8 +162,9 @@ def test_policy_show_check_and_diff(cli, tmp_path):
     assert code == 0 and "aten.softmax.int: full_set_dtype" in out
     code, out, _ = cli("policy", "check", "safe")
     assert code == 0 and "0 findings" in out
+    assert cli("diff", "native", "native")[0] == 0
     code, out, _ = cli("diff", "native", "safe")
-    assert code == 0 and "aten.cat.default: promote -> align" in out and "weight cache native -> off" in out
+    assert code == 1 and "aten.cat.default: promote -> align" in out and "weight cache native -> off" in out
     file = tmp_path / "p.toml"
     file.write_text('extends = "native"\n[[rule]]\nop = "aten.mm.default"\naction = "lower"\n')
     code, out, _ = cli("policy", "check", file)

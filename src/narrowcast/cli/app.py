@@ -93,12 +93,12 @@ def _is_usage_error(error: Exception) -> TypeGuard[Any]:
 
 
 def _with_flags(message: str) -> str:
-    """Return the message of an error of the Python interface, with `name=value` written as the option of that name."""
+    """Return the message of an error of the Python interface, with `name=value` and `name=` written as the option."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = [p.name for command in commands.values() for p in command.params if p.param_type_name == "option"]
-    return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|-?[\w.]+)", _as_flag, message)
+    return re.sub(rf"\b({'|'.join(sorted(set(options)))})=('[^']*'|\"[^\"]*\"|-?[\w.]+)?", _as_flag, message)
 
 
 def _as_flag(match: re.Match[str]) -> str:
-    flag, value = f"--{match[1].replace('_', '-')}", match[2].strip("'\"")
+    flag, value = f"--{match[1].replace('_', '-')}", (match[2] or "True").strip("'\"")
     return flag if value == "True" else f"no {flag}" if value == "False" else f"{flag} {value}"

@@ -15,6 +15,7 @@ from narrowcast.core.goals import FAST, MEMORY, Goal, as_goal
 from narrowcast.errors import GoalError, TargetError
 from narrowcast.output.console import terminal
 from narrowcast.output.files import replace_text
+from narrowcast.reports.results.verdicts import AT_FAULT, RAISES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ def explain_command(
         Path | None, typer.Option(help="Write a folder for Model Explorer; with export.", callback=check_folder)
     ] = None,
 ) -> None:
-    """Show in which format every op of TARGET's model computes, every cast, and what it costs."""
+    """Show in which format every op of TARGET's model computes, every cast, and what it costs.
+
+    Exits with 1 if the model raises under the policy, or if --run finds an op at fault, or NaN or infinity.
+    """
     if model_explorer is not None and (graphs.front_end != "export" or graphs.goal != "exact" or device is not None):
         found = f"--front-end {graphs.front_end}, --goal {graphs.goal}, --device {device or 'of the model'}"
         advice = "Write --front-end export, without --goal and --device."
@@ -69,6 +73,8 @@ def explain_command(
         console = terminal()
         for part in program_parts(explanation):
             console.print(part)
+    if explanation.verdict in (*AT_FAULT, RAISES):
+        raise typer.Exit(1)
 
 
 _BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile", "slowdown_limit")}

@@ -58,13 +58,15 @@ def check(policy: PolicyName, whole: AllOption = False) -> None:
 
 
 def diff_policies(before: str, after: str, device: str | None, whole: bool) -> None:
-    """Print what changes from one policy to another, rule by rule."""
+    """Print what changes from one policy to another, rule by rule; exit with 1 if a rule or a setting does."""
     old, new = _resolved(before, device), _resolved(after, device)
     changes = old.diff(new)
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
     settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
     verdict = f"{old.name} -> {new.name}: {counted(len(changes), 'rule', 'differ')}{settings}"
     _print_rows([], [[str(change)] for change in changes], whole, [verdict])
+    if changes or settings:
+        raise typer.Exit(1)
 
 
 def _print_rows(head: list[str], rows: list[list[str]], whole: bool, tail: Sequence[str] = ()) -> None:

@@ -85,7 +85,8 @@ def diff_command(
 ) -> None:
     """Find where two saved runs differ, without running anything; or list what changes from one policy to another.
 
-    Exits with 1 if values of the runs differ beyond round-off, and with 2 if none could be compared.
+    Exits with 1 if values of the runs differ beyond round-off, or the policies differ, and with 2 if no values could be
+    compared.
     """
     asked = f"diff {' '.join([a, *b])}"
     policies = [name for name in (a, *b) if not Path(name).is_file() or name.endswith(".toml")]

@@ -178,12 +178,12 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
     if run and stands_in:
         raise RegionError(
             asked=f"running on {device_type}", found=f"the model is on {own_device}",
-            advice=f"Omit run, or move the model: model.to({device_type!r}).",
+            advice=f"Omit run=, or move the model: model.to({device_type!r}).",
         )  # fmt: skip
     if front_end in ("compile", "export") and stands_in:
         raise RegionError(
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
-            advice="Omit front_end, or move the model there: graphs are captured where the model is.",
+            advice="Omit front_end=, or move the model there: graphs are captured where the model is.",
         )  # fmt: skip
     if goal.places and front_end not in ("compile", "export"):
         raise GoalError(
@@ -212,7 +212,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
             why = f"Fake tensors do not carry it: {first_line(error)}"
     itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
     if has_meta:
-        advice = "Omit real, or load the weights."
+        advice = "Omit real=, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
     with trial.isolated() as run, record() as ledger, region, _layers(device_type, stands_in, False) as rnn:
         try:

@@ -89,7 +89,7 @@ def asked_or_around(verb: str, under: Under, own_device: str, device: str | None
     if asked.device_type not in (None, device):
         raise RegionError(
             f"{verb}(under={under!r}, device={device!r})", f"the region is for {asked.device_type}",
-            advice="Omit device, or give a region for it.",
+            advice="Omit device=, or give a region for it.",
         )  # fmt: skip
     return replace(asked, is_there=True, device_type=device)
 

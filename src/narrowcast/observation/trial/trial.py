@@ -323,7 +323,7 @@ def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = 
             raise
         raise RunError(
             "backward=True", "the model has differentiated its output itself",
-            advice="Omit backward: what the model does is captured and compared as it is.",
+            advice="Omit backward=: what the model does is captured and compared as it is.",
         ) from error  # fmt: skip
 
 
