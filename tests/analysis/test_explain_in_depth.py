@@ -293,3 +293,27 @@ def test_a_model_without_weights_is_explained_by_fakes_and_says_so():
     assert "aten.index_add.default" in found.note and "real ones may not" in found.note
     with pytest.raises(NarrowcastError):
         nc.explain(model, (X,), under="bf16", real=True)
+
+
+class Counting(nn.Module):
+    """It counts its calls in a weight, in a plain tensor and in its input."""
+
+    def __init__(self, by_value):
+        super().__init__()
+        self.layer, self.by_value = nn.Linear(4, 4), by_value
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.seen = torch.zeros(3)
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.seen += 1
+        x.mul_(2)
+        return self.layer(x) if not self.by_value or bool(x.sum() > 0) else self.layer(-x)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_what_a_model_writes_to_is_restored(by_value):
+    """Weights, plain tensors and inputs; where fake tensors carry it, and where it runs for real."""
+    model, x = Counting(by_value), torch.ones(2, 4)
+    nc.explain(model, (x,), run=True, under="bf16", times=True)
+    assert model.calls.item() == 0 and not model.seen.any() and torch.equal(x, torch.ones(2, 4))

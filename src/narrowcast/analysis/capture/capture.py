@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,8 +16,9 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.module_calls import names_of_parameters
-from narrowcast.observation.observer.observer import Observer, quietly
+from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.restore.weights import Weights
@@ -34,7 +35,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, te
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload
-from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
 
@@ -179,12 +180,13 @@ class Capturing:
         self._stack = ExitStack()
         self._is_entered = False
         self._optimizers: dict[int, Any] = {}
+        self._stepped: dict[int, dict[str, int]] = {}  # by the id of a parameter: its gradient in the last step
 
     def __enter__(self) -> Run:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
-        self._stack.enter_context(told_of_optimizer_steps(lambda one: self._optimizers.update({id(one): one})))
+        self._stack.enter_context(told_of_optimizer_steps(self._note_step))
         self._stack.enter_context(self._observer.observing())
         return self.run
 
@@ -217,13 +219,25 @@ class Capturing:
         if self._table.folder is not None:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
 
+    def _note_step(self, optimizer: Any) -> None:
+        """Note the gradients that a step has used, which the program may clear."""
+        self._optimizers[id(optimizer)] = optimizer
+        with quietly():
+            self._door.run("the gradients of a step", self._note_gradients, optimized_by(optimizer))
+
+    def _note_gradients(self, parameters: Iterable[Any]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                numbers = {"value": self._table.number(parameter), "gradient": self._table.number(parameter.grad)}
+                self._stepped[id(parameter)] = numbers
+
     def _note_parameters(self, observer: _Capture) -> None:
         roots = observer.roots
-        held = [(p, p.grad) for root in roots for p in root.parameters() if p.grad is not None]
-        names = names_of_parameters(roots) if held or self._optimizers else {}
-        for parameter, gradient in held:
-            numbers = {"value": self._table.number(parameter), "gradient": self._table.number(gradient)}
-            self.run.parameters[names[id(parameter)]] = numbers
+        self._note_gradients(p for root in roots for p in root.parameters())
+        names = names_of_parameters(roots) if self._stepped or self._optimizers else {}
+        for parameter, numbers in self._stepped.items():
+            if parameter in names:
+                self.run.parameters[names[parameter]] = numbers
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}

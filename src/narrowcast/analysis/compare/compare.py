@@ -30,7 +30,8 @@ from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.observer.door import Door, passes
-from narrowcast.observation.observer.observer import Observer, quietly
+from narrowcast.observation.observer.mode import quietly
+from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
@@ -98,13 +99,16 @@ def compare(
     return result
 
 
-def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
-    """Compare with fp32 in a prepared region, without ops alone, whatever fp32's output is: NaN, no tensor."""
+def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> tuple[Differences, Weights]:
+    """Compare with fp32 in a prepared region, without ops alone, whatever fp32's output is: NaN, no tensor. Also return
+    the weights, which restore what further runs write to.
+    """
     result = _empty_result(trial.name, region, "fp32", "op")
     other, around = trial.original(), Uncast(region.device)
     dtype = other.fp32_for_low()
-    _Comparing(trial, other, region, around, dtype, limit_bytes, result, accepts_any=True).run(isolate=0)
-    return result
+    comparing = _Comparing(trial, other, region, around, dtype, limit_bytes, result, accepts_any=True)
+    comparing.run(isolate=0)
+    return result, comparing.weights
 
 
 def _empty_result(name: str, region: autocast, reference: str, by: str) -> Differences:
@@ -135,7 +139,7 @@ class _Comparing:
         self._trial, self._other, self._region, self._around = trial, other, region, around
         self._is_own = other.model is trial.model
         self._dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
-        self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
+        self.weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
@@ -192,7 +196,7 @@ class _Comparing:
 
     def _observed(self, observer: Observer) -> AbstractContextManager[None]:
         """Return the context that observes a run, and keeps the weights that are written to."""
-        observer.weights, observer.door = self._weights, self._door
+        observer.weights, observer.door = self.weights, self._door
         return observer.observing()
 
     def _run(
@@ -203,7 +207,7 @@ class _Comparing:
             outcome = trial.run(region, watching, dtype)
         finally:
             with quietly():
-                self._changed.update(self._weights.put_back())
+                self._changed.update(self.weights.put_back())
         self._result.runs += 1
         self._step()
         return outcome

@@ -29,7 +29,7 @@ def band_along(rows: list[RunRow]) -> float:
 
 def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
     """Compare the gradients of parameters with one name, of paired modules, or of one value."""
-    a, b = (side.runs[0].parameters for side in values.sides)
+    a, b = ([name for name, row in side.runs[0].parameters.items() if "gradient" in row] for side in values.sides)
     modules = {
         x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b))
         for pair in pairs

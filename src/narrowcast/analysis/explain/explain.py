@@ -21,7 +21,7 @@ from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.explain.recurrent import RecurrentLayers
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
-from narrowcast.analysis.record.record import record
+from narrowcast.analysis.record.record import record, recording
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, Policy
@@ -37,8 +37,9 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
-from narrowcast.observation.trial.trial import Trial, detached
+from narrowcast.observation.trial.trial import Trial, detached, parameters_of
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
@@ -214,7 +215,12 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     if has_meta:
         advice = "Omit real=, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    with trial.isolated() as run, record() as ledger, region, _layers(device_type, stands_in, False) as rnn:
+    weights = Weights(parameters_of(trial.model))
+    with ExitStack() as stack:
+        stack.callback(weights.put_back)
+        run, ledger = stack.enter_context(trial.isolated()), stack.enter_context(recording(weights))
+        stack.enter_context(region)
+        rnn = stack.enter_context(_layers(device_type, stands_in, False))
         try:
             run()
         except Exception as error:
@@ -287,19 +293,26 @@ _NO_COMPUTE = " (no compute)"
 def _compare(trial: Trial, region: autocast) -> Comparison:
     """Compare fp32 (autocasting off) with the region, on the same input and metric, with gradients on if they are."""
 
-    def run(around: AbstractContextManager[Any]) -> Any:
+    def run(call: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
         with around:
-            return detached(trial.call())
+            return detached(call())
 
-    runs = partial(run, nullcontext()), partial(run, region)
-    differences = compare_with_fp32(trial, region)
-    with restored(trial.model):
+    differences, weights = compare_with_fp32(trial, region)
+    with ExitStack() as stack:
+        stack.callback(weights.put_back)
+        stack.enter_context(restored(trial.model))
         before = trial.measure()
         with region:
             after = trial.measure()
+        call = trial.call if trial.is_made else stack.enter_context(trial.isolated(through=_called))
+        runs = partial(run, call, nullcontext()), partial(run, call, region)
         kept = [t for t in trial.weights() if t.layout is torch.strided]
         weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
         return with_cost(differences, (before, after), runs, weight_bytes)
+
+
+def _called(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
 
 
 # -- a run that raised -------------------------------------------------------------------------------------------------

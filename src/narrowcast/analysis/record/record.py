@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from narrowcast.frontends.eager.call_hook import stand_at_calls
 from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.words import deciding_rule, format_names, planned_names
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.sites.numbering import counting
@@ -35,8 +36,7 @@ _UNLISTED = "follows input dtype"
 _SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 
-@contextmanager
-def record() -> Iterator[Ledger]:
+def record() -> AbstractContextManager[Ledger]:
     """List in a ledger, `with record() as ledger:`, every cast that autocasting causes in the block, and every refusal.
 
     Native regions are recorded too. Records: casts of inputs, weights and activations, forward and in the backward run
@@ -45,7 +45,14 @@ def record() -> Iterator[Ledger]:
     the thread that opened it (and on autograd's threads). Compiled code runs as eager code meanwhile, on every thread:
     the casts that are written in its graphs are listed by `narrowcast.explain`. It costs time only while it runs.
     """
+    return recording()
+
+
+@contextmanager
+def recording(weights: Weights | None = None) -> Iterator[Ledger]:
+    """Record, and keep these weights as they are before the run writes to them."""
     recorder = Recorder(Ledger())
+    recorder.weights = weights
     follow_mutators()
     stand_at_calls()
     with counting(), recorder.observing(), recorder.adviser.watching():
@@ -200,6 +207,7 @@ class Recorder(WatchingMode):
             self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
         on = self._autocast_on()
+        self._keep_weights(facts, args, kwargs)
         self.door.run(facts.id, self._advise, facts, tensors_in(args, kwargs), bool(on))
         if on:  # casts asked for inside are listed as they were planned: meanwhile the mode sees nothing
             self._state.entered = False

@@ -15,7 +15,7 @@ import torch
 from narrowcast.analysis.repair.looking import RepairObserver
 from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.frontends.eager import autocast
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors

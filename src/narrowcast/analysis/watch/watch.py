@@ -21,8 +21,8 @@ from narrowcast.analysis.watch.watch_calls import WatchCalls
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.errors import NotFiniteError, Origin, RunError, reason_of
 from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.module_calls import names_of_parameters
-from narrowcast.observation.observer.observer import quietly
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import read_together
 from narrowcast.observation.trial.output_errors import as_real

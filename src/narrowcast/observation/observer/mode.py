@@ -8,15 +8,24 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import Watcher, add_watcher, present_device_types, remove_watcher
 from narrowcast.observation.observer.door import Door
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.sites.numbering import coming_round
-from narrowcast.runtime.torch_bridge import op_facts, ops_of
-from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload, call_op
+from narrowcast.runtime.torch_bridge import OpFacts, op_facts, ops_of
+from narrowcast.runtime.torch_surface.dispatch import (
+    DispatchMode,
+    OpOverload,
+    call_op,
+    without_functions,
+    without_modes,
+)
 from narrowcast.runtime.torch_surface.dynamo import CompiledCode
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
 
 class _Executing(threading.local):
@@ -28,6 +37,9 @@ class WatchingMode(DispatchMode, Watcher):
 
     On the thread that opened it, and on autograd's threads. Compiled code runs as eager code meanwhile.
     """
+
+    weights: Weights | None = None
+    """Those that are to be restored after the run."""
 
     def __init__(self, notes: list[str], policies: tuple[Policy, ...] = ()) -> None:
         """notes: where failures of ours go. policies: whose ops kernels report, besides native autocast's."""
@@ -60,6 +72,12 @@ class WatchingMode(DispatchMode, Watcher):
         """Return the keys for which autocast is on around the op that the mode sees."""
         return autocast_was_on(self._keys)
 
+    def _keep_weights(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the weights that an op is about to write to, if they are to be restored."""
+        if facts.writes and self.weights is not None:
+            with quietly():
+                self.door.run(facts.id, self.weights.before_write, facts, args, kwargs)
+
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run an op with autocast as it would be without us: kernels that call other ops must find it on."""
         if not on:
@@ -70,6 +88,13 @@ class WatchingMode(DispatchMode, Watcher):
                 return call_op(func, args, kwargs)
         finally:
             self._executing.op = None
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run code of ours that computes with the user's tensors: without modes, class functions, autocast, autograd."""
+    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
+        yield
 
 
 def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:

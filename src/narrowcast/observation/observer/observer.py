@@ -24,7 +24,6 @@ from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.module_calls import ModuleCalls, Who
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import deciding_rule, planned_names
-from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.graph_nodes import current_site, script_site, told_of_script_sites
@@ -44,7 +43,6 @@ from narrowcast.runtime.torch_surface.dispatch import (
     step_in,
     step_out,
     without_functions,
-    without_modes,
 )
 from narrowcast.runtime.torch_surface.dynamo import never_begin_at
 from narrowcast.runtime.torch_surface.fx import FakeTensor
@@ -74,8 +72,6 @@ class Observer(WatchingMode):
     steps_graphs = True
     casts_scripts = True
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
-    weights: Weights | None = None
-    """Those that are to be restored after the run."""
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
     runs_fakes = False
@@ -210,8 +206,7 @@ class Observer(WatchingMode):
         if self._is_nobodys(facts, types):
             return call_op(func, args, kwargs)
         decided = self._local.decided
-        if facts.writes and self.weights is not None:
-            self.door.run(facts.id, self._before_write, facts, args, kwargs)
+        self._keep_weights(facts, args, kwargs)
         seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         on = () if decided or self._executing.op else self._autocast_on()
         if on:
@@ -260,11 +255,6 @@ class Observer(WatchingMode):
         if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             return None
         return self._seen(facts, args, kwargs, is_cast)
-
-    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.weights is not None:
-            with quietly():
-                self.weights.before_write(facts, args, kwargs)
 
     def _tell_of(self, look: Callable[[SeenCall], None], seen: SeenCall) -> None:
         """Pass a call to a method, unless inspecting it has failed."""
@@ -326,10 +316,3 @@ class Observer(WatchingMode):
 
 
 never_begin_at(Observer.called)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Run code of ours that computes with the user's tensors: without modes, class functions, autocast, autograd."""
-    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
-        yield

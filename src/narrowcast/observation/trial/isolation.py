@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
+from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import called_with
@@ -57,6 +58,7 @@ def isolated(
             of_script = lambda script: script  # noqa: E731
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:
+            stack.enter_context(without_kept_fakes(model))
             logger = logging.getLogger(FAKE_TENSOR_LOGGER)
             stack.callback(setattr, logger, "disabled", logger.disabled)
             logger.disabled = True  # what fake tensors cannot carry is said: torch would log a traceback too

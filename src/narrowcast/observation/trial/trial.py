@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense

@@ -12,7 +12,7 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.reports.results.scaler_history import History

@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.rerun import run_wide
 from narrowcast.runtime.torch_bridge import OpFacts, is_random, tensors_in

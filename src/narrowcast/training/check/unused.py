@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.runtime.sites.python_stack import loop_line

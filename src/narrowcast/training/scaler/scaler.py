@@ -13,7 +13,7 @@ import torch
 from narrowcast.analysis.watch.watch import open_watch
 from narrowcast.core.policy import Site
 from narrowcast.errors import Origin, ScalerError
-from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.mode import quietly
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.sites.python_stack import loop_line
