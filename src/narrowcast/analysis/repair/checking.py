@@ -148,14 +148,16 @@ class Checks:
 
     def judge(self, ran: Ran) -> Problem | None:
         """Return what is wrong with a run; None if nothing is. Findings that fp32 has, too, do not count."""
-        if ran.error is not None:
-            return Problem(RAISED, f"raises {first_line(ran.error)}")
         known = set(map(_KEY, self.expected.findings)) if self.expected is not None else set()
         findings = tuple(f for f in ran.findings if _KEY(f) not in known)
+        raised = f"raises {first_line(ran.error)}" if ran.error is not None else ""
         if findings:
             first = findings[0]
             more = f", and {counted(len(findings) - 1, 'call')} more" if len(findings) > 1 else ""
-            return Problem(NOT_FINITE, f"{first.what} made by {first.id}{more}", math.inf, findings)
+            said = f"{first.what} made by {first.id}{more}" + (f"; then it {raised}" if raised else "")
+            return Problem(NOT_FINITE, said, math.inf, findings)
+        if raised:
+            return Problem(RAISED, raised)
         return None if self.expected is None else self._compare(ran, self.expected)
 
     def _compare(self, ran: Ran, expected: Ran) -> Problem | None:
@@ -186,9 +188,11 @@ class Checks:
     def _seen(self, look: RepairObserver, functions: bool) -> Iterator[None]:
         look.weights = self._weights
         with look.observing(), SeeFunctions(look.raising) if functions else nullcontext():
-            yield
-            with quietly():
-                look.door.run("the end of a run", partial(look.settle, final=True))
+            try:
+                yield
+            finally:  # what raises may do so because of a NaN
+                with quietly():
+                    look.door.run("the end of a run", partial(look.settle, final=True))
 
     @contextmanager
     def _counted(self, ran: Ran) -> Iterator[None]:

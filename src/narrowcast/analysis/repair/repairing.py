@@ -220,16 +220,17 @@ class Repairing:
         return [rule for rule in adapted if rule not in self._rules]
 
     def _propose(self, ran: Ran, problem: Problem) -> list[Rule]:
-        if problem.cause == RAISED:
-            rules = self._propose_for_raised(ran)
-        elif problem.cause == NOT_FINITE:
+        cause, rules = problem.cause, list[Rule]()
+        if cause in (ERROR, METRIC):
+            return self._propose_for_error(ran, problem)
+        if cause == NOT_FINITE:
             expected = self._checks.expected
             in_fp32 = expected.look if expected is not None else None
             rules = rules_for_not_finite(problem.findings, ran.look, in_fp32, self._tried)
-        else:
-            return self._propose_for_error(ran, problem)
+        if not rules and ran.error is not None:
+            cause, rules = RAISED, self._propose_for_raised(ran)
         for rule in rules:
-            self._causes[rule] = (problem.cause, 1.0)
+            self._causes[rule] = (cause, 1.0)
         return rules
 
     def _propose_for_raised(self, ran: Ran) -> list[Rule]:
