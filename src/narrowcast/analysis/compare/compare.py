@@ -99,16 +99,18 @@ def compare(
     return result
 
 
-def compare_with_fp32(trial: Trial, region: autocast, limit_bytes: int = 1 << 30) -> tuple[Differences, Weights]:
+def compare_with_fp32(
+    trial: Trial, region: autocast, limit_bytes: int = 1 << 30
+) -> tuple[Differences, Weights, torch.dtype | None]:
     """Compare with fp32 in a prepared region, without ops alone, whatever fp32's output is: NaN, no tensor. Also return
-    the weights, which restore what further runs write to.
+    the weights, which restore what further runs write to, and fp32 if the reference is a copy in it.
     """
     result = _empty_result(trial.name, region, "fp32", "op")
     other, around = trial.original(), Uncast(region.device)
     dtype = other.fp32_for_low()
     comparing = _Comparing(trial, other, region, around, dtype, limit_bytes, result, accepts_any=True)
     comparing.run(isolate=0)
-    return result, comparing.weights
+    return result, comparing.weights, comparing.dtype
 
 
 def _empty_result(name: str, region: autocast, reference: str, by: str) -> Differences:
@@ -138,7 +140,7 @@ class _Comparing:
         self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._around = trial, other, region, around
         self._is_own = other.model is trial.model
-        self._dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
+        self.dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
         self.weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
@@ -175,7 +177,7 @@ class _Comparing:
             with quietly():
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
-            self._conclude(is_beyond, expected, repeated)
+            self._conclude(is_beyond, expected, repeated, under.unseen)
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
@@ -216,12 +218,12 @@ class _Comparing:
         """Run the reference. RunError if it is to be in fp64, and does not run there."""
         observer.casts_scripts = self._casts and not self._is_own
         try:
-            return self._run(self._other, self._around, self._observed(observer), self._dtype)
+            return self._run(self._other, self._around, self._observed(observer), self.dtype)
         except RuntimeError as error:
-            if self._dtype is None or isinstance(error, NarrowcastError):
+            if self.dtype is None or isinstance(error, NarrowcastError):
                 raise
-            if self._dtype is torch.float32:  # its code names the formats of weights: they are kept
-                self._dtype = None
+            if self.dtype is torch.float32:  # its code names the formats of weights: they are kept
+                self.dtype = None
                 return self._run_reference(observer)
             raise RunError(
                 "compare(reference='fp64')", f"the model does not run in fp64: {said_of(error)}",
@@ -240,7 +242,7 @@ class _Comparing:
         if not (is_itself or is_here):
             return
         reference, here = watch(at="op"), watch(at="op")
-        self._run(self._other, self._around, reference, self._dtype)
+        self._run(self._other, self._around, reference, self.dtype)
         if is_here:
             self._run(self._trial, self._region, here)
         result.not_finite, result.reference_not_finite = first_not_finite(reference.found, here.found, is_itself)
@@ -328,7 +330,7 @@ class _Comparing:
         is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, judging.TINY)
         return is_beyond or any(g.verdict == verdicts.FAULT for g in result.gradients)
 
-    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
+    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome, unseen: list[CallId]) -> None:
         result = self._result
         is_lost = any(math.isnan(o.sqnr_db) for o in result.outputs)
         if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
@@ -355,6 +357,12 @@ class _Comparing:
         elif result.verdict == verdicts.ROUND_OFF and not self._bands.runs and result.outputs and worst > judging.TINY:
             result.verdict = verdicts.NOT_JUDGED
             self._note("No run says how far round-off carries to the output: only kernels were judged.")
+        elif result.verdict == verdicts.FAULT and unseen and verdicts.FAULT not in of_calls and not result.compiled:
+            result.verdict = verdicts.NOT_JUDGED
+            self._note(
+                f"{counted(len(unseen), 'call')} returned nested or sparse tensors, which are not compared "
+                f"(first {unseen[0]}): how far their rounding carries to the output is not known."
+            )
         elif result.verdict == verdicts.EXACT and is_low and result.reference in REFERENCES:
             result.verdict = verdicts.NOT_COMPARED
             self._note(
@@ -372,7 +380,7 @@ class _Comparing:
         def run(region: autocast, observer: Observer | None) -> Outcome:
             reference = region is self._around
             watching = None if observer is None else self._observed(observer)
-            return self._run(trial, region, watching, self._dtype if reference else None)
+            return self._run(trial, region, watching, self.dtype if reference else None)
 
         Advising(run, self._region, expected, self._result, harm).run(self._around)
 

@@ -58,6 +58,8 @@ class Keep(Observer):
     def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
         super().__init__(policies)
         self.calls: dict[CallId, KeptCall] = {}
+        self.unseen: list[CallId] = []
+        """Calls that return tensors without memory of their own (jagged, sparse): their values are not compared."""
         self._casts: list[tuple[SeenCall, torch.dtype]] = []
         self._makers: ByStorage[CallId] = ByStorage()
         self._left = self._allowed = limit_bytes
@@ -72,6 +74,7 @@ class Keep(Observer):
         """Keep samples of the results."""
         results = [t for t in call.results if is_floating(t)]
         if not results:
+            self.unseen += [call.id] * any(t.is_floating_point() for t in call.results)
             return
         if call.is_cast:
             self._casts.append((call.without_tensors(), results[0].dtype))

@@ -297,7 +297,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
         with around:
             return detached(call())
 
-    differences, weights = compare_with_fp32(trial, region)
+    differences, weights, dtype = compare_with_fp32(trial, region)
     with ExitStack() as stack:
         stack.callback(weights.put_back)
         stack.enter_context(restored(trial.model))
@@ -305,7 +305,8 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
         with region:
             after = trial.measure()
         call = trial.call if trial.is_made else stack.enter_context(trial.isolated(through=_called))
-        runs = partial(run, call, nullcontext()), partial(run, call, region)
+        reference = call if dtype is None else stack.enter_context(trial.original().copied(dtype))
+        runs = partial(run, reference, nullcontext()), partial(run, call, region)
         kept = [t for t in trial.weights() if t.layout is torch.strided]
         weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
         return with_cost(differences, (before, after), runs, weight_bytes)

@@ -115,8 +115,10 @@ def _fakes(mode: FakeTensorMode) -> StandIn:
 
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the parameter itself, which the copy shares, or a clone of another tensor."""
-    return tensor if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf else tensor.detach().clone()
+    """Return the parameter itself, which the copy shares, or a clone of another tensor, with a gradient of its own."""
+    if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class _ReplaceTensors(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import types
@@ -137,7 +138,7 @@ class Trial:
         copy of model and arguments in fp64.
         """
         wanted = bool(self.backward) or torch.is_grad_enabled()
-        with self._copy(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
+        with self.copied(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
             with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
                 output = self._forward(run, region or nullcontext(), gradients)
                 # what a generator yielded is differentiated already
@@ -183,7 +184,7 @@ class Trial:
         _backward(tensors, weights)
 
     @contextmanager
-    def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
+    def copied(self, dtype: torch.dtype | None) -> Iterator[Any]:
         """Yield the model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
             with restored(self.model):
@@ -246,10 +247,24 @@ def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
     return leaves
 
 
+def _trained(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_leaf and tensor.requires_grad}
+
+
 def parameters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module, or of the modules that a function closes over, by name."""
+    """Return the parameters of a module, or of the modules that a function closes over, by name; and other tensors of
+    theirs that are trained: attributes, and what a partial function is given.
+    """
     if isinstance(model, torch.nn.Module):
-        return {without_wrapper(name): p for name, p in model.named_parameters()}
+        named: dict[str, torch.Tensor] = {without_wrapper(name): p for name, p in model.named_parameters()}
+        for path, module in model.named_modules():
+            held = _trained(vars(module))
+            named |= {without_wrapper(f"{path}.{name}" if path else name): tensor for name, tensor in held.items()}
+        return named
+    if isinstance(model, functools.partial):
+        given = _trained(model.keywords) | _trained({f"args.{n}": value for n, value in enumerate(model.args)})
+        return parameters_of(model.func) | given
     if not inspect.isfunction(model):
         return {}
     names = inspect.getclosurevars(model)
