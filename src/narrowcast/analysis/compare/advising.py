@@ -29,6 +29,8 @@ from narrowcast.runtime.torch_bridge import FORMATS
 SOURCE = "narrowcast compare"
 VISIBLE = 4.0
 """An output error of this many units in the last place of the low format is worth runs, even if it is round-off."""
+_VISIBLE_IN_GRADIENTS, _COUNTS = 0.08, 0.01
+"""So is this error of a gradient that is this part of the largest: where terms cancel, round-off makes more."""
 _HELPS = 0.5
 """A remedy leaves at most this part of the error."""
 _AS_GOOD = 2.0
@@ -70,7 +72,9 @@ def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
     worst = max((or_infinity(o.relative_error) for o in result.outputs), default=0.0)
     if worst > VISIBLE * low_epsilon:
         return Harm("", worst)
-    lost = [g for g in result.gradients if g.verdict in verdicts.AT_FAULT]
+    lost = [g for g in result.gradients if g.verdict in verdicts.AT_FAULT] or [
+        g for g in result.gradients if g.relative_error > _VISIBLE_IN_GRADIENTS and g.share > _COUNTS
+    ]
     if not lost:
         return Harm("", worst) if result.verdict == verdicts.FAULT and worst else None
     errors = {g.parameter: or_infinity(g.relative_error) for g in lost}
