@@ -80,7 +80,7 @@ def diff(
             f"diff({', '.join(names)})", f"one is {kinds[0]}, the other {kinds[1]}",
             advice="Give two runs, two policies, two ledgers or two snapshots.",
         )  # fmt: skip
-    sides = Side(_with_calls(runs[0], names[0])), Side(_with_calls(runs[1], names[1]))
+    sides = _sides(_with_calls(runs[0], names[0]), _with_calls(runs[1], names[1]))
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
@@ -113,6 +113,16 @@ def diff(
     result.by_hand = asked or RunMapping()
     result.compared_runs = tuple(side.runs[0] for side in sides)
     return result
+
+
+def _sides(*runs: list[Run]) -> tuple[Side, Side]:
+    """Return the two sides; where one alone is a loop, in steps only if these divide the work of the other."""
+    a, b = map(Side, runs)
+    if a.has_steps and not b.has_steps and not a.divides(b):
+        a = Side(runs[0], in_steps=False)
+    if b.has_steps and not a.has_steps and not b.divides(a):
+        b = Side(runs[1], in_steps=False)
+    return a, b
 
 
 def _has_low(result: RunDifferences) -> bool:
@@ -224,7 +234,7 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     lengths = [max(len(x.module_calls) for x in side.bundles) for side in sides]
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
-        notes.append(f"a calls its modules up to {often[0]}, b up to {often[1]}")
+        notes.append(f"a makes a call up to {often[0]}, b up to {often[1]}: in calls of a module, or steps of a loop")
     parts = sum(row.is_part for row in result.rows)
     if parts:
         notes.append(

@@ -18,6 +18,8 @@ def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) ->
 
     weights: by call the numbers of the weights that it reads.
     """
+    if not weights:
+        return {}
     read = [n for n, numbers in enumerate(weights) if numbers]
     keys = [(calls[n].id.module_path, calls[n].id.op, weights[n]) for n in read]
     period = next((p for p in range(1, len(keys) // 2 + 1) if keys[p:] == keys[:-p]), 0)

@@ -108,6 +108,8 @@ class Judging:
             is_by_place = is_among_others and not self._largest
             self._has_chosen = True
             return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
+        if is_among_others and all(x.elements == len(x.module_calls) for x in (*pair.a, *pair.b)):
+            return NOT_COMPARED, "each is a number of its own part: a loss over one micro-batch, or over all"
         return DIFFERS, UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:

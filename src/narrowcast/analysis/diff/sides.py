@@ -94,8 +94,9 @@ def read_by(call: CallRecord) -> int | None:
 class Side:
     """Runs of one process each, without casts, since each call has the formats in which it computes."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
+    def __init__(self, runs: Sequence[Run], in_steps: bool = True) -> None:
+        """in_steps: the calls of a loop outside of modules are those of its steps, as a cell's or a decoder's are."""
+        self.runs, self._in_steps, self.has_steps = tuple(runs), in_steps, False
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._makers: list[dict[int, CallRecord]] = [{} for _ in runs]
         for makers, run in zip(self._makers, runs, strict=True):
@@ -224,7 +225,9 @@ class Side:
         growing: dict[tuple[str, str, tuple[int, ...], str], dict[int, list[RankCall]]] = {}
         for rank, run in enumerate(self.runs):
             calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
-            steps = steps_of(calls, [self._weights_of(RankCall(rank, call)) for call in calls])
+            weights = [self._weights_of(RankCall(rank, call)) for call in calls] if self._in_steps else []
+            steps = steps_of(calls, weights)
+            self.has_steps |= bool(steps)
             for n, call in enumerate(calls):
                 module_call, number = call.id.module_call, [call.id.number]
                 if steps and not call.id.module_path:
@@ -234,6 +237,15 @@ class Side:
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
                 growing.setdefault(key, {}).setdefault(module_call, []).append(RankCall(rank, call))
         return [self._bundle(n, by_turn) for n, by_turn in enumerate(growing.values())]
+
+    def divides(self, other: Side) -> bool:
+        """Return whether its steps divide what the other computes at once: results are as large put together, not one
+        by one. Those of an iteration, each of the whole state, are.
+        """
+        sizes = Counter(bundle.elements for bundle in other.bundles)
+        several = [bundle for bundle in self.bundles if bundle.elements > len(bundle.module_calls) > 1]  # no scalars
+        together = sum(bundle.elements in sizes for bundle in several)
+        return together > sum(bundle.elements // len(bundle.module_calls) in sizes for bundle in several)
 
     def _weights_of(self, placed: RankCall) -> tuple[int, ...]:
         """Return the numbers of weights and buffers that a call reads, before casts, without scalars."""

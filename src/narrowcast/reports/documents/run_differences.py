@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
@@ -21,7 +20,8 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_
 ENVIRONMENT = 6
 """How many differences of the environments are on the first screen; the table has all."""
 NO_FLOATS = "no floats"
-ALONE = 3
+LINES = 5
+"""Of how many lines calls without a partner are named in advice."""
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
@@ -97,7 +97,6 @@ def _short(text: str) -> str:
 def _figures(result: RunDifferences) -> list[Figure]:
     producers = len(result.producers) + len(result.alone)
     inherit = sum(row.verdict == INHERITED for row in result.rows)
-    known = [d for d in map(_difference, result.rows) if d is not None]
     alone = [sum(one.run == run for one in result.unaligned) for run in "ab"]
     figures = [
         Figure("pairs of calls", len(result.rows), f"{result.compared} compared"),
@@ -105,8 +104,9 @@ def _figures(result: RunDifferences) -> list[Figure]:
         Figure("in other formats", len(result.formats), "pairs"),
         Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
-    if known:
-        figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
+    if any(row.measured_by for row in result.rows):
+        detail = "relative, of a call's result; propagated ones left out"
+        figures.append(Figure("largest difference", result.largest, detail, unit="relative"))
     if result.gradients:
         far = [g for g in result.gradients if g.is_beyond or number(g.difference) is None]
         worst = max(result.gradients, key=lambda row: or_infinity(row.difference))
@@ -149,15 +149,13 @@ def _todos(result: RunDifferences) -> list[Todo]:
     """
     value, format, todos = result.first_value, result.first_format, []
     if result.alone:
-        calls = "; ".join(f"{one.id} of {one.run} ({one.place})" for one in result.alone[:ALONE])
-        calls = f"its effect differs, by up to {number_text(max(one.apart for one in result.alone))}: {calls}"
-        more = len(result.alone) - ALONE
-        reason = f"{calls}; and {more} more" if more > 0 else calls
-        todos.append(Todo("Inspect what only one program calls", reason))
+        effect = number_text(max(one.apart for one in result.alone))
+        todos.append(Todo("Inspect what only one program calls", f"its effect differs, by up to {effect}: "
+                          + "; ".join(_lines_alone(result.alone))))  # fmt: skip
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
-        why = f"the first that makes a difference: {value.why}"
+        why = f"the first that makes a difference ({_both_places(value)}): {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         todos.append(Todo(what, why, path=value.a[0].module_path))
         if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
@@ -173,7 +171,8 @@ def _todos(result: RunDifferences) -> list[Todo]:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
         todos.append(Todo(what, reason, path=format.a[0].module_path))
-    if not todos and len(result.unaligned) > len(result.rows):
+    has_modules = any(one.id.module_path for one in result.unaligned)
+    if not todos and len(result.unaligned) > len(result.rows) and has_modules:
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
     return todos
 
@@ -191,7 +190,25 @@ def _about_outputs(result: RunDifferences) -> Todo:
         what = "Inspect what is computed between the last calls that agree and the outputs"
         return Todo(what, f"{apart}, and no call was found to make that")
     why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
+    why = f"{_both_places(unknown)}: {why}"
     return Todo(f"Inspect both lines of {_names(unknown.a)}", why, path=unknown.a[0].module_path)
+
+
+def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
+    """Return the lines of calls without a partner, each with its first call, in order; and how many more there are."""
+    by_line: dict[tuple[str, str], list[Unaligned]] = {}
+    for one in alone:
+        by_line.setdefault((one.run, one.place), []).append(one)
+    texts = []
+    for (run, place), calls in by_line.items():
+        more = f" and {counted(len(calls) - 1, 'call')} more" if len(calls) > 1 else ""
+        texts.append(f"{calls[0].id}{more} of {run} ({place})")
+    left = len(texts) - LINES
+    return [*texts[:LINES], f"and {counted(left, 'line')} more"] if left > 0 else texts
+
+
+def _both_places(row: RunRow) -> str:
+    return f"{row.place_a} in a, {row.place_b} in b" if row.place_a != row.place_b else row.place_a
 
 
 def _names(calls: Iterable[CallId]) -> str:
@@ -258,6 +275,5 @@ def run_differences_verdict(result: RunDifferences) -> str:
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     else:
-        largest = max((r.difference for r in result.rows if not math.isnan(r.difference)), default=0.0)
-        texts.append(f"no call beyond round-off, largest {number_text(largest)}")
+        texts.append(f"no call beyond round-off, largest {number_text(result.largest)}")
     return f"{result.verdict.capitalize()}: {'; '.join(texts)}"

@@ -164,6 +164,12 @@ class RunDifferences(Result):
         return [row for row in self.rows if row.verdict == DIFFERS]
 
     @property
+    def largest(self) -> float:
+        """The largest difference of a call's result, those left out that only propagate one; 0 where there is none."""
+        own = (row.difference for row in self.rows if row.verdict in (EQUAL, ROUND_OFF, DIFFERS))
+        return max((difference for difference in own if not math.isnan(difference)), default=0.0)
+
+    @property
     def alone(self) -> list[Unaligned]:
         """The calls without a partner that make a difference, in order."""
         return [one for one in self.unaligned if one.apart]
