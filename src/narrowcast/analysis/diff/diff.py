@@ -158,7 +158,7 @@ def _compare_ends(
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
-    ends = judging.outputs(result.rows, not (are_others and are_gradients_alike))
+    ends = judging.outputs(result.rows, are_others, not (are_others and are_gradients_alike))
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
@@ -167,7 +167,7 @@ def _compare_ends(
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
     of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
-    judging.unpaired = outcomes.alone(judging.unpaired, has_low, of_alone)
+    judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, of_alone)
     if outcomes.are_alike and are_gradients_alike:
         result.rows, judging.unpaired = outcomes.backward(

@@ -32,11 +32,12 @@ _BAND_OF_LOW, WIDEST = 1e-3, 0.05
 @dataclass(frozen=True, slots=True)
 class EndDifference:
     """The relative difference of an output, and the rounding bound of that. Infinite: not known, or not the same
-    output.
+    output. of_call: the bound of a single call, if the former is that of all.
     """
 
     difference: float
     band: float = 0.0
+    of_call: float = math.inf
 
     @classmethod
     def of(cls, difference: float, band: float, growth: float) -> EndDifference:
@@ -51,11 +52,11 @@ class Outcomes:
 
     def __init__(self, outputs: Sequence[EndDifference], are_others: bool, widest: float) -> None:
         self._are_equal = all(one.difference == 0 for one in outputs)
-        self._band = 0.0 if self._are_equal else max((one.band for one in outputs), default=0.0)
+        self._band = 0.0 if self._are_equal else max((min(one.band, one.of_call) for one in outputs), default=0.0)
         self._are_others = are_others
         self._widest = widest
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
-        self._is_visible = any(one.difference > one.band / SHOWS for one in outputs)
+        self._is_visible = any(one.difference > min(one.band, one.of_call) / SHOWS for one in outputs)
         self.are_exact = bool(outputs) and all(
             one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
         )
@@ -91,20 +92,21 @@ class Outcomes:
         return difference > _PLAIN * self._band
 
     def alone(
-        self, of_unpaired: dict[Bundle, float], is_low: bool, effects: Mapping[Bundle, str]
-    ) -> dict[Bundle, float]:
-        """Return the differences due to calls without a partner that the outputs do not rule out as faults. effects:
-        what comes of each.
+        self, of_unpaired: dict[Bundle, float], of_backward: Collection[Bundle], is_low: bool,
+        effects: Mapping[Bundle, str],
+    ) -> dict[Bundle, float]:  # fmt: skip
+        """Return the differences due to calls without a partner that the outputs do not rule out as faults: of a
+        backward none. effects: what comes of each.
         """
         if self.are_exact and not is_low:
-            return {bundle: one for bundle, one in of_unpaired.items() if bundle.id.direction == BACKWARD}
+            return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if not self.are_alike or not (self._are_others or self._are_equal):
             return of_unpaired
         least = _PLAIN * (self._band if self._are_others else self._widest)
         return {
             bundle: one
             for bundle, one in of_unpaired.items()
-            if bundle.id.direction == BACKWARD
+            if bundle in of_backward
             or (self._is_visible and effects[bundle] == GOES_ON)
             or (one <= least and effects[bundle] != ABSORBED)
         }

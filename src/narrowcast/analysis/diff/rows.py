@@ -17,6 +17,10 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
+_STEPS_APART, _STEPS_APART_LOW = 32.0, 4.0
+"""Outputs of programs that are written differently may be this many times the widest rounding bound of one call apart,
+in fp32 and in a low format: they round in other places, and all the way.
+"""
 _BAND_OF_LOW, _OF_SAMPLES, _OTHERS = 1e-3, 4.0, 0.3
 """Rounding bounds of low formats exceed the first; an error may look this many times larger in the sampled rows of a
 view than in those of its base; the least difference of other parts of a rounded tensor.
@@ -210,10 +214,12 @@ class Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)
 
-    def outputs(self, rows: Sequence[RunRow], with_losses: bool) -> list[EndDifference]:
+    def outputs(self, rows: Sequence[RunRow], are_others: bool, with_losses: bool) -> list[EndDifference]:
         """Compare the outputs of both runs, which models returned or no call reads. Where calls that made one are not
-        paired, note them.
+        paired, note them. Of programs that are written differently (are_others) only what the models returned is
+        the outcome, where all of that can be compared: what else nothing reads is no result of theirs.
         """
+        returned = self._returned() if are_others else []
         ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self._makers]
         ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
@@ -251,7 +257,28 @@ class Judging:
                 outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
-        return outcomes
+        return returned or outcomes
+
+    def of_backward(self) -> set[Bundle]:
+        """Return the calls of a backward without a partner, but for those that only calls of a forward read: what
+        these compute shows in outputs, as that of a forward does.
+        """
+        backward = {bundle for bundle in self.unpaired if bundle.id.direction == BACKWARD}
+        read_by = {bundle: {pair.a[0].id.direction for pair in self.read_by.get(bundle, ())} for bundle in backward}
+        return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
+
+    def _returned(self) -> list[EndDifference]:
+        """Compare what both models returned, one by one; nothing unless all of it can be compared."""
+        numbers, found = [side.runs[0].returned for side in self.values.sides], list[EndDifference]()
+        for a, b in zip(*numbers, strict=True) if len(numbers[0]) == len(numbers[1]) else ():
+            seen = self.values.between(a, b)
+            made = [makers.of(number) for makers, number in zip(self._makers, (a, b), strict=True)]
+            shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, (a, b), strict=True)}
+            if len(shapes) > 1 or seen.by not in (SKETCHES, TENSORS) or None in made:
+                return []
+            alike = min(WIDEST, self.widest * (_STEPS_APART if self.widest < _BAND_OF_LOW else _STEPS_APART_LOW))
+            found.append(EndDifference(seen.relative, alike, self.widest))
+        return found
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
