@@ -86,7 +86,8 @@ class Outcomes:
             return True
         if effect == ABSORBED and not row.given:
             return self.are_alike
-        return self.are_alike and self._are_others and self._would_be_seen(row.difference)
+        is_no_pair = row.why in (OF_OTHERS, OF_PARTS)
+        return self.are_alike and self._are_others and (is_no_pair or self._would_be_seen(row.difference))
 
     def _would_be_seen(self, difference: float) -> bool:
         return difference > _PLAIN * self._band
@@ -102,13 +103,12 @@ class Outcomes:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if not self.are_alike or not (self._are_others or self._are_equal):
             return of_unpaired
-        least = _PLAIN * (self._band if self._are_others else self._widest)
         return {
             bundle: one
             for bundle, one in of_unpaired.items()
             if bundle in of_backward
             or (self._is_visible and effects[bundle] == GOES_ON)
-            or (one <= least and effects[bundle] != ABSORBED)
+            or (not self._are_others and one <= _PLAIN * self._widest and effects[bundle] != ABSORBED)
         }
 
     def first(
