@@ -107,7 +107,7 @@ def diff(
         if not (result.producers or result.alone):
             judging.name_alone(pairs, result.rows, apart)
             result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
-    result.notes = [*_about_outputs(result, apart, judging.widest), *_notes(sides, result), *kept.notes]
+    result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     result.by_hand = asked or RunMapping()
@@ -130,9 +130,11 @@ def _has_low(result: RunDifferences) -> bool:
     return any(is_low(f"{row.format_a},{row.format_b}") for row in result.rows)
 
 
-def _about_outputs(result: RunDifferences, apart: float, band: float) -> list[str]:
+def _about_outputs(result: RunDifferences, apart: float, judging: Judging) -> list[str]:
     """Return a note about outputs that are further apart than the bound of any call, where no call is named for it."""
-    if result.verdict == VALUES_DIFFER or not band or apart <= band or not result.unaligned:
+    band = judging.widest
+    is_alike = apart <= (band if _has_low(result) else judging.widest_of_steps)
+    if result.verdict == VALUES_DIFFER or not band or is_alike or not result.unaligned:
         return []
     first = f"the outputs are {number_text(apart)} apart, and the round-off of a single call is at most "
     if not _has_low(result):

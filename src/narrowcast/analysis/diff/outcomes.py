@@ -86,7 +86,7 @@ class Outcomes:
             return True
         if effect == ABSORBED and not row.given:
             return self.are_alike
-        is_no_pair = row.why in (OF_OTHERS, OF_PARTS)
+        is_no_pair = row.why in (OF_OTHERS, OF_PARTS) or (bool(row.given) and row.inputs > row.round_off_bound)
         return self.are_alike and self._are_others and (is_no_pair or self._would_be_seen(row.difference))
 
     def _would_be_seen(self, difference: float) -> bool:

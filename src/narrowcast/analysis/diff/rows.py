@@ -276,9 +276,13 @@ class Judging:
             shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, (a, b), strict=True)}
             if len(shapes) > 1 or seen.by not in (SKETCHES, TENSORS) or None in made:
                 return []
-            alike = min(WIDEST, self.widest * (_STEPS_APART if self.widest < _BAND_OF_LOW else _STEPS_APART_LOW))
-            found.append(EndDifference(seen.relative, alike, self.widest))
+            found.append(EndDifference(seen.relative, self.widest_of_steps, self.widest))
         return found
+
+    @property
+    def widest_of_steps(self) -> float:
+        """How far apart outputs of programs that are written differently may be."""
+        return min(WIDEST, self.widest * (_STEPS_APART if self.widest < _BAND_OF_LOW else _STEPS_APART_LOW))
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
