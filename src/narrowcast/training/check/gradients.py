@@ -147,6 +147,11 @@ class Gradients:
         for gradient in gradients:
             self._clipped.drop(gradient)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether copies of weights in a low format are trained, and written back to these."""
+        return bool(self._copies_used) and any(self._kept.low_weights().values())
+
     def judge(self) -> Found | None:
         """Return a finding if an optimizer holds no weight of the models, or trains copies of weights in a low format,
         and nothing writes to the weights themselves.

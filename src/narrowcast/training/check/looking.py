@@ -69,8 +69,10 @@ class LoopObserver(Observer):
 
     @property
     def rounds_with_care(self) -> bool:
-        """Whether weights in a low format lose nothing: the rest is kept, or they are rounded stochastically."""
-        return self._exact.is_careful
+        """Whether weights in a low format lose nothing: the rest is kept, in copies in fp32 that are trained, or beside
+        them; or they are rounded stochastically.
+        """
+        return self._exact.is_careful or self._gradients.has_masters
 
     @property
     def never_skips(self) -> bool:
