@@ -356,3 +356,113 @@ def test_a_momentum_in_bf16_by_hand_is_no_accumulation() -> None:
         loop.optimizer.step()
 
     is_right(step, loop)
+
+
+# -- weights that are rounded between two steps ------------------------------------------------------------------------
+
+
+def _in_memory(loop: Loop, dtype: torch.dtype) -> None:
+    loop.net.load_state_dict({name: value.to(dtype) for name, value in loop.net.state_dict().items()})  # HERE
+
+
+def _there_and_back(loop: Loop, dtype: torch.dtype) -> None:
+    loop.net.to(dtype)
+    loop.net.float()  # HERE
+
+
+def _averaged(loop: Loop, dtype: torch.dtype) -> None:
+    for weight in loop.weights:
+        weight.data.copy_(weight.data.to(dtype))  # HERE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rounds", [_in_memory, _there_and_back, _averaged])
+def test_weights_that_go_through_a_low_format_between_steps_are_told(
+    rounds: Callable[[Loop, torch.dtype], None], dtype: torch.dtype
+) -> None:
+    """Saved and loaded, converted and converted back, copied: the line that widens them again; in fp32 nothing."""
+
+    def step(loop: Loop) -> None:
+        rounds(loop, dtype)
+        loop.optimizer.zero_grad()
+        loop.loss().backward()
+        loop.optimizer.step()
+
+    loop = Loop()
+    loop.optimizer = torch.optim.AdamW(loop.weights, lr=1e-4)
+    check = nc.check_training(step, (loop,))
+    kinds = () if dtype is torch.float32 else ("weights rounded between steps",)
+    assert check.kinds == kinds, str(check)
+    if kinds:
+        lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+        assert "# HERE" in lines[check.findings[0].line - 1]
+        assert {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] in check.findings[0].what
+
+
+def test_weights_loaded_from_a_low_checkpoint_are_right() -> None:
+    """They are representable before the first step alone."""
+    loop = Loop()
+    loop.net.load_state_dict({name: value.bfloat16() for name, value in loop.net.state_dict().items()})
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        loop.loss().backward()
+        loop.optimizer.step()
+
+    assert nc.check_training(step).kinds == ()
+
+
+# -- closures, losses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("make", [lambda w: torch.optim.SGD(w, 0.1), lambda w: torch.optim.LBFGS(w, 0.1, max_iter=3)])
+def test_gradients_that_a_closure_adds_to_used_ones_are_told(make: Callable[[Any], Any], clears: bool) -> None:
+    """`optimizer.step(closure)` runs backwards inside of the step."""
+    loop = Loop()
+    loop.optimizer = make(loop.weights)
+
+    def closure() -> torch.Tensor:
+        if clears:
+            loop.optimizer.zero_grad()
+        loss = loop.loss()
+        loss.backward()
+        return loss
+
+    check = nc.check_training(lambda: loop.optimizer.step(closure))
+    assert check.kinds == (() if clears else ("gradients never cleared",)), str(check)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_loss_that_is_never_finite_is_told(is_wide: bool) -> None:
+    """A sum of squares that fp16 cannot hold, whose root has zero gradients; in fp32 it is right."""
+    loop = Loop(torch.float32)
+    targets = torch.full((8, 4), 3000.0)
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        with region(torch.float16):
+            output = loop.net(loop.x)
+        difference = output.float() - targets if is_wide else output - targets.half()
+        loss = difference.square().sum().sqrt()
+        loop.scaler.scale(loss).backward()
+        loop.end()
+
+    kinds = nc.check_training(step).kinds
+    assert ("a loss that is never finite" in kinds) is not is_wide
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_scaler_made_in_each_step_is_told_where_all_steps_are_skipped(updates: int) -> None:
+    """One for each step, or for each epoch of several: weights do not move, and the scale begins anew."""
+    loop = Loop()
+
+    def step() -> None:
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        for _ in range(updates):
+            loop.optimizer.zero_grad()
+            loop.scaler.scale(loop.loss()).backward()
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+
+    assert "a scaler made in each step" in nc.check_training(step).kinds

@@ -56,6 +56,12 @@ class Backwards:
         self._line = NOWHERE  # of the one that runs
         self._broken: list[torch.Tensor] = []  # weights, finite as yet, whose gradients are not
         self._gradients: ByStorage[_Gradient] = ByStorage()
+        self._has_skipped = False  # a scaler has skipped a step
+        self._used: list[torch.Tensor] = []  # the gradients that the optimizer that steps began with
+        self._roots, self._not_finite = (
+            0,
+            list[Site](),
+        )  # backwards, and the lines of those of a loss that is not finite
         self._scaling: dict[int, Scale | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
@@ -123,6 +129,10 @@ class Backwards:
             self._next = PLAIN if known.power == 0 else UNKNOWN
         self._next_by = met[0] if len(set(met)) == 1 else None
         self._judge_loss(root)
+        with quietly():
+            self._roots += 1
+            if is_floating(root) and not is_finite(root):
+                self._not_finite.append(loop_line())
 
     def _judge_loss(self, root: torch.Tensor) -> None:
         """Report a loss computed from scaled gradients together with values that are not scaled."""
@@ -278,8 +288,18 @@ class Backwards:
         self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def judge(self) -> Found | None:
-        """Return a finding about gradients that nobody uses, in all steps."""
-        return self._unused.judge()
+        """Return a finding about gradients that nobody uses, or a loss that is not finite, in all steps."""
+        unused = self._unused.judge()
+        if unused is not None or self._has_skipped or len(self._not_finite) < max(2, self._roots):
+            return unused
+        return (
+            "a loss that is never finite",
+            f"the loss of {counted(self._roots, 'backward')} is NaN or infinity, and its gradients are used: where "
+            "they are zero, no weight moves",
+            "Compute the loss in fp32: loss_fn(output.float(), ...). nc.watch() names the first call that gives NaN or "
+            "infinity.",
+            self._not_finite[0],
+        )
 
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
@@ -295,15 +315,8 @@ class Backwards:
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
                 "too large, they are not, and neither are the weights afterwards"
             ))  # fmt: skip
-        again = [seen.added for seen in known if seen.added]
-        if again:
-            self.found.append((
-                "gradients never cleared",
-                f"{counted(len(again), 'gradient')} that an optimizer has used: later ones are added to them, and used "
-                "again, so that each step repeats those before it",
-                "Clear them before the first backward of each step: optimizer.zero_grad().",
-                again[0] or NOWHERE,
-            ))  # fmt: skip
+        self._judge_added(known)
+        self._used = gradients
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
@@ -316,8 +329,24 @@ class Backwards:
                 weights = [values_of(p) for p in optimized_by(optimizer) if p.grad is not None]
                 self._broken = weights if all(map(is_finite, weights)) else []
 
+    def _judge_added(self, known: Iterable[_Gradient]) -> None:
+        """Report gradients that were added to after an optimizer has used them."""
+        again = [seen.added for seen in known if seen.added]
+        if again:
+            self.found.append((
+                "gradients never cleared",
+                f"{counted(len(again), 'gradient')} that an optimizer has used: later ones are added to them, and used "
+                "again, so that each step repeats those before it",
+                "Clear them before the first backward of each step: optimizer.zero_grad().",
+                again[0] or NOWHERE,
+            ))  # fmt: skip
+
     def stepped(self) -> None:
-        """Report a step by gradients that are not finite, if the weights were finite before and are not after it."""
+        """Report a step by gradients that are not finite, if the weights were finite before and are not after it; and
+        gradients that a closure, called by the step, has added to those of the last one.
+        """
+        self._judge_added([seen for g in self._used if (seen := self._gradients.get(g)) is not None])
+        self._used = []
         self._unused.used()
         with quietly():
             if not all(map(is_finite, self._broken)):
@@ -350,6 +379,7 @@ class Backwards:
         """
         self.found += self._scaled_by.updated(scale, is_known)
         self._unused.is_used = True
+        self._has_skipped |= is_skipped
         for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
         self._lines.clear()

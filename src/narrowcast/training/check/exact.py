@@ -17,7 +17,7 @@ from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import written
 
-AVERAGE = "an average in a low format"
+AVERAGE, UPDATES = "an average in a low format", "updates lost in rounding"
 _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
 """The share of the elements that should change and do not, from which on it is reported. The first steps of an
 optimizer are its largest: where one in a hundred weights loses its update then, most lose theirs later.
@@ -294,7 +294,7 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
         )
         if most.is_weight:
             findings.append((
-                "updates lost in rounding", f"{what}the weight",
+                UPDATES, f"{what}the weight",
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
                 "or use an optimizer that rounds at random or holds what was rounded away (Kahan).",
                 most.site,

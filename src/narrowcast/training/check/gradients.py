@@ -218,6 +218,8 @@ class Updates:
         self.skipped = 0
         self.is_known = False
         self._updates = self._of_known = 0
+        self._firsts: list[bool] = []  # of each round: whether its first update is of a known scale
+        self._is_first = True
         self._scale = 0.0
         self._has_room = False
         self._site: Site | None = None
@@ -226,10 +228,16 @@ class Updates:
         """Count an update."""
         self._updates += 1
         self._of_known += is_known
+        self._firsts += [is_known] * self._is_first
+        self._is_first = False
         self.skipped += is_skipped
         self.is_known = is_known
         self._has_room = is_known and scale > 1 and (self._updates == 1 or scale < self._scale)
         self._scale, self._site = scale, site
+
+    def end_of_round(self) -> None:
+        """Begin another round of the loop."""
+        self._is_first = True
 
     @property
     def is_stuck(self) -> bool:
@@ -238,11 +246,13 @@ class Updates:
 
     def judge(self, were_there: bool) -> Found | None:
         """Return a finding if all steps are skipped, or each has a new scaler. were_there: weights existed before."""
-        if were_there and self._updates >= _TWICE and not self._of_known:
+        is_new_in_each = self._updates >= _TWICE and not self._of_known
+        if were_there and (is_new_in_each or (len(self._firsts) >= _TWICE and not any(self._firsts))):
+            of = f"each of {self._updates} updates" if is_new_in_each else "the first update of each step"
             return (
                 "a scaler made in each step",
-                f"each of {self._updates} updates is of a new scaler: its scale is the first one in every step, and "
-                "where that is too large, all are skipped",
+                f"{of} is of a new scaler: its scale is the first one in every step, and where that is too large, all "
+                "are skipped",
                 "Make the scaler once, before the loop.",
                 self._site or NOWHERE,
             )

@@ -114,9 +114,11 @@ class KeptMemory:
         return {id(parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)}
 
     @property
-    def has_trained_what_was_there(self) -> bool:
-        """Whether the weights of an optimizer that has stepped were there before the steps."""
-        return any(self.was_there(t) for o in self._optimizers.values() for t in _in_memory(*optimized_by(o)))
+    def trains_what_was_there(self) -> bool:
+        """Whether weights of an optimizer that has stepped, or else those of models, were there before the steps."""
+        stepped = [parameter for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)]
+        trained = stepped or [parameter for _, parameter in self._parameters() if parameter.requires_grad]
+        return any(map(self.was_there, _in_memory(trained)))
 
     def low_weights(self) -> dict[str, bool]:
         """Return whether the models' weights in low formats that require gradients were written to, by name."""

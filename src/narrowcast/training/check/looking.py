@@ -21,11 +21,12 @@ from narrowcast.runtime.torch_surface.autograd import current_graph_task, in_hoo
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.training.check.backwards import NEVER_SKIPPED, Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
-from narrowcast.training.check.exact import Begun, Exact, told
+from narrowcast.training.check.exact import UPDATES, Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
+from narrowcast.training.check.rounded import Rounded
 from narrowcast.training.check.sums import Sums, low_statistics
 
 COSTS_TIME = "weights cast again"
@@ -61,6 +62,7 @@ class LoopObserver(Observer):
         self._underflow = Underflow()
         self.is_cast_beside = False
         self._reduced = Reduced()
+        self._rounded = Rounded()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -227,6 +229,7 @@ class LoopObserver(Observer):
             self._adds_up(call)
             self._outside.goes_on_in_fp32(call)
             self._gradients.copied(call)
+        self._rounded.widens(call)
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
@@ -276,6 +279,7 @@ class LoopObserver(Observer):
         with dispatch.without_functions():
             self._gradients.steps(optimizer)
             self._backwards.steps(optimizer)
+            self._rounded.steps(optimizer)
         self._is_stepping = True
         self.end_of_step()
 
@@ -284,6 +288,7 @@ class LoopObserver(Observer):
         self._is_stepping = False
         with dispatch.without_functions():
             self._backwards.stepped()
+            self._rounded.stepped()
 
     def end_of_step(self) -> None:
         """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
@@ -307,6 +312,7 @@ class LoopObserver(Observer):
     def end_of_round(self) -> None:
         """Report what is known once the step function has returned."""
         self._gradients.used()
+        self.updates.end_of_round()
         self._backwards.end_of_round()
         self._powers.end_of_step()
         self._sums.end_of_step()
@@ -334,9 +340,11 @@ class LoopObserver(Observer):
         """Report what only all of the steps together show."""
         for finding in self._outside.judge(self._backwards.differentiated, self._kept.trained()):
             self._say(finding)
-        self._say(self.updates.judge(self._kept.has_trained_what_was_there))
+        self._say(self.updates.judge(self._kept.trains_what_was_there))
         self._say(self._gradients.judge())
         self._say(self._backwards.judge())
+        if not any(finding.kind == UPDATES for finding in self.found):  # else it has told of the same loss
+            self._say(self._rounded.found)
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
         if self._fp16 is not None and not scaled:
             op, site = self._fp16
