@@ -32,8 +32,9 @@ FOLDER = ROOT / "build" / "mutation"
 EXPLAINED = ROOT / "tests" / "mutants.toml"
 PARTS = (
     "core/decide.py", "core/module_calls.py", "core/refusals.py", "core/ledger", "core/ops", "core/policy",
-    "formats.py", "programs", "reports/results/ledger.py", "reports/results/codec.py",
-    "analysis/diff/outcomes.py", "analysis/diff/gradients.py",
+    "formats.py", "output/words.py", "programs", "reports/results/ledger.py", "reports/results/codec.py",
+    "reports/documents/rules.py", "reports/documents/tables.py", "reports/documents/words.py",
+    "analysis/diff/alignment.py", "analysis/diff/outcomes.py", "analysis/diff/gradients.py",
 )  # fmt: skip
 ALLOWED = 0.05
 QUICK = 2.5

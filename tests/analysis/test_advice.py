@@ -1,6 +1,5 @@
 """What recordings and explanations warn of, and what each rule of a policy matched."""
 
-import io
 from pathlib import Path
 
 import pytest
@@ -165,7 +164,7 @@ def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, fr
     assert rows == {"my.toml:5": (True, ("0",)), "my.toml:10": (False, ()), "my.toml:15": (True, ("2",))}
     text = str(found)
     assert "matched nothing" in text and "my.toml:10" in text
-    assert io.StringIO(found.to_json()).read().count('"modules"') >= 3
+    assert found.to_json().count('"my.toml:') >= 3
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ COMMANDS = {
     "policy check": ("policy", "check", "rules.toml"),
     "diff of policies": ("diff", "native", "rules.toml", "--device", "cuda"),
     "profile show": ("profile", "show"),
-    "profile compare": ("profile", "compare", "profile.json"),
     "show run": ("show", "a.json.gz"),
     "show comparison": ("show", "compared.json"),
     "show two runs": ("show", "two.json"),

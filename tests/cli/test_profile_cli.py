@@ -28,8 +28,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_device_is_measured_shown_and_compared(folder, capsys):
-    """Measure for two seconds, show tables and a page, compare with a file of one's own, say where it is kept."""
+def test_a_device_is_measured_and_shown(folder, capsys):
+    """Measure for two seconds, show tables and a page, say where it is kept."""
     shipped = folder / "mine.json"
     assert call("profile", "--seconds", "2") == 0
     assert "calls measured" in capsys.readouterr().out
@@ -42,8 +42,6 @@ def test_a_device_is_measured_shown_and_compared(folder, capsys):
     assert call("profile", "show", shipped, "--all", "--html", folder / "page.html") == 0
     assert '"kind":"profile"' in (folder / "page.html").read_text(encoding="utf-8")
     capsys.readouterr()
-    assert call("profile", "compare", shipped) == 0
-    assert "time of B over A" in capsys.readouterr().out
     assert call("profile", "path") == 0
     assert str(folder / "cache") in capsys.readouterr().out.replace("\n", "")
 
@@ -84,10 +82,8 @@ def test_what_cannot_be_done_is_said(folder, capsys):
     assert "broken.json" in capsys.readouterr().err
     sample = Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3)
     device = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
-    paths = [Profile(device, {key: sample}).write(folder / f"{key}.json") for key in ("a", "b")]
-    assert call("profile", "compare", *paths) == 2
-    assert "no call in common" in capsys.readouterr().err
-    assert call("profile", "show", paths[0], "--html", folder / "missing" / "x.html") == 2
+    path = Profile(device, {"a": sample}).write(folder / "a.json")
+    assert call("profile", "show", path, "--html", folder / "missing" / "x.html") == 2
     assert "folder does not exist" in capsys.readouterr().err
     assert call("profile", "--output", folder / "a.json", "--seconds", "1") == 2
     assert "NVIDIA H200" in capsys.readouterr().err

@@ -83,13 +83,10 @@ def test_other_files_are_refused(text, said):
 
 
 def test_an_explanation_groups_and_sorts():
-    """Ops by bytes, casts by module, repeats by place."""
+    """Ops by bytes."""
     big = replace(CAST, moved_bytes=9000, argument="input", kind="activation", repeated=True)
     found = Explanation("m", "cpu", "bf16", "native", "d" * 64, "fake tensors", "", ledger(CAST, big, big))
     assert [(r.op, r.calls, r.moved_bytes) for r in found.op_rows()] == [("aten.linear.default", 2, 2000)]
-    assert [(m.module_path, m.casts, m.kinds) for m in found.module_rows()] == [("encoder.0", 3, "3 fp32 -> bf16")]
-    assert [c.moved_bytes for c in found.largest_casts(2)] == [9000, 9000]
-    assert [(r.times, r.wasted_bytes) for r in found.repeats()] == [(3, 18000)]
     assert json.loads(found.to_json())["ledger"]["schema"] == "narrowcast.ledger/2"
 
 

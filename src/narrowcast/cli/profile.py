@@ -1,4 +1,4 @@
-"""`narrowcast profile ...`: measure what ops cost on a device, show it, compare it."""
+"""`narrowcast profile ...`: measure what ops cost on a device, and show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from narrowcast.cli.options import AllOption, HtmlOption, OutputOption, interruptible, write_page
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.output.console import print_text, terminal
+from narrowcast.output.console import print_text
 from narrowcast.output.screen import LINES, Part, columns, first_screen, wrapped
 from narrowcast.output.words import counted
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from narrowcast.reports.results.profile import Device, Profile
 
 profile_app = typer.Typer(
-    help="Measure what ops cost on a device; show and compare profiles.",
+    help="Measure what ops cost on a device, and show that.",
     epilog="Example: narrowcast profile --seconds 50 --html profile.html",
 )
 DeviceType = Annotated[str, typer.Option(help="Device type: cpu or cuda.")]
@@ -85,22 +85,6 @@ def show(
     profile = _profile(file, device)
     write_page(profile, html)
     print_text(profile.to_text(whole, columns(), LINES))
-
-
-@profile_app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(help="A profile's file.", metavar="FIRST")], second: ProfileFile = None,
-    device: DeviceType = "cpu", whole: AllOption = False,
-) -> None:  # fmt: skip
-    """Compare two profiles on the calls that both have."""
-    from narrowcast.reports.results.profile import Profile
-    from narrowcast.runtime.devices.show import comparison_parts, comparison_screen
-
-    a, b = Profile.read(first), _profile(second, device)
-    if whole:
-        terminal().print(*comparison_parts(a, b), sep="\n")
-    else:
-        print_text(comparison_screen(a, b, columns()))
 
 
 @profile_app.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops import named
 from narrowcast.frontends.scripts.callers import path_of, set_names
 from narrowcast.frontends.scripts.calls import facts_of, holds_tensors
 from narrowcast.frontends.scripts.scopes import Item, passage
@@ -90,9 +91,7 @@ def _is_plain(value: Any) -> bool:
 # -- which values may be weights: leaves that a caller gives, or an attribute, whichever way they came -----------------
 
 
-_NAMES = """to type_as contiguous flatten real conj resolve_conj resolve_neg atleast_1d atleast_2d atleast_3d
-dropout feature_dropout alpha_dropout feature_alpha_dropout"""
-_ITSELF = {f"aten::{name}" for name in _NAMES.split()}  # they give what they are given, where it is so already
+_ITSELF = {f"aten::{name}" for name in named("memory.itself")}
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 

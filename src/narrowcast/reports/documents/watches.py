@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from narrowcast.output.words import counted
@@ -39,7 +38,7 @@ def watch_document(result: Watching) -> Document:
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += table("intentional", "Intentional infinities", "times:number, why", intentional)
-    page.series = _history(result.history)
+    page.series = _history(result)
     return page
 
 
@@ -76,8 +75,9 @@ def _todos(row: Finding) -> list[Todo]:
     return [Todo(keeping(rule.op, path), why, shown_rule(rule), path) for rule, path in paths]
 
 
-def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:
+def _history(result: Watching) -> list[Series]:
     """Return figures over training steps: each number that inspections of gradients kept."""
+    history = result.history
     names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
     if len(history) < 2 or not names:
         return []

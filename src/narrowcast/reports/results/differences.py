@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
-from narrowcast.reports.results.result import Result, codec
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SHOWN = 5
@@ -101,18 +101,6 @@ class CallError:
     def is_low(self) -> bool:
         """Whether it computes in other formats than in the reference."""
         return self.computes != self.reference
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleError:
-    """The errors of a module's calls: the largest local error, and the total of its last call."""
-
-    module_path: str
-    calls: int
-    local: float
-    total: float
-    faults: int
-    worst: CallId
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,20 +229,3 @@ class Differences(Result):
     def differing(self) -> list[CallError]:
         """The calls whose output differs from the reference's, but for nondeterminism."""
         return [row for row in self.rows if row.total and row.verdict != NONDETERMINISTIC]
-
-    def modules(self) -> list[ModuleError]:
-        """Return errors by module, those with the largest local errors first."""
-        grouped: dict[str, list[CallError]] = {}
-        for row in self.rows:
-            if row.id.direction != BACKWARD:
-                grouped.setdefault(row.id.module_path, []).append(row)
-        errors = []
-        for path, rows in grouped.items():
-            worst = max(rows, key=lambda row: row.local)
-            faults = sum(row.verdict in AT_FAULT for row in rows)
-            errors.append(ModuleError(path, len(rows), worst.local, rows[-1].total, faults, worst.id))
-        return sorted(errors, key=lambda module: -module.local)
-
-    def data(self) -> dict[str, Any]:
-        """Return what is written as JSON, with the errors by module."""
-        return {**Result.data(self), "modules": [codec().to_data(module) for module in self.modules()]}

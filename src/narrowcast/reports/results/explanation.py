@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from narrowcast.core.ledger import Cast, Tally
+from narrowcast.core.ledger import Tally
 from narrowcast.core.policy import Rule
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
 from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference, GraphFlow, GraphRow
@@ -34,17 +33,6 @@ class OpRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """The casts that one module's calls asked for. kinds: `3 fp32 -> bf16, 1 bf16 -> fp32`."""
-
-    module_path: str
-    casts: int
-    copied: int
-    moved_bytes: int
-    kinds: str
-
-
-@dataclass(frozen=True, slots=True)
 class RuleRow:
     """One of the policy's own rules: how many calls it decided, and in which modules. None: it matched nothing."""
 
@@ -53,20 +41,6 @@ class RuleRow:
     reason: str
     calls: int
     modules: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatRow:
-    """A tensor that was cast to the same format more than once: `times` casts, `wasted_bytes` of them for nothing."""
-
-    module_path: str
-    site: str
-    op: str
-    argument: str
-    src: str
-    dst: str
-    times: int
-    wasted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,33 +189,6 @@ class Explanation(Result):
         ]
         return sorted(op_rows, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
 
-    def module_rows(self) -> list[ModuleRow]:
-        """Return casts grouped by module, in the order in which modules first cast."""
-        groups: dict[str, list[Cast]] = {}
-        for cast in self.ledger.casts:
-            groups.setdefault(cast.module_path, []).append(cast)
-        rows = []
-        for path, casts in groups.items():
-            copied, moved_bytes = sum(c.how == "copied" for c in casts), sum(c.moved_bytes for c in casts)
-            arrows = Counter(f"{cast.src} -> {cast.dst}" for cast in casts)
-            kinds = ", ".join(f"{n} {arrow}" for arrow, n in arrows.items())
-            rows.append(ModuleRow(path, len(casts), copied, moved_bytes, kinds))
-        return rows
-
-    def largest_casts(self, count: int = 10) -> list[Cast]:
-        """Return the casts that move most bytes, largest first."""
-        return sorted(self.ledger.casts, key=lambda c: -c.moved_bytes)[:count]
-
-    def repeats(self) -> list[RepeatRow]:
-        """Return redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
-        groups: dict[tuple[str, str, str, str, str, str], list[Cast]] = {}
-        for cast in self.ledger.casts:
-            if cast.repeated and cast.how == "copied":
-                key = (cast.module_path, cast.site, cast.op, cast.argument, cast.src, cast.dst)
-                groups.setdefault(key, []).append(cast)
-        rows = [RepeatRow(*key, len(casts) + 1, sum(c.moved_bytes for c in casts)) for key, casts in groups.items()]
-        return sorted(rows, key=lambda row: -row.wasted_bytes)
-
     def to_trace(self) -> str:
         """Return a trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
 
@@ -267,8 +214,7 @@ class Explanation(Result):
         """Return what is written as JSON: all that its text and its page have."""
         to_data = codec().to_data
         data: dict[str, Any] = {"schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}}
-        data |= {"ops": to_data(self.op_rows()), "modules": to_data(self.module_rows())}
-        data |= {"repeated_casts": to_data(self.repeats()), "graphs": to_data(self.graph_rows())}
+        data |= {"ops": to_data(self.op_rows()), "graphs": to_data(self.graph_rows())}
         data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
         data["flows"] = to_data([graph.flow for graph in self.graphs])
         data["flow"] = to_data(self.flow)
