@@ -164,7 +164,7 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-    outcomes = Outcomes(ends, are_others, judging.widest)
+    outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
     effects = judging.effects(pairs, result.rows)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     result.rows = outcomes.forward(result.rows, has_low, of_rows)

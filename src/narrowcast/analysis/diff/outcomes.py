@@ -47,10 +47,14 @@ class EndDifference:
 
 class Outcomes:
     """The outcome of two programs. outputs: of the forward; are_others: whether they are written differently; widest:
-    the widest rounding bound of a call.
+    the widest rounding bound of a call; are_formulas: whether each has calls that the other lacks, so
+    that none is the other with an added step.
     """
 
-    def __init__(self, outputs: Sequence[EndDifference], are_others: bool, widest: float) -> None:
+    def __init__(
+        self, outputs: Sequence[EndDifference], are_others: bool, widest: float, are_formulas: bool = False
+    ) -> None:
+        self._are_formulas = are_others and are_formulas
         self._are_equal = all(one.difference == 0 for one in outputs)
         self._band = 0.0 if self._are_equal else max((min(one.band, one.of_call) for one in outputs), default=0.0)
         self._are_others = are_others
@@ -103,12 +107,13 @@ class Outcomes:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if not self.are_alike or not (self._are_others or self._are_equal):
             return of_unpaired
+        least = _PLAIN * (self._band if self._are_others else self._widest)
         return {
             bundle: one
             for bundle, one in of_unpaired.items()
             if bundle in of_backward
             or (self._is_visible and effects[bundle] == GOES_ON)
-            or (not self._are_others and one <= _PLAIN * self._widest and effects[bundle] != ABSORBED)
+            or (not self._are_formulas and one <= least and effects[bundle] != ABSORBED)
         }
 
     def first(
