@@ -1,5 +1,6 @@
 """The TOML form: comments kept, errors with file and line."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import narrowcast
 from narrowcast.core.policy import Policy, Rule
 from narrowcast.core.policy.known_ops import declared_ops, in_range, listed_ops, unknown_op
+from narrowcast.core.policy.text import SCHEMA
 from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
 
 TEXT = """\
@@ -176,7 +178,8 @@ def test_a_policy_made_in_python_is_printed_in_full():
     text = policy.to_toml()
     assert (
         text.replace("\n\n", "\n")
-        == """name = "p"
+        == """schema = "narrowcast.policy/1"
+name = "p"
 description = "about"
 extends = ["native", "safe"]
 cache = "off"
@@ -202,7 +205,7 @@ action = "full"
 """
     )
     assert Policy.parse(text) == policy
-    assert Policy("q", extends=()).to_toml() == 'name = "q"\nextends = "nothing"\n'
+    assert Policy("q", extends=()).to_toml() == 'schema = "narrowcast.policy/1"\nname = "q"\nextends = "nothing"\n'
 
 
 def test_a_changed_policy_keeps_the_comments_of_what_did_not_change():
@@ -410,3 +413,26 @@ def test_a_built_in_policy_is_printed_whole():
     for name in ("safe", "native:cpu"):
         built_in = Policy.load(name)
         assert Policy.parse(built_in.to_toml()) == built_in
+
+
+@pytest.mark.parametrize(
+    ("schema", "advice"),
+    [
+        ("narrowcast.policy/2", "Read it with the release that wrote it"),
+        ("narrowcast.run/2", "or omit it"),
+        (3, "or omit it"),
+    ],
+)
+def test_another_schema_is_refused_before_its_keys(schema, advice):
+    """With the line; a newer file may have keys that nobody knows yet."""
+    text = f'name = "p"\nschema = {json.dumps(schema)}\nnovelty = 1\n'
+    with pytest.raises(PolicyError, match=advice) as raised:
+        Policy.parse(text, "p.toml")
+    assert str(raised.value.where[0]) == "p.toml:2"
+
+
+def test_a_policy_without_a_schema_is_of_this_one():
+    """What is written names it, and is read again."""
+    policy = Policy.parse('[[rule]]\nop = "aten.mm"\naction = "full"\n', "p.toml")
+    written = Policy("p", policy.layers).to_toml()
+    assert written.startswith(f'schema = "{SCHEMA}"') and Policy.parse(written, "p.toml").layers == policy.layers

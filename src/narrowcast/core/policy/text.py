@@ -1,5 +1,6 @@
 """The TOML text form of a policy, read with file:line errors. Written, with comments kept, in written.py.
 
+    schema = "narrowcast.policy/1"   # optional
     name = "train-bf16"
     extends = "native"          # or "safe", "ipex", "native:cuda", "other-file.toml", a list of these, or "nothing"
     cache = "native"            # or "off"
@@ -38,9 +39,11 @@ from narrowcast.core.policy.settings import NO_ACTION, SETTINGS
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
 from narrowcast.output.words import did_you_mean
 
+SCHEMA = "narrowcast.policy/1"
+"""Of the files that this release reads and writes; one that names none is of this schema."""
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
-    "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,
-    "training": list, "inner": str, "rule": list, "layer": list,
+    "schema": str, "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str,
+    "low": str, "training": list, "inner": str, "rule": list, "layer": list,
 }  # fmt: skip
 # what such a list holds
 _LISTS: dict[str, type] = {
@@ -106,6 +109,7 @@ def parse_text(text: str, file: str) -> PolicyText:
         found = f"not TOML: {error}"
         raise PolicyError(f"policy file {file}", found, (Origin(file, line),), "Correct this line.") from None
     head, blocks = _blocks(text)
+    _check_schema(data.get("schema", SCHEMA), Origin(file, head.line_of("schema")))
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")
     allowances: list[Rule] = []
     layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file, head, allowances))]
@@ -122,6 +126,15 @@ def parse_text(text: str, file: str) -> PolicyText:
         (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
         tuple(allowances),
     )  # fmt: skip
+
+
+def _check_schema(schema: Any, origin: Origin) -> None:
+    if schema != SCHEMA:
+        is_newer = str(schema).startswith(SCHEMA.rpartition("/")[0])
+        advice = (
+            "Read it with the release that wrote it, or a later one." if is_newer else f'Write "{SCHEMA}", or omit it.'
+        )
+        raise PolicyError(f"schema {schema!r}", f"this release reads {SCHEMA}", (origin,), advice)
 
 
 def _blocks(text: str) -> tuple[_TableLines, dict[str, list[_TableLines]]]:

@@ -7,6 +7,7 @@ import tomlkit
 from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Rule
 from narrowcast.core.policy.settings import NOTHING, SETTINGS
+from narrowcast.core.policy.text import SCHEMA
 
 
 def print_text(policy: Policy) -> str:
@@ -36,6 +37,7 @@ def print_text(policy: Policy) -> str:
 
 def _header(policy: Policy) -> tomlkit.TOMLDocument:
     document = tomlkit.document()
+    document["schema"] = SCHEMA
     document["name"] = policy.name
     if policy.description:
         document["description"] = policy.description

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
@@ -155,8 +156,9 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
-        why = f"the first that makes a difference ({_both_places(value)}): {value.why}"
+        why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
+        why = f"{why} ({_both_places(value)})"
         todos.append(Todo(what, why, path=value.a[0].module_path))
         if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
             todos.reverse()  # the forward comes first
@@ -190,7 +192,7 @@ def _about_outputs(result: RunDifferences) -> Todo:
         what = "Inspect what is computed between the last calls that agree and the outputs"
         return Todo(what, f"{apart}, and no call was found to make that")
     why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
-    why = f"{_both_places(unknown)}: {why}"
+    why = f"{why} ({_both_places(unknown)})"
     return Todo(f"Inspect both lines of {_names(unknown.a)}", why, path=unknown.a[0].module_path)
 
 
@@ -208,7 +210,9 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
 
 
 def _both_places(row: RunRow) -> str:
-    return f"{row.place_a} in a, {row.place_b} in b" if row.place_a != row.place_b else row.place_a
+    """Return the lines of a pair, files by their names: folders are in the tables."""
+    a, b = (Path(place).name for place in (row.place_a, row.place_b))
+    return f"{a} in a, {b} in b" if row.place_a != row.place_b else a
 
 
 def _names(calls: Iterable[CallId]) -> str:
