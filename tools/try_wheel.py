@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an empty .venv with the torch of constraints.txt, and walk as newcomers do: run what
+"""Build the source distribution and the wheel of it, install that into an empty .venv with the torch of constraints.txt, and walk as newcomers do: run what
 the documents print, and compare what comes out with what they show.
 
 Nothing of the clone is on the path then: what the wheel lacks is found here.
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,27 @@ if __name__ == "__main__":
 """
 
 
+def built(folder: Path, pip: tuple[str, ...]) -> Path:
+    """Build what a release has, the wheel from the source distribution alone, and return it; check what it says."""
+    backend = re.search(r'"(hatchling==[^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert backend is not None
+    run(*pip, "install", "--target", str(folder / "backend"), backend[1])
+    path = {**os.environ, "PYTHONPATH": str(folder / "backend")}
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder), cwd=ROOT, env=path)
+    (source,) = folder.glob("*.tar.gz")
+    run(*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        metadata = files.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    lacks = [key for key in ("License-Expression", "Requires-Python", "Description-Content-Type", "Author")
+             if f"\n{key}" not in metadata]  # fmt: skip
+    strange = [name for name in names if not name.startswith(("narrowcast/", "narrowcast-"))]
+    if lacks or strange or "narrowcast/py.typed" not in names:
+        raise SystemExit(f"the wheel lacks {lacks}, has {strange}, or no py.typed")
+    return wheel
+
+
 def main() -> None:
     """Build, install, walk."""
     torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
@@ -51,8 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-        run(*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
-        (wheel,) = folder.glob("*.whl")
+        wheel = built(folder, pip)
         venv.create(folder / "venv", with_pip=True)
         python = str(folder / "venv/bin/python")
         install = (python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install")

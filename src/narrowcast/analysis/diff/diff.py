@@ -156,7 +156,7 @@ def _compare_ends(
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     has_low = _has_low(result)
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    result.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
+    result.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest, are_others))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)

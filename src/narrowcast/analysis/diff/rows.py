@@ -82,7 +82,8 @@ class Judging:
         band *= result.growth
         reason = next(filter(None, reads_other), "")
         is_proved = bool(given) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
-        verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason)
+        is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
+        verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason, is_among_others)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
         return RunRow(
@@ -91,8 +92,9 @@ class Judging:
         )  # fmt: skip
 
     def _verdict(
-        self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str
-    ) -> tuple[str, str]:
+        self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str,
+        is_among_others: bool,
+    ) -> tuple[str, str]:  # fmt: skip
         if not result.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
         if result.relative == 0:
@@ -107,7 +109,6 @@ class Judging:
             return DIFFERS, "its other arguments differ"
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
-        is_among_others = len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
             is_by_place = is_among_others and not self._largest
             self._has_chosen = True
