@@ -294,3 +294,47 @@ def test_the_run_is_a_strip_in_the_colours_of_the_graph(show):
     assert heats[0] == "heat6" and heats[-1] == "heat0" and heats == sorted(heats, reverse=True)
     page.value(f"{strip}.querySelectorAll('rect')[4].dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
     assert "layer.4" in page.value("document.querySelector('.side').textContent")
+
+
+def test_paper_has_every_row_of_every_table_in_dark_ink(show, browser):
+    """Tabs and buttons cannot be pressed there; also where the dark scheme was chosen by hand."""
+    ledger = a_ledger()
+    page = show(ledger)
+    page.click("#theme")
+    page.click("#theme")
+    rows = sum(len(table.rows) for table in document_of(ledger).tables)
+    assert page.value("document.querySelectorAll('tbody tr').length") < rows
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    page.value("dispatchEvent(new Event('beforeprint')), 1")
+    visible = "[...document.querySelectorAll('tbody tr')].filter((row) => row.offsetParent !== null).length"
+    assert page.value(visible) == rows
+    assert page.value("getComputedStyle(document.documentElement).getPropertyValue('--good').trim()") == "#1a7437"
+    browser.ask("Emulation.setEmulatedMedia", media="")
+    page.value("dispatchEvent(new Event('afterprint')), 1")
+    assert page.value("document.querySelectorAll('.paper tr').length") == 0
+
+
+SUBTITLES = """(() => {
+  const luminance = (rgb) => { const [r, g, b] = rgb.map((v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => { canvas.fillStyle = "#fff"; canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+  const box = document.querySelector(".box:not(.module)"), body = box.querySelector(".body"), text = box.querySelector("text.sub, text.small");
+  const found = [];
+  for (let n = 0; n < 7; n++) {
+    box.classList.add(`heat${n}`);
+    const [a, b] = [rgb(getComputedStyle(body).fill), rgb(getComputedStyle(text).fill)].map(luminance).sort((x, y) => y - x);
+    found.push((a + 0.05) / (b + 0.05));
+    box.classList.remove(`heat${n}`);
+  }
+  return found;
+})()"""
+
+
+def test_subtitles_on_the_colours_of_errors_can_be_read(show):
+    """Of all seven, in the light and in the dark."""
+    page = show(a_ledger())
+    for _ in range(2):
+        page.click("#theme")
+        contrasts = page.value(SUBTITLES)
+        assert len(contrasts) == 7 and min(contrasts) >= 4.5, contrasts

@@ -27,9 +27,13 @@ export function tables(model: Model, places: Places, scope: Scope): HTMLElement 
     body.replaceChildren(shown.element);
   };
   scope.changed(() => shown?.fill());
+  // Paper has no tabs and no buttons: there each table stands, with all its rows.
+  const paper = h("div", { class: "paper" });
+  addEventListener("beforeprint", () => paper.replaceChildren(...all.map((table) => new TableView(table, places, scope, Infinity).element)));
+  addEventListener("afterprint", () => paper.replaceChildren());
   if (all[0]) choose(all[0]);
   return h("section", { id: "tables", "aria-labelledby": "tables-title" }, h("h2", { id: "tables-title" }, "Tables"), scope.chip(),
-    all.length > 0 ? h("div", { class: "tabs", role: "tablist", "aria-label": "Tables" }, ...tabs) : h("p", {}, "There is nothing to list."), body);
+    all.length > 0 ? h("div", { class: "tabs", role: "tablist", "aria-label": "Tables" }, ...tabs) : h("p", {}, "There is nothing to list."), paper, body);
 }
 
 function cellText(value: Cell, column: Column): string {
@@ -55,13 +59,12 @@ class TableView {
   private by = -1;
   private down = false;
   private words = "";
-  private shown = SHOWN;
   private readonly body = h("tbody");
   private readonly heads: HTMLElement[];
   private readonly count = h("span", { class: "quiet" });
   private readonly more: HTMLElement;
 
-  constructor(private readonly table: TableData, private readonly places: Places, private readonly scope: Scope) {
+  constructor(private readonly table: TableData, private readonly places: Places, private readonly scope: Scope, private shown = SHOWN) {
     this.heads = table.columns.map((column, i) =>
       h("th", { scope: "col", class: NUMBERS.has(column.kind) ? "number" : "", "aria-sort": "none" }, button(column.name, () => this.sort(i))));
     const filter = h("input", { type: "search", class: "filter", placeholder: "Filter rows", "aria-label": `Filter rows of ${table.name}` });

@@ -32,7 +32,7 @@ def headroom_document(result: Headroom) -> Document:
         nodes[row.id].finding = f"{row.argument} does not fit fp16: {_loss(row)}"
     unfit = len(lost["fp16"])
     verdict = f"{unfit} of {counted(len(nodes), 'call', 'do')} not fit fp16" if unfit else "Everything fits fp16"
-    page = Document("headroom", "Format range check", verdict, "bad" if unfit else "good")
+    page = Document("headroom", "Format range check", verdict, "" if unfit else "good")
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{result.tolerance:.0%} of a tensor")]
     page.figures = [_figure(result, name, len(calls)) for name, calls in lost.items()]

@@ -142,10 +142,10 @@ def _figures(profile: Profile, ratios: list[list[Any]]) -> list[Figure]:
     figures = [Figure("samples", len(profile.samples), "calls in one format and direction")]
     for family, direction, low, calls, median, *_ in ratios:
         if family == GEMM and direction == "forward":
-            tone = "good" if median < 1 else "bad"
-            figures.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
+            of, tone = f"median of {counted(calls, 'call')}", "good" if median < 1 else ""
+            figures.append(Figure(f"{low} matmuls", median, of, tone, "times fp32"))
     for row in profile.emulated():
-        figures.append(Figure(f"{row.format} {row.family}", "emulated", f"{row.ratio:.1f} x fp32's time", "bad"))
+        figures.append(Figure(f"{row.format} {row.family}", "emulated", f"{row.ratio:.1f} x fp32's time"))
     raises = sum(one.state == RAISES for one in profile.abilities.values())
     if profile.abilities:
         tone = "bad" if raises else "good"
