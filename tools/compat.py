@@ -29,7 +29,8 @@ from version_runs import REFERENCE, capture_with, compare_versions, section
 ROOT = Path(__file__).parent.parent
 PAGE, DATA = ROOT / "docs/reference/compatibility.md", ROOT / "docs/reference/compatibility.json"
 # torch, and the Python to run it with where that is installed; the one that runs this otherwise.
-MATRIX = {"2.11.0": "3.11", "2.12.1": "3.11", "2.13.0": "3.11", "2.14.1": "3.12", "2.15.0": "3.13"}
+MATRIX = {"2.11.0": "3.11", "2.12.1": "3.12", "2.13.0": "3.11", "2.14.1": "3.11", "2.15.0": "3.13"}
+ROOMS = sorted(folder.name for folder in (ROOT / "tests").iterdir() if any(folder.glob("test_*.py")))
 ALONE = ("facenet-pytorch", "scikit-image", "Resemblyzer", "auto3d", "torchani", "ase")
 
 INTRODUCTION = """\
@@ -105,7 +106,12 @@ def test(python: Path) -> dict[str, object]:
         parts.setdefault(part, Counter())[outcome] += 1
         if outcome in ("failure", "error"):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
-    return {"failed": failed, "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())}}
+    head = subprocess.run(["git", "log", "-1", "--format=%h %cs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {
+        "commit": head.stdout.strip(),
+        "failed": failed,
+        "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())},
+    }
 
 
 def versions_of(python: Path) -> dict[str, str]:
@@ -117,17 +123,22 @@ def versions_of(python: Path) -> dict[str, str]:
 
 def page(rows: dict[str, dict]) -> str:
     """The document."""
-    tested = [row for row in rows.values() if "parts" in row]
+    tested = [row for row in rows.values() if "parts" in row and set(row["parts"]) <= set(ROOMS)]
     names = sorted({part for row in tested for part in row["parts"]})
-    head = "| torch | Python | " + " | ".join(names) + " |"
-    lines = [head, "|" + "---|" * (len(names) + 2)]
+    head = "| torch | Python | commit | " + " | ".join(names) + " |"
+    lines = [head, "|" + "---|" * (len(names) + 3)]
     for row in tested:
         cells = []
         for part in names:
             counts = row["parts"].get(part, {})
             bad = counts.get("failure", 0) + counts.get("error", 0)
             cells.append(f"{counts.get('passed', 0)} passed" + (f", **{bad} failed**" if bad else ""))
-        lines.append(f"| {row['torch']} | {row['python']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row['torch']} | {row['python']} | {row['commit']} | " + " | ".join(cells) + " |")
+    earlier = [row for row in rows.values() if "parts" in row and row not in tested]
+    if earlier:
+        sums = [(row["torch"], sum(counts.get("passed", 0) for counts in row["parts"].values())) for row in earlier]
+        lines += ["", "Run with an earlier layout of the tests, and not since: "
+                  + "; ".join(f"{torch}, {passed:,} passed" for torch, passed in sums) + "."]  # fmt: skip
     failed = [f"- {row['torch']}: `{name}`" for row in tested for name in row["failed"]]
     ran = f"Run on {platform.machine()}, {os.cpu_count()} cores, without a GPU. Expected failures count as skipped."
     shown = [INTRODUCTION, *lines, "", ran, "", "## What differs", "", DIFFERENCES, *section(rows)]
