@@ -1,5 +1,6 @@
-"""Build the source distribution and the wheel of it, install that into an empty .venv with the torch of constraints.txt, and walk as newcomers do: run what
-the documents print, and compare what comes out with what they show.
+"""Build the source distribution and the wheel of it, install that into an empty .venv with the torch of
+constraints.txt, and walk as newcomers do: run what the documents print, and compare what comes out with what they
+show.
 
 Nothing of the clone is on the path then: what the wheel lacks is found here.
 """

@@ -315,15 +315,18 @@ def test_paper_has_every_row_of_every_table_in_dark_ink(show, browser):
 
 
 SUBTITLES = """(() => {
-  const luminance = (rgb) => { const [r, g, b] = rgb.map((v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const linear = (v) => v <= 0.03928 * 255 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const rgb = (colour) => { canvas.fillStyle = "#fff"; canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
-  const box = document.querySelector(".box:not(.module)"), body = box.querySelector(".body"), text = box.querySelector("text.sub, text.small");
-  const found = [];
+  const rgb = (colour) => {
+    for (const each of ["#fff", colour]) { canvas.fillStyle = each; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const box = document.querySelector(".box:not(.module)"), found = [];
+  const parts = [box.querySelector(".body"), box.querySelector("text.sub, text.small")];
   for (let n = 0; n < 7; n++) {
     box.classList.add(`heat${n}`);
-    const [a, b] = [rgb(getComputedStyle(body).fill), rgb(getComputedStyle(text).fill)].map(luminance).sort((x, y) => y - x);
+    const [a, b] = parts.map((part) => luminance(rgb(getComputedStyle(part).fill))).sort((x, y) => y - x);
     found.push((a + 0.05) / (b + 0.05));
     box.classList.remove(`heat${n}`);
   }
