@@ -16,7 +16,6 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.observation.observer.door import Door
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -34,7 +33,7 @@ from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
-from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload
+from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload, quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
@@ -108,10 +107,10 @@ def capture(
     weights = Weights(parameters_of(trial.model))
     capturing = Capturing(table, times, opened, weights)
     try:
-        outcome = trial.run(opened, capturing)
+        with weights:
+            outcome = trial.run(opened, capturing)
     finally:
-        with quietly():
-            changed = weights.put_back()
+        changed = weights.changed
         capturing.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
         capturing.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))

@@ -30,7 +30,6 @@ from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.observation.observer.door import Door, passes
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
@@ -45,6 +44,7 @@ from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -206,10 +206,10 @@ class _Comparing:
         dtype: torch.dtype | None = None,
     ) -> Outcome:  # fmt: skip
         try:
-            outcome = trial.run(region, watching, dtype)
+            with self.weights:
+                outcome = trial.run(region, watching, dtype)
         finally:
-            with quietly():
-                self._changed.update(self.weights.put_back())
+            self._changed.update(self.weights.changed)
         self._result.runs += 1
         self._step()
         return outcome

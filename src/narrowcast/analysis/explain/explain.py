@@ -217,7 +217,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
     weights = Weights(parameters_of(trial.model))
     with ExitStack() as stack:
-        stack.callback(weights.put_back)
+        stack.enter_context(weights)
         run, ledger = stack.enter_context(trial.isolated()), stack.enter_context(recording(weights))
         stack.enter_context(region)
         rnn = stack.enter_context(_layers(device_type, stands_in, False))
@@ -299,7 +299,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
 
     differences, weights, dtype = compare_with_fp32(trial, region)
     with ExitStack() as stack:
-        stack.callback(weights.put_back)
+        stack.enter_context(weights)
         stack.enter_context(restored(trial.model))
         before = trial.measure()
         with region:

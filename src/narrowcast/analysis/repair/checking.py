@@ -15,7 +15,6 @@ import torch
 from narrowcast.analysis.repair.looking import RepairObserver
 from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.frontends.eager import autocast
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors
@@ -28,6 +27,7 @@ from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge.case import Evaluate, Metric, figures_of
+from narrowcast.runtime.torch_surface.dispatch import quietly
 
 HIGHER, LOWER = "higher", "lower"
 DEFAULT_TOLERANCE = 0.01
@@ -199,12 +199,11 @@ class Checks:
         """Count a run; note what the model raises, and restore weights that it changes."""
         self.count += 1
         try:
-            yield
+            with self._weights:
+                yield
         except Exception as error:
             if isinstance(error, NarrowcastError) and not isinstance(error, RefusedError):
                 raise  # it is about how the repair was asked for
             ran.error = error
         finally:
-            with quietly():
-                self._weights.put_back()
             self.step()

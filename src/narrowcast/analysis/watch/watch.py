@@ -21,7 +21,6 @@ from narrowcast.analysis.watch.watch_calls import WatchCalls
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.errors import NotFiniteError, Origin, RunError, reason_of
 from narrowcast.observation.observer.door import Door
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import read_together
@@ -30,6 +29,7 @@ from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.result import codec
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 
 MOMENTS = ("auto", "op", "step")

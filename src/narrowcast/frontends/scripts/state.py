@@ -15,7 +15,9 @@ _NOT_KEPT = (torch.ScriptModule, torch.ScriptObject)
 
 
 class ScriptState:
-    """The attributes but weights that the methods of a script, and of the scripts in it, read or set.
+    """`with ScriptState(model):` they have the values afterwards that they had when this was made.
+
+    The attributes but weights that the methods of a script, and of the scripts in it, read or set.
 
     Compiled code reaches an attribute by its name alone, so what no method names is never written to.
     """
@@ -28,7 +30,10 @@ class ScriptState:
             if not isinstance(value, _NOT_KEPT) and id(value) not in weights
         ]
 
-    def put_back(self) -> None:
+    def __enter__(self) -> ScriptState:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         """Restore the attributes' values; a tensor that was written to is the same tensor still."""
         with torch.no_grad():
             for owner, name, value, as_it_was in self._kept:

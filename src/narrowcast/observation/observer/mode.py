@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
-import torch
-
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import Watcher, add_watcher, present_device_types, remove_watcher
@@ -17,15 +15,9 @@ from narrowcast.observation.observer.door import Door
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.runtime.sites.numbering import coming_round
 from narrowcast.runtime.torch_bridge import OpFacts, op_facts, ops_of
-from narrowcast.runtime.torch_surface.dispatch import (
-    DispatchMode,
-    OpOverload,
-    call_op,
-    without_functions,
-    without_modes,
-)
+from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload, call_op, quietly
 from narrowcast.runtime.torch_surface.dynamo import CompiledCode
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 
 class _Executing(threading.local):
@@ -88,13 +80,6 @@ class WatchingMode(DispatchMode, Watcher):
                 return call_op(func, args, kwargs)
         finally:
             self._executing.op = None
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Run code of ours that computes with the user's tensors: without modes, class functions, autocast, autograd."""
-    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
-        yield
 
 
 def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:

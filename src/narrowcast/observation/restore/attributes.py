@@ -10,7 +10,9 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class Attributes:
-    """The attributes of an object, and of dicts, lists and sets in them what they hold: tensors are held, not copied.
+    """`with Attributes(owner):` it has afterwards what it had when this was made.
+
+    The attributes of an object, and of dicts, lists and sets in them what they hold: tensors are held, not copied.
 
     owner: the object, or its dict. own: classes whose objects are looked into, too.
     """
@@ -20,7 +22,13 @@ class Attributes:
         self._held: dict[int, tuple[Any, list[Any]]] = {}
         self._keep(owner if is_dataclass(owner) or isinstance(owner, dict) else vars(owner))
 
-    def put_back(self) -> None:
+    def __enter__(self) -> Attributes:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
         """Fill each of them with what it held."""
         for owner, before in self._held.values():
             now = _contents(owner)

@@ -31,7 +31,7 @@ class _Parameter:
         """Whether it was given other memory: `parameter.data = ...`."""
         return where_it_lies(self.parameter.data) != where_it_lies(self.data)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.is_elsewhere:
             self.parameter.grad = None  # which must fit
             self.parameter.data = self.data
@@ -49,7 +49,7 @@ class _Module:
     training: bool
     tensors: dict[str, torch.Tensor]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self.module.training = self.training
         for name, tensor in self.tensors.items():
             if getattr(self.module, name, tensor) is not tensor:
@@ -107,7 +107,7 @@ class LivingObjects:
         self._add_optimizer(optimizer)
         self._touched.update(map(id, (optimizer, *optimized_by(optimizer))))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Give what the steps have touched back what it held."""
         for optimizer in self._optimizers.values():
             if any(id(parameter) in self._touched for parameter in optimized_by(optimizer)):
@@ -115,9 +115,9 @@ class LivingObjects:
         for one, kept in self._kept.values():
             is_touched = id(getattr(one, "optimizer", None) if isinstance(one, LRScheduler) else one) in self._touched
             if is_touched or (isinstance(kept, _Parameter) and kept.is_elsewhere):
-                kept.put_back()
+                kept.restore()
         for attributes in self._scalers:
-            attributes.put_back()
+            attributes.restore()
 
     def _add_optimizer(self, optimizer: Any) -> None:
         if id(optimizer) not in self._optimizers:

@@ -10,16 +10,19 @@ import torch
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_bridge import OpFacts
-from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
 
 
 class Weights:
-    """The weights of models, by name, as they are now. Must be used where nothing watches.
+    """`with weights:` the weights of models, by name, have the values afterwards that they had when this was made.
 
-    A run that nobody observes may write to what an earlier one wrote to, and to nothing else.
+    They are copied as an observer says that they are about to be written to (`before_write`): a run that nobody
+    observes may write to what an earlier one wrote to, and to nothing else. changed: the names of those that had other
+    values at the last end.
     """
 
     def __init__(self, *weights: Mapping[str, torch.Tensor]) -> None:
+        self.changed: list[str] = []
         named = [(name, w) for each in weights for name, w in each.items() if has_storage(w)]
         self._weights = [(name, w, w.detach()) for name, w in named]  # what lies there is held: `.data` may be replaced
         self._copies: dict[int, torch.Tensor] = {}
@@ -36,8 +39,14 @@ class Weights:
                     if number not in self._copies:
                         self._copies[number] = self._weights[number][2].clone()
 
-    def put_back(self) -> list[str]:
-        """Restore the weights' values; return the names of those that had others."""
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with quietly():
+            self.changed = self._restore()
+
+    def _restore(self) -> list[str]:
         changed = []
         for number, (name, weight, before) in enumerate(self._weights):
             is_replaced = where_it_lies(weight) != where_it_lies(before)

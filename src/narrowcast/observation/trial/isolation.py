@@ -54,7 +54,7 @@ def isolated(
         if through is None:
             stack.enter_context(restored_when_called())  # by a hook and a mode, which Dynamo could not pass
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
-            stack.callback(ScriptState(model).put_back)
+            stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
@@ -15,14 +15,14 @@ import torch
 
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
-from narrowcast.observation.observer.mode import quietly
+from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
-from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map, tree_map_only
+from narrowcast.runtime.torch_surface.dispatch import quietly, tree_leaves, tree_map, tree_map_only
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
 Loss = Callable[[Any], torch.Tensor]
@@ -196,36 +196,6 @@ class Trial:
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
         with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
             yield run
-
-
-class GradientsAside:
-    """`with GradientsAside(named):` tensors have no gradients inside but those that are made there.
-
-    named: those whose gradients are asked for, by name; others are put aside as they are met.
-    """
-
-    def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        self._named = named
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    def __enter__(self) -> GradientsAside:
-        self.put_aside(self._named.values())
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        for tensor, gradient in self._before.values():
-            tensor.grad = gradient
-
-    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these tensors away, until the end."""
-        for tensor in tensors:
-            if tensor.is_leaf and id(tensor) not in self._before:
-                self._before[id(tensor)] = (tensor, tensor.grad)
-                tensor.grad = None
-
-    def found(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that were made, by name."""
-        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
 
 
 def _converted(dtype: torch.dtype) -> StandIn:

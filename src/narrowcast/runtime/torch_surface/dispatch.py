@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils._pytree import (
 
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.patches import stay
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_key_name, excluding
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_key_name, autocast_off, excluding
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -66,6 +67,13 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 all_op_names = torch._C._dispatch_get_all_op_names
 """`aten::mm`, `aten::add.Tensor`: everything that is registered now."""
 parse_schema = torch._C.parse_schema
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run code of ours that computes with the user's tensors: without modes, class functions, autocast, autograd."""
+    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
+        yield
 
 
 class DispatchMode(TorchDispatchMode):

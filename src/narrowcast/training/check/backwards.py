@@ -12,7 +12,6 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
@@ -20,7 +19,7 @@ from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
-from narrowcast.runtime.torch_surface.dispatch import op_name, storage_key
+from narrowcast.runtime.torch_surface.dispatch import op_name, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of

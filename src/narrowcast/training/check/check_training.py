@@ -72,20 +72,18 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
         if threading.get_ident() not in others:
             door.run("an optimizer's step", looking.stepped)
 
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(random_state_kept())
-            ledger = stack.enter_context(record())
-            stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
-            stack.enter_context(told_of_optimizer_steps(has_stepped))
-            stack.enter_context(looking.observing())
-            ran = 0
-            while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
-                _refuse_what_has_not_run(step(*args, **kwargs))
-                ran += 1
-                door.run("a step as a whole", looking.end_of_round)
-    finally:
-        kept.put_back()
+    with ExitStack() as stack:
+        stack.enter_context(kept)
+        stack.enter_context(random_state_kept())
+        ledger = stack.enter_context(record())
+        stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
+        stack.enter_context(told_of_optimizer_steps(has_stepped))
+        stack.enter_context(looking.observing())
+        ran = 0
+        while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
+            _refuse_what_has_not_run(step(*args, **kwargs))
+            ran += 1
+            door.run("a step as a whole", looking.end_of_round)
     door.run("the steps as a whole", looking.judge)
     excluded = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     if looking.is_cast_beside or looking.rounds_with_care:

@@ -10,10 +10,10 @@ import torch
 
 from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import written
 

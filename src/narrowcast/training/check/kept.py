@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of
-from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.findings import Findings
@@ -135,14 +134,17 @@ class KeptMemory:
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
-    def put_back(self) -> None:
+    def __enter__(self) -> KeptMemory:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         """Restore all memory, objects and generators."""
         with quietly():
             for whole, before in self._copies.values():
                 if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # not resized since
                     with torch.inference_mode(whole.is_inference()):
                         whole.copy_(before)
-            self._living.put_back()
+            self._living.restore()
             for _, parameter in self._parameters():
                 parts = _in_memory(parameter)
                 if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():

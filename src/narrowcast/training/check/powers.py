@@ -13,12 +13,12 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.rerun import run_wide
 from narrowcast.runtime.torch_bridge import OpFacts, is_random, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import next_sequence_number
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.training.check.kept import KeptMemory, written
 
 _EXACT = 1e-9

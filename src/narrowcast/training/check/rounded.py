@@ -8,11 +8,11 @@ import torch
 
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in, values_of
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import values_of
-from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import Found
 

@@ -13,11 +13,10 @@ import torch
 from narrowcast.analysis.watch.watch import open_watch
 from narrowcast.core.policy import Site
 from narrowcast.errors import Origin, ScalerError
-from narrowcast.observation.observer.mode import quietly
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_surface.dispatch import version_of
+from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, innermost, takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of
