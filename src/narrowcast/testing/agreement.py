@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.pairing import grouped, pairs_of
 
 LISTED = 8
 
@@ -65,7 +66,9 @@ def compare_calls(front_end: str, eager: Iterable[RanCall], others: Iterable[Ran
     """Compare two runs: by identity where a module makes the same calls; in order where these are other ops, the same
     number of them (`addmm` for `linear`); or else, for the rest of a module's calls, the set of formats.
     """
-    ours, theirs = _by_module(eager), _by_module(others)
+    ours, theirs = (
+        grouped(calls, lambda call: (call.id.module_path, call.id.module_call)) for calls in (eager, others)
+    )
     count = 0
     whole: list[str] = []
     disagreements: list[Disagreement] = []
@@ -83,24 +86,15 @@ def compare_calls(front_end: str, eager: Iterable[RanCall], others: Iterable[Ran
     return BesideEager(count, tuple(dict.fromkeys(whole)), tuple(disagreements))
 
 
-def _by_module(calls: Iterable[RanCall]) -> dict[tuple[str, int], list[RanCall]]:
-    by_module: dict[tuple[str, int], list[RanCall]] = {}
-    for call in calls:
-        by_module.setdefault((call.id.module_path, call.id.module_call), []).append(call)
-    return by_module
-
-
 def _pairs(
     ours: Sequence[RanCall], theirs: Sequence[RanCall]
 ) -> tuple[list[tuple[RanCall, RanCall]], list[RanCall], list[RanCall]]:
     """Return calls that belong together, and what is left on each side."""
     counts = tuple(Counter(call.id.op for call in calls) for calls in (ours, theirs))
     same = {op for op in counts[0] if counts[0][op] == counts[1][op]}
-    by_id = {call.id: call for call in theirs if call.id.op in same}
-    pairs = [(call, by_id[call.id]) for call in ours if call.id in by_id]
-    left = [call for call in ours if call.id not in by_id]
-    known = {call.id for call, _ in pairs}
-    left_there = [call for call in theirs if call.id not in known]
+    found = pairs_of({call.id: call for call in theirs if call.id.op in same}, {call.id: call for call in ours})
+    pairs, left = [(b, a) for a, b in found.both.values()], list(found.only_b.values())
+    left_there = [call for call in theirs if call.id not in found.both]
     if len(left) == len(left_there):
         return [*pairs, *zip(left, left_there, strict=True)], [], []
     return pairs, left, left_there

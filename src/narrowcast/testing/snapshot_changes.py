@@ -9,6 +9,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.pairing import grouped
 from narrowcast.core.policy import Rule, Site
 from narrowcast.formats import parse_format
 from narrowcast.output.screen import LINES, Part, first_screen, wrapped
@@ -87,19 +88,12 @@ class SnapshotCheck:
 
 def compare_snapshots(was: Snapshot, now: Snapshot) -> SnapshotCheck:
     """Return what changed. If their number differs, calls of one op of one module are aligned by what they do."""
-    before, after = _groups(was.calls), _groups(now.calls)
+    before, after = (grouped(side.calls, lambda call: replace(call.id, number=1)) for side in (was, now))
     changes: list[Change] = []
     for key in after | before:
         changes += _changes_in(before.get(key, []), after.get(key, []))
     changes, moves = _without_moves(changes)
     return SnapshotCheck(was, now, tuple(changes), moves)
-
-
-def _groups(calls: Iterable[CallFormats]) -> dict[tuple[str, str, int, str], list[CallFormats]]:
-    groups: dict[tuple[str, str, int, str], list[CallFormats]] = {}
-    for call in calls:
-        groups.setdefault((call.id.module_path, call.id.op, call.id.module_call, call.id.direction), []).append(call)
-    return groups
 
 
 def _changes_in(before: list[CallFormats], after: list[CallFormats]) -> list[Change]:

@@ -12,6 +12,7 @@ import torch
 
 from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.pairing import pairs_of
 from narrowcast.formats import Format, parse_format
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -117,16 +118,16 @@ def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> di
     """Return by call of the reference the format by whose unit its results are perturbed. low: the region's. The same
     program may cast them to a low format itself, which is no cast in the reference; casts of another do not count.
     """
+    pairs = pairs_of(reference.calls, under.calls)
     formats = {
         identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_own else ())]), key=_epsilon)
-        for identity, kept in under.calls.items()
-        if identity in reference.calls
+        for identity, (_, kept) in pairs.both.items()
     }
     if not is_own:
-        others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
-        low = max((FORMATS[d] for kept in others for d in rounded_to(kept)), key=_epsilon, default=low)
+        rounded = (FORMATS[d] for kept in pairs.only_b.values() for d in rounded_to(kept))
+        low = max(rounded, key=_epsilon, default=low)
     # a call without a partner under the policy is assumed to round there
-    return formats | dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
+    return formats | dict.fromkeys(pairs.only_a, low)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlon
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.pairing import pairs_of
 from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
@@ -299,19 +300,18 @@ class _Comparing:
     ) -> None:
         result = self._result
         reference, under = judging.without_sums(reference), judging.without_sums(under)
-        elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
-        for identity, kept in under.items():
-            expected, alone = reference.get(identity), again.get(identity)
-            if expected is None:
-                result.unmatched.append(f"{identity}: only under the policy")
-                continue
+        pairs = pairs_of(reference, under)
+        elsewhere = {identity.module_path for identity in (*pairs.only_a, *pairs.only_b)}
+        result.unmatched += [f"{identity}: only under the policy" for identity in pairs.only_b]
+        for identity, (expected, kept) in pairs.both.items():
             is_same = judging.has_same_shapes(kept, expected) and not judging.other_arguments(kept, expected)
             if not is_same and identity.module_path in elsewhere:
                 result.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
                 continue
             band = self._bands.calls.get(identity)
+            alone = again.get(identity)
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
-        result.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
+        result.unmatched += [f"{identity}: only in the reference" for identity in pairs.only_a]
         shaky = [row for row in result.rows if row.verdict == verdicts.NONDETERMINISTIC]
         if shaky:
             first = shaky[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from narrowcast.core.decide import Plan, decide
 from narrowcast.core.ledger import CallKind, Cast
+from narrowcast.core.ledger.pairing import other_counts
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Rule, Site
 from narrowcast.programs.passes import call_of
@@ -44,8 +45,7 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
         for kind, tally in ledger.calls.items():
             if kind.action != "no rule" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
-    keys = list(dict.fromkeys([*counts[0], *counts[1]]))
-    differences = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
+    differences = [DecisionDifference(*key, *both) for key, both in other_counts(*counts).items()]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
     return tuple(d for d in differences if not f"{d.module_path}.".startswith(others))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from narrowcast.core.ledger.pairing import other_counts
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.output.words import counted
 from narrowcast.reports.results.result import Result
@@ -137,7 +138,7 @@ class Ledger(Result):
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:
         """Return what changes from this ledger to `other`: groups of casts with other numbers. Lines may have moved."""
         before, after = _groups(self.kinds()), _groups(other.kinds())
-        return tuple(CastChange(*k, before[k], after[k]) for k in before | after if before[k] != after[k])
+        return tuple(CastChange(*key, *counts) for key, counts in other_counts(before, after).items())
 
     @property
     def verdict(self) -> str:
