@@ -51,6 +51,10 @@ pytest_add_cli_args = [
     "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", "--hypothesis-profile=mutation",
     # It counts function calls, and mutmut's are among them.
     "--deselect=tests/pure/test_decide.py::test_a_decision_is_a_few_function_calls",
+    # They read web/, which is not copied.
+    "--deselect=tests/pure/test_page.py::test_the_built_files_are_what_the_sources_give",
+    "--deselect=tests/pure/test_page.py::test_a_changed_source_is_noticed",
+    "--deselect=tests/pure/test_page.py::test_the_bundle_brings_the_licences_of_what_is_in_it",
     # What it holds beyond the others is a time.
     "--deselect=tests/pure/test_place.py::test_twenty_thousand_calls_are_placed_with_a_certificate",
 ]
