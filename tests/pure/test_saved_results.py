@@ -12,9 +12,15 @@ import pytest
 
 import narrowcast as nc
 from narrowcast.core.ledger import Advice
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Site
 from narrowcast.errors import RunError
+from narrowcast.formats import FORMATS
+from narrowcast.programs.placement.place import PlacedCall
 from narrowcast.reports.documents.model import Todo
 from narrowcast.reports.documents.of_results import document_of
+from narrowcast.reports.results import codec
+from narrowcast.reports.results.differences import CallError
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.saved import KINDS, load, parse
 from narrowcast.reports.results.scaler_history import History, ScaledStep
@@ -213,3 +219,22 @@ def test_results_are_written_by_the_codec_alone():
 def test_the_checkers_see_what_they_are_for(checker, code):
     """Else the two above cannot fail."""
     assert list(checker(code))
+
+
+def test_numbers_and_identities_are_written_as_json_has_them():
+    """Infinities as text, a call that is none as nothing; and read as what they were."""
+    found = CallError(CallId("a", "aten.mm.default"), "m.py", 3, "bf16", "fp32", "round-off", local=float("inf"))
+    rows = found, replace(found, forward=CallId("a", "aten.linear.default", 2), local=0.25)
+    written = [codec.to_data(row) for row in rows]
+    assert [(row["local"], row["forward"]) for row in written] == [("inf", ""), (0.25, "a aten.linear.default #2")]
+    assert [repr(codec.of_data(CallError, row)) for row in written] == list(map(repr, rows))  # NaN equals nothing
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3)])
+def test_a_placed_call_is_read_as_it_was(shape):
+    """With the format of the policy first, of which the chosen one may be another."""
+    site, formats = Site("a", file="m.py", line=3), (FORMATS["bf16"], FORMATS["fp32"])
+    call = PlacedCall(4, "aten.mm.default", site, shape, formats, (5.0, 7.0), FORMATS["fp32"])
+    row = codec.to_data(call)
+    assert (row["policy"], row["chosen"], row["shape"]) == ("bf16", "fp32", shape)
+    assert codec.of_data(PlacedCall, json.loads(json.dumps(row))) == call
