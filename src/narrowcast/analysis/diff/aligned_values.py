@@ -115,13 +115,11 @@ class Values:
         """Return the growth of errors in the result at that position, the larger of both sides'."""
         known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
                  if position < len(bundle.call.outputs)]  # fmt: skip
-        results = [
-            side.piece(bundle.module_calls[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known
-        ]
+        results = [side.piece(bundle.first.rank, bundle.call.outputs[position][1]) for side, bundle in known]
         out = max((piece.rms for piece in results), default=0.0)
         factors = [1.0]
         for (side, bundle), piece in zip(known, results, strict=True):
-            inputs = {name: side.piece(bundle.module_calls[0][0].rank, number) for name, number in bundle.call.inputs}
+            inputs = {name: side.piece(bundle.first.rank, number) for name, number in bundle.call.inputs}
             is_backward = bundle.id.direction == BACKWARD
             factors.append(growth(bundle.id.op, position, inputs, piece, out, is_backward, is_equal))
         return max(factors)
@@ -182,7 +180,7 @@ class Values:
     @staticmethod
     def _smallest(side: Side, bundle: Bundle) -> float:
         """Return the smallest rms of inputs and first result: below a format's smallest number, values are lost."""
-        first = bundle.module_calls[0][0]
+        first = bundle.first
         numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
@@ -265,12 +263,8 @@ class Values:
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
         rows = zip(self._both(pair), self.names(pair, name), strict=True)
-        module_calls = [
-            (side, module_call[0], same) for (side, bundles), same in rows for module_call in bundles[0].module_calls
-        ]
-        return all(
-            side.is_given(placed, same) for side, placed, same in module_calls
-        )  # later ones: by an inner step, perhaps
+        read = [(side, ranks[0], same) for (side, bundles), same in rows for ranks in bundles[0].module_calls]
+        return all(side.is_given(placed, same) for side, placed, same in read)  # later ones: by an inner step, perhaps
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
         """Return the largest distance over module calls and ranks; where their numbers differ, that of all as one."""

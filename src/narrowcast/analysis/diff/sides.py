@@ -54,9 +54,14 @@ class Bundle:
     family: str = ""
 
     @property
+    def first(self) -> RankCall:
+        """The first of its calls, on the first rank that made it."""
+        return self.module_calls[0][0]
+
+    @property
     def call(self) -> CallRecord:
-        """The first of its calls."""
-        return self.module_calls[0][0].call
+        """The same, without its rank."""
+        return self.first.call
 
     @property
     def id(self) -> CallId:
@@ -375,7 +380,7 @@ class Makers:
 
     def _floats_of(self, bundle: Bundle) -> list[int]:
         """Return the floating-point tensors that a call read in its first module call, without weights and buffers."""
-        first = bundle.module_calls[0][0]
+        first = bundle.first
         named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
         return [number for name, number in named if not self._side.is_given(first, name)]
 

@@ -55,12 +55,7 @@ class Backwards:
         self._line = NOWHERE  # of the one that runs
         self._broken: list[torch.Tensor] = []  # weights, finite as yet, whose gradients are not
         self._gradients: ByStorage[_Gradient] = ByStorage()
-        self._has_skipped = False  # a scaler has skipped a step
         self._used: list[torch.Tensor] = []  # the gradients that the optimizer that steps began with
-        self._roots, self._not_finite = (
-            0,
-            list[Site](),
-        )  # backwards, and the lines of those of a loss that is not finite
         self._scaling: dict[int, Scale | None] = {}  # the autograd nodes that scale a loss, and by what
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
@@ -128,10 +123,7 @@ class Backwards:
             self._next = PLAIN if known.power == 0 else UNKNOWN
         self._next_by = met[0] if len(set(met)) == 1 else None
         self._judge_loss(root)
-        with quietly():
-            self._roots += 1
-            if is_floating(root) and not is_finite(root):
-                self._not_finite.append(loop_line())
+        self._unused.begins_at(root)
 
     def _judge_loss(self, root: torch.Tensor) -> None:
         """Report a loss computed from scaled gradients together with values that are not scaled."""
@@ -288,17 +280,7 @@ class Backwards:
 
     def judge(self) -> Found | None:
         """Return a finding about gradients that nobody uses, or a loss that is not finite, in all steps."""
-        unused = self._unused.judge()
-        if unused is not None or self._has_skipped or len(self._not_finite) < max(2, self._roots):
-            return unused
-        return (
-            "a loss that is never finite",
-            f"the loss of {counted(self._roots, 'backward')} is NaN or infinity, and its gradients are used: where "
-            "they are zero, no weight moves",
-            "Compute the loss in fp32: loss_fn(output.float(), ...). nc.watch() names the first call that gives NaN or "
-            "infinity.",
-            self._not_finite[0],
-        )
+        return self._unused.judge()
 
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
@@ -378,7 +360,7 @@ class Backwards:
         """
         self.found += self._scaled_by.updated(scale, is_known)
         self._unused.is_used = True
-        self._has_skipped |= is_skipped
+        self._unused.has_skipped |= is_skipped
         for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
         self._lines.clear()

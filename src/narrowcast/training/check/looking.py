@@ -26,7 +26,7 @@ from narrowcast.training.check.gradients import Found, Gradients, Underflow, Upd
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
-from narrowcast.training.check.rounded import Rounded
+from narrowcast.training.check.rounded import RoundedWeights
 from narrowcast.training.check.sums import Sums, low_statistics
 
 COSTS_TIME = "weights cast again"
@@ -62,7 +62,7 @@ class LoopObserver(Observer):
         self._underflow = Underflow()
         self.is_cast_beside = False
         self._reduced = Reduced()
-        self._rounded = Rounded()
+        self._rounded = RoundedWeights()
 
     @property
     def calls(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ _SURE = 16
 """Of fewer elements all may be representable in a low format by chance."""
 
 
-class Rounded:
+class RoundedWeights:
     """Weights that a step left with values that no low format has, and the next step finds rounded to one."""
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Inspects gradients that backwards compute and no optimizer uses: cleared before its step, or never finite."""
+"""Inspects gradients that backwards compute and no optimizer uses: cleared before its step, or never finite; and losses
+that are never finite.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
+from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
@@ -21,11 +24,12 @@ _TWICE = 2
 
 class Unused:
     """Gradients since the last step of an optimizer. is_used: one has stepped since the round began, or a scale was
-    updated.
+    updated. has_skipped: a scaler has skipped a step.
     """
 
     def __init__(self) -> None:
-        self.is_used = False
+        self.is_used = self.has_skipped = False
+        self._roots, self._not_finite = 0, list[Site]()  # of backwards, and the lines of those that are not finite
         self._fresh: dict[int, torch.Tensor] = {}  # leaves that a backward has reached, by identity
         self._by_gradient: dict[int, int] | None = None  # those, by the storage of their gradients; None: not looked up
         self._lay: dict[int, int] = {}  # where they lay then
@@ -33,6 +37,13 @@ class Unused:
         self._line = NOWHERE
         self._rounds = 0
         self._broken: list[Site] = []  # of rounds in which gradients were not finite, and not used
+
+    def begins_at(self, root: torch.Tensor) -> None:
+        """Note whether a loss is finite."""
+        with quietly():
+            self._roots += 1
+            if is_floating(root) and not is_finite(root):
+                self._not_finite.append(loop_line())
 
     def reaches(self, leaf: torch.Tensor, line: Site) -> None:
         """Note that a backward computes the gradient of a leaf."""
@@ -84,9 +95,9 @@ class Unused:
         self.is_used = False
 
     def judge(self) -> Found | None:
-        """Return a finding if no step was taken, as gradients were never finite."""
+        """Return a finding if no step was taken, as gradients were never finite; or if the loss is never finite."""
         if len(self._broken) < max(_TWICE, self._rounds):
-            return None
+            return self._judge_losses()
         return (
             "every step is skipped",
             f"in {self._rounds} steps no optimizer steps, and no scale changes: the gradients of this backward are not "
@@ -94,6 +105,18 @@ class Unused:
             "Call scaler.update() in each step: it lowers a scale that is too large. If none helps, nc.watch() names "
             "the first call that gives NaN or infinity.",
             self._broken[0],
+        )
+
+    def _judge_losses(self) -> Found | None:
+        if self.has_skipped or len(self._not_finite) < max(_TWICE, self._roots):
+            return None
+        return (
+            "a loss that is never finite",
+            f"the loss of {counted(self._roots, 'backward')} is NaN or infinity, and its gradients are used: where "
+            "they are zero, no weight moves",
+            "Compute the loss in fp32: loss_fn(output.float(), ...). nc.watch() names the first call that gives NaN or "
+            "infinity.",
+            self._not_finite[0],
         )
 
 
