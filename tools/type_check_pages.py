@@ -1,11 +1,14 @@
-"""Check the types of the Python in the documents, as a user's editor would: one module for each page.
+"""Check the types of the Python in the documents, as users' editors would, by mypy and by pyright: one module for each
+page; and of tests/checkers/as_users_write.py.
 
 python tools/type_check_pages.py
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,13 @@ OPTIONS = [
     "--disable-error-code=union-attr",
     "--config-file=",
 ]
+
+
+# The same for pyright. What a page's loop leaves bound is bound there.
+SETTINGS = {
+    "include": ["."], "reportMissingImports": False, "reportMissingModuleSource": False,
+    "reportOptionalMemberAccess": False, "reportPossiblyUnboundVariable": False,
+}  # fmt: skip
 
 
 def modules() -> dict[Path, str]:
@@ -40,19 +50,23 @@ def modules() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write the modules and run mypy over them; its messages name the pages."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    """Write the modules and run both over them; their messages name the pages."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
     names = {}
     for page, code in modules().items():
         name = str(page.relative_to(ROOT).with_suffix("")).replace("/", "__").replace("-", "_")
         (FOLDER / f"{name}.py").write_text(code, encoding="utf-8")
         names[name] = page
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *OPTIONS, *(str(FOLDER / f"{name}.py") for name in names)],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-    print(done.stdout + done.stderr)
-    return done.returncode
+    shutil.copy(ROOT / "tests/checkers/as_users_write.py", FOLDER)
+    (FOLDER / "pyrightconfig.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
+    mypy = ["-m", "mypy", *OPTIONS, *(str(FOLDER / f"{name}.py") for name in names)]
+    codes = []
+    for command, where in ((mypy, ROOT), (["-m", "pyright", "--pythonpath", sys.executable], FOLDER)):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=where)
+        print(done.stdout + done.stderr)
+        codes.append(done.returncode)
+    return max(codes)
 
 
 if __name__ == "__main__":
