@@ -4,8 +4,10 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import narrowcast as nc
 import narrowcast.results
@@ -112,3 +114,43 @@ def test_a_rule_says_what_it_is():
     """In an editor, in a list of rules, in a failed assertion."""
     rule = nc.Rule("aten.linear", "full", module="head", call=2, reason="logits")
     assert repr(rule) == "<Rule aten.linear call 2 in head: full>"
+
+
+def test_policies_scalers_and_cases_say_what_they_are():
+    """A built-in list is named; else how many rules it adds, to what."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.mm", "full"))
+    assert repr(nc.Policy.native()).startswith("<Policy 'native', built in, ")
+    assert repr(policy).startswith("<Policy 'native+', 1 rule of its own, extends native, ")
+    assert "Scaler" in repr(nc.Scaler("cpu")) and "Linear" in repr(nc.Case(torch.nn.Linear(2, 2), torch.ones(1, 2)))
+
+
+# What ours have beside torch's public names, each because a plugin, a loop or another front end calls it.
+OF_SCALER = """
+    backward begin_iteration clip_grad_norm_ findings first_scale forget_states gradients_checked history loss_scales
+    make_scale name_by process_group scale_tensor set_floor state_of states
+"""
+OF_AUTOCAST = "again asked policy prepared with_eager_policy"
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "wanted"),
+    [
+        (nc.Scaler, torch.amp.GradScaler, OF_SCALER),
+        (nc.autocast, torch.autocast, OF_AUTOCAST),
+    ],
+)
+def test_names_beside_torchs_are_these(ours, torchs, wanted):
+    """A name more is one that somebody relies on: it is added here, or begins with an underscore."""
+    names = [{name for name in dir(kind("cpu")) if name[0] != "_"} for kind in (ours, torchs)]
+    assert names[0] - names[1] == set(wanted.split())
+
+
+SKIPS = {"src": 243, "tests": 301, "benchmarks": 40, "tools": 16, "examples": 6}
+
+
+@pytest.mark.parametrize("folder", SKIPS)
+def test_code_is_formatted_by_one_tool(folder):
+    """ruff format. `# fmt: skip` is for what it would write as a column of one word a line; there may be fewer."""
+    files = (Path(nc.__file__).parent.parent.parent / folder).rglob("*.py")
+    count = sum(file.read_text(encoding="utf-8").count("  # fmt: skip") for file in files)
+    assert count <= SKIPS[folder]

@@ -89,7 +89,7 @@ def test_policies_and_places_say_what_they_are():
     """A name with eight digits; and in a debugger the rules, too."""
     policy = Policy("mine", ((Rule("aten.mm", "full"),),))
     assert str(policy) == f"mine ({policy.digest[:8]})"
-    assert repr(policy) == f"<Policy 'mine', 1 rule, extends ('native',), {policy.digest[:8]}>"
+    assert repr(policy) == f"<Policy 'mine', 1 rule of its own, extends native, {policy.digest[:8]}>"
     assert str(Site(file="a.py", line=3)) == "a.py:3" and str(Site()) == "?"
 
 

@@ -311,7 +311,11 @@ class Policy:
         return f"{self.name} ({self.digest[:8]})"
 
     def __repr__(self) -> str:
-        return f"<Policy {self.name!r}, {counted(len(self.rules), 'rule')}, extends {self.extends}, {self.digest[:8]}>"
+        if not self.rules and self.extends == (self.name,):
+            return f"<Policy {self.name!r}, built in, {self.digest[:8]}>"
+        extends = ", ".join(self.extends) or NOTHING
+        own = f"{counted(len(self.rules), 'rule')} of its own"
+        return f"<Policy {self.name!r}, {own}, extends {extends}, {self.digest[:8]}>"
 
 
 class _WeakDict(dict[Any, Any]):
