@@ -260,12 +260,7 @@ class Side:
 
     def _bundle(self, position: int, by_turn: dict[int, list[RankCall]]) -> Bundle:
         module_calls = tuple(tuple(placed) for _, placed in sorted(by_turn.items()))
-        results = [
-            self.piece(p.rank, p.call.outputs[0][1])
-            for module_call in module_calls
-            for p in module_call
-            if p.call.outputs
-        ]
+        results = [self.piece(p.rank, p.call.outputs[0][1]) for ranks in module_calls for p in ranks if p.call.outputs]
         first = module_calls[0][0]
         weight = next(
             (name for name, _ in first.call.inputs if name in WEIGHT_NAMES and self.is_given(first, name)), ""
