@@ -25,7 +25,7 @@ OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
 _PLAIN = 8.0
 """A difference of this many times the widest rounding bound of the outcome would be visible there."""
-_BAND_OF_LOW, WIDEST = 1e-3, 0.05
+BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
 
 
@@ -62,7 +62,7 @@ class Outcomes:
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
         self._is_visible = any(one.difference > min(one.band, one.of_call) / SHOWS for one in outputs)
         self.are_exact = bool(outputs) and all(
-            one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
+            one.difference == 0 or one.difference <= one.band < BAND_OF_LOW for one in outputs
         )
 
     def forward(self, rows: Sequence[RunRow], is_low: bool, effects: Sequence[str]) -> list[RunRow]:

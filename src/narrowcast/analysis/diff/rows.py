@@ -9,7 +9,7 @@ from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING,
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.effects import Effects
-from narrowcast.analysis.diff.outcomes import OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
@@ -21,9 +21,9 @@ _STEPS_APART, _STEPS_APART_LOW = 32.0, 4.0
 """Outputs of programs that are written differently may be this many times the widest rounding bound of one call apart,
 in fp32 and in a low format: they round in other places, and all the way.
 """
-_BAND_OF_LOW, _OF_SAMPLES, _OTHERS = 1e-3, 4.0, 0.3
-"""Rounding bounds of low formats exceed the first; an error may look this many times larger in the sampled rows of a
-view than in those of its base; the least difference of other parts of a rounded tensor.
+_OF_SAMPLES, _OTHERS = 4.0, 0.3
+"""An error may look this many times larger in the sampled rows of a view than in those of its base; the least
+difference of other parts of a rounded tensor.
 """
 
 
@@ -77,7 +77,7 @@ class Judging:
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)
         before = max(before, jumped)
-        if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
+        if is_one and 0.0 in (before, self._largest) and band > BAND_OF_LOW:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
         reason = next(filter(None, reads_other), "")
@@ -160,7 +160,7 @@ class Judging:
             if inputs.is_part:
                 return ""
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
-            return OF_PARTS if difference > (least if least < _BAND_OF_LOW else max(least, _OTHERS)) else ""
+            return OF_PARTS if difference > (least if least < BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
 
     def _note_as_read(self, read: Sequence[Sequence[int]], inputs: Distance, a: Upstream, b: Upstream) -> None:
@@ -283,7 +283,7 @@ class Judging:
     @property
     def widest_of_steps(self) -> float:
         """How far apart outputs of programs that are written differently may be."""
-        return min(WIDEST, self.widest * (_STEPS_APART if self.widest < _BAND_OF_LOW else _STEPS_APART_LOW))
+        return min(WIDEST, self.widest * (_STEPS_APART if self.widest < BAND_OF_LOW else _STEPS_APART_LOW))
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
