@@ -399,6 +399,18 @@ def test_weights_that_go_through_a_low_format_between_steps_are_told(
         assert {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] in check.findings[0].what
 
 
+def test_weights_of_one_of_two_optimizers_are_told() -> None:
+    """The other one's step comes in between, as in adversarial training."""
+    loop, other = Loop(), Loop()
+
+    def step() -> None:
+        _there_and_back(loop, torch.bfloat16)
+        for one in (loop, other):
+            one.train(one.loss())
+
+    assert nc.check_training(step).kinds == ("weights rounded between steps",)
+
+
 def test_weights_loaded_from_a_low_checkpoint_are_right() -> None:
     """They are representable before the first step alone."""
     loop = Loop()

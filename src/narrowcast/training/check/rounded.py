@@ -44,10 +44,9 @@ class RoundedWeights:
     def steps(self, optimizer: Any) -> None:
         """Note a finding if weights that this optimizer is about to change were rounded since its last step."""
         self._optimizer = optimizer
-        weights = [(p, values_of(p)) for p in optimized_by(optimizer) if id(p) in self._left]
+        weights = [values_of(p) for p in optimized_by(optimizer) if self._left.pop(id(p), None) is not None]
         with quietly():
-            rounded = [(value, dtype) for _, value in weights if (dtype := _low_format_of(value)) is not None]
-        self._left.clear()
+            rounded = [(value, dtype) for value in weights if (dtype := _low_format_of(value)) is not None]
         if not rounded:
             return
         value, dtype = rounded[0]
@@ -65,7 +64,7 @@ class RoundedWeights:
         parameters = [] if self._optimizer is None else list(optimized_by(self._optimizer))
         values = [(p, values_of(p)) for p in parameters]
         with quietly():
-            self._left = {id(p): p for p, value in values if _is_inspected(value) and _low_format_of(value) is None}
+            self._left |= {id(p): p for p, value in values if _is_inspected(value) and _low_format_of(value) is None}
 
 
 def _is_inspected(value: torch.Tensor) -> bool:
