@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,24 +17,26 @@ from narrowcast.core.ledger import Advice, HidingBlock
 from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest_name
 from narrowcast.formats import fp32
+from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.observation.observer.door import Door
 from narrowcast.output.words import counted
-from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.regions.ruling import hidden_policy, ruled_device_types
 from narrowcast.runtime.regions.stack import told_of_regions
 from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
-from narrowcast.runtime.torch_surface.autograd import current_graph_task
-from narrowcast.runtime.torch_surface.dispatch import op_name, overload_name
+from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
 class Adviser:
-    """Sees what a recording sees, and notes advice in its ledger."""
+    """Told by a recording, or by who looks at a loop, of what runs. calls, casts: how many they have counted so far."""
 
-    def __init__(self, ledger: Ledger, door: Door) -> None:
-        self.ledger, self._door = ledger, door
+    def __init__(self, advice: dict[Advice, int], door: Door, matches: Container[str] = ()) -> None:
+        """advice: where it is noted, and how often. matches: labels of rules that have matched."""
+        self.advice, self._door, self._matches = advice, door, matches
+        self.calls = self.casts = 0
         self._thread = threading.get_ident()
         self._tasks: set[int] = set()
         self._stepping = False
@@ -43,7 +45,6 @@ class Adviser:
         self._on_at_start = bool(ruled_device_types())
         self._open: list[_EnteredRegion] = []
         self._regions: dict[int, _Seen] = {}
-        self._conversions = 0
         self._policies: dict[str, Policy] = {}  # of our regions, by digest
         self._sites: dict[Site, None] = {}  # of calls that were decided
         self._hidden: dict[HidingBlock, int] = {}  # how many calls ran in it
@@ -51,12 +52,13 @@ class Adviser:
     def add(self, kind: str, what: str, todo: str, site: Site) -> Advice:
         """Note one piece of advice, once per line."""
         advice = Advice(kind, what, todo, *site.at)
-        self.ledger.advice[advice] = self.ledger.advice.get(advice, 0) + 1
+        self.advice[advice] = self.advice.get(advice, 0) + 1
         return advice
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
+        follow_mutators()  # they have us let go of what is swapped
         try:
             with (
                 told_of_optimizer_steps(partial(self._told, self._step), before=True),
@@ -92,7 +94,9 @@ class Adviser:
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy
         kept = bool(self._open) and self._open[-1].hiding is not None
-        self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
+        self._open.append(
+            _EnteredRegion(seen, self.calls, self.casts, None if kept else self._block(region, seen.site))
+        )
 
     def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
@@ -101,12 +105,12 @@ class Adviser:
         if opened is None:
             return
         self._open.remove(opened)
-        calls, casts = self._counts()
-        opened.seen.calls += calls - opened.calls
-        opened.seen.casts += casts - opened.casts
+        calls = self.calls - opened.calls
+        opened.seen.calls += calls
+        opened.seen.casts += self.casts - opened.casts
         opened.seen.raised |= raised
         if opened.hiding is not None:
-            self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls - opened.calls
+            self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls
 
     def _block(self, region: Any, site: Site) -> HidingBlock | None:
         """Return the block by which a region, just entered, hides those around it; None if it hides none."""
@@ -116,9 +120,6 @@ class Adviser:
         around = any(is_enabled(o.seen.region) and o.seen.region.device == region.device for o in self._open)
         return HidingBlock("", region.device, site) if around or self._on_at_start else None
 
-    def _counts(self) -> tuple[int, int]:
-        return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
-
     def _judge(self) -> None:
         """Advise on regions that cast nothing in the whole recording, one around a generator is entered step by step;
         and on blocks that keep a policy from ruling.
@@ -127,7 +128,7 @@ class Adviser:
             self._judge_rules(policy)
         for block, calls in self._hidden.items():
             if calls:
-                self.ledger.advice[block.advice(calls)] = 1
+                self.advice[block.advice(calls)] = 1
         for seen in self._regions.values():
             if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
                 self.add(
@@ -141,7 +142,7 @@ class Adviser:
     def _judge_rules(self, policy: Policy) -> None:
         """Advise on the user's rules that matched nothing in the whole recording."""
         for rule in policy.rules:
-            if rule.is_builtin or rule.label in self.ledger.matches or not self._sites:
+            if rule.is_builtin or rule.label in self._matches or not self._sites:
                 continue
             why = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
             site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
@@ -156,9 +157,27 @@ class Adviser:
     def _is_on(self) -> bool:
         return is_enabled(self._open[-1].seen.region) if self._open else self._on_at_start
 
-    def converted(self) -> None:
-        """Count a conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
-        self._conversions += 1
+    # -- ops
+
+    def runs(self, facts: OpFacts, tensors: list[torch.Tensor], is_on: bool, in_call: bool) -> None:
+        """Advise on an op that is about to run. is_on: autocast is, around it; in_call: it is a part of a call."""
+        if current_autograd_node() is not None:
+            self.backward()
+        elif is_on and facts.writes:
+            self._skipped(facts, tensors)
+        elif not is_on and not in_call and (facts.computes or facts.writes):
+            self._outside(facts, tensors)
+
+    def ran(
+        self, facts: OpFacts, read: list[torch.Tensor], results: list[torch.Tensor], is_on: bool, at: Site | None = None
+    ) -> None:
+        """Note what an op returned that is no part of a call, and nobody decided about. at: where; found if None."""
+        if facts.is_view or not is_on:
+            self.passed_on(read, results)
+        elif facts.op is TO_COPY:  # TorchScript's own
+            self.casts += any(t.dtype in LOW for t in results)
+        elif facts.computes:
+            self.gave(facts, results, at)
 
     # -- steps and backwards
 
@@ -200,7 +219,7 @@ class Adviser:
             if tensor.dtype in LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 known = self._converted.get(tensor.dtype)
                 if known is not None:
-                    self.ledger.advice[known] += 1
+                    self.advice[known] += 1
                     return
                 self._converted[tensor.dtype] = self.add(
                     "weights in a low format",
@@ -211,11 +230,11 @@ class Adviser:
                 )
                 return
 
-    def gave(self, facts: OpFacts, results: list[torch.Tensor], site: Site) -> None:
+    def gave(self, facts: OpFacts, results: list[torch.Tensor], at: Site | None) -> None:
         """Note that a call in a region returned these."""
         for tensor in results:
             if tensor.dtype in LOW:
-                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, site)
+                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, at or find_site(with_names=False))
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """Note that an op outside of regions, or a view, returned what has a region's low format still."""
@@ -226,7 +245,7 @@ class Adviser:
                 if tensor.dtype in LOW and self._first_of_region([tensor]) is None:
                     self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
-    def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
+    def _skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """Advise on an op that writes in a region, which autocast passes by."""
         name, is_out = op_name(facts.op), overload_name(facts.op).endswith("out")
         base = name if is_out else name.removesuffix("_")
@@ -245,7 +264,7 @@ class Adviser:
                 find_site(with_names=False),
             )
 
-    def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
+    def _outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """Advise on an op that runs where autocasting is off."""
         low = self._first_of_region(tensors)
         if low is None:

@@ -17,7 +17,6 @@ from narrowcast.core.ledger import CallKind, Cast, Refusal, Tally
 from narrowcast.core.ops import multiplications
 from narrowcast.core.policy import MODULE_CALL_OP, Site
 from narrowcast.formats import Format, fp32
-from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.call_hook import stand_at_calls
 from narrowcast.frontends.eager.watch import DecidedCall
 from narrowcast.observation.observer.mode import WatchingMode
@@ -31,7 +30,6 @@ from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_w
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, call_op, version_of
 
-_DETACH = torch.ops.aten.detach.default
 _UNLISTED = "follows input dtype"
 _SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
@@ -53,7 +51,6 @@ def recording(weights: Weights | None = None) -> Iterator[Ledger]:
     """Record, and keep these weights as they are before the run writes to them."""
     recorder = Recorder(Ledger())
     recorder.weights = weights
-    follow_mutators()
     stand_at_calls()
     with counting(), recorder.observing(), recorder.adviser.watching():
         yield recorder.ledger
@@ -104,7 +101,7 @@ class Recorder(WatchingMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger.notes)
         self.ledger = ledger
-        self.adviser = Adviser(ledger, self.door)
+        self.adviser = Adviser(ledger.advice, self.door, ledger.matches)
         self._state = _RecorderState()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
         self._weights: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
@@ -202,13 +199,14 @@ class Recorder(WatchingMode):
         if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
             return call_op(func, args, kwargs)
         facts = op_facts(func)
-        if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
+        if facts.is_view:  # nothing is moved, and nothing is called inside
             result = call_op(func, args, kwargs)
             self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
         on = self._autocast_on()
         self._keep_weights(facts, args, kwargs)
-        self.door.run(facts.id, self._advise, facts, tensors_in(args, kwargs), bool(on))
+        in_call = bool(self._state.calls)
+        self.door.run(facts.id, self.adviser.runs, facts, tensors_in(args, kwargs), bool(on), in_call)
         if on:  # casts asked for inside are listed as they were planned: meanwhile the mode sees nothing
             self._state.entered = False
         result = self._execute(func, args, kwargs, on)
@@ -223,8 +221,6 @@ class Recorder(WatchingMode):
         """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
         func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
-        if not on and current_autograd_node() is None and not self._state.calls:
-            self.adviser.passed_on(arguments, results)
         if not results or (func is TO_COPY and self._see_cast(args[0], result)):
             return
         done = Tally(
@@ -236,11 +232,8 @@ class Recorder(WatchingMode):
         else:
             inputs = format_names([t.dtype for t in arguments])
             site = find_site(with_names=False)
-            if on and current_autograd_node() is None:
-                if func is TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
-                    self.adviser.converted()
-                elif facts.computes:
-                    self.adviser.gave(facts, results, site)
+            if current_autograd_node() is None:
+                self.adviser.ran(facts, arguments, results, bool(on), site)
             self._count(facts.id, site, inputs, inputs, result, done, None)
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
@@ -252,15 +245,6 @@ class Recorder(WatchingMode):
         calls = self._state.calls
         is_inside = (calls and calls[-1].decided.plan.shields) or self._executing.op is not None
         return () if is_inside else super()._autocast_on()
-
-    def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
-        """Advise on an op besides its casts."""
-        if current_autograd_node() is not None:
-            self.adviser.backward()
-        elif is_on and facts.writes:
-            self.adviser.skipped(facts, arguments)
-        elif not is_on and not self._state.calls and (facts.computes or facts.writes):
-            self.adviser.outside(facts, arguments)
 
     def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         """List a conversion that is a cast between floating formats caused by autocasting; return whether it is."""
@@ -293,6 +277,7 @@ class Recorder(WatchingMode):
         }
         facts |= {"moved_bytes": elements * (src.itemsize + result.itemsize), "direction": "backward"}
         reason = f"gradient of the forward cast to {cast.dst}"
+        self.adviser.casts += 1
         self.ledger.add(replace(cast, **facts, reason=reason, repeated=False))
         return True
 
@@ -311,6 +296,7 @@ class Recorder(WatchingMode):
         facts = {"src": src, "dst": dst, "elements": elements, "moved_bytes": moved, "how": how, "kind": kind}
         facts |= {"direction": "forward", "policy": decided.policy.name, "repeated": repeated, "number": decided.number}
         cast = Cast.of(decided.facts.id, argument, decided.site, decided.plan.rule_for(argument), **facts)
+        self.adviser.casts += 1
         self.ledger.add(cast)
         return cast
 
@@ -323,6 +309,7 @@ class Recorder(WatchingMode):
     def _count(
         self, op: str, site: Site, inputs: str, computes: str, result: Any, done: Tally, decided: DecidedCall | None
     ) -> None:
+        self.adviser.calls += 1
         plan, policy, number = (decided.plan, decided.policy.name, decided.number) if decided else (None, "", 0)
         rule = deciding_rule(plan)
         action, reason = (str(rule.action), rule.reason or str(rule)) if rule else ("no rule", _UNLISTED)

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from narrowcast.analysis.record.record import record
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
-from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.output.words import counted
 from narrowcast.reports.results.training import TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
@@ -75,7 +73,6 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     with ExitStack() as stack:
         stack.enter_context(kept)
         stack.enter_context(random_state_kept())
-        ledger = stack.enter_context(record())
         stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
         stack.enter_context(told_of_optimizer_steps(has_stepped))
         stack.enter_context(looking.observing())
@@ -88,8 +85,10 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     excluded = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     if looking.is_cast_beside or looking.rounds_with_care:
         excluded = (*excluded, "weights in a low format")  # a wrapper casts, or nothing is lost
-    findings = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in excluded} | looking.found)
-    notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
+    findings = _one_per_line(
+        {a: n for a, n in looking.adviser.advice.items() if a.kind not in excluded} | looking.found
+    )
+    notes = [*door.notes]
     if not trained and not looking.updates.skipped:
         notes.append("no optimizer of torch's interface stepped: what only its step shows was not looked for.")
     if not looking.has_seen:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from narrowcast.analysis.record.advice import Adviser
+from narrowcast.core.decide import Plan
 from narrowcast.core.ledger import Advice
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Site
@@ -17,7 +20,7 @@ from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
-from narrowcast.runtime.torch_surface.autograd import current_graph_task, in_hook
+from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.training.check.backwards import NEVER_SKIPPED, Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
@@ -42,6 +45,7 @@ class LoopObserver(Observer):
     def __init__(self, kept: KeptMemory) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
+        self.adviser = Adviser({}, self.door)
         self.updates = Updates()
         self._outside = OutsideRegions()
         self._kept = kept
@@ -87,6 +91,16 @@ class LoopObserver(Observer):
         finding = Advice(kind, what, todo, *site.at)
         self.found[finding] = self.found.get(finding, 0) + 1
 
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe what runs inside, with what a recording advises on."""
+        with super().observing(), self.adviser.watching():
+            yield
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Keep no references to these."""
+        self.adviser.let_go({id(t) for t in tensors})
+
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,10 +138,16 @@ class LoopObserver(Observer):
         with dispatch.without_functions():  # asking for a gradient, or for a dtype, is a call
             begun = self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
             powers = self.door.run(facts.id, self._follows_scale, facts, args, kwargs or {})
+            in_call = bool(self._local.decided) or self._executing.op is not None
+            is_on = not in_call and bool(self._autocast_on())
+            if not facts.is_view:
+                self.door.run(facts.id, self.adviser.runs, facts, tensors_in(args, kwargs), is_on, in_call)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if begun is not None or is_random(func):
             with dispatch.without_functions():
                 self.door.run(facts.id, self._computed_again, begun, result)
+        if not in_call and current_autograd_node() is None:
+            self.door.run(facts.id, self.adviser.ran, facts, tensors_in(args, kwargs), tensors_in(result), is_on)
         if powers is not None:
             self.door.run(facts.id, self._powers.gave, tensors_in(result), powers, _trains(args, kwargs))
         return result
@@ -230,6 +250,9 @@ class LoopObserver(Observer):
             self._outside.goes_on_in_fp32(call)
             self._gradients.copied(call)
         self._rounded.widens(call)
+        self.adviser.calls += 1
+        if call.plan is not None:
+            self._advise(call, call.plan)
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
@@ -250,6 +273,11 @@ class LoopObserver(Observer):
         else:
             self._outside.ran_outside(call)
         self._say(low_statistics(call))
+
+    def _advise(self, call: SeenCall, plan: Plan) -> None:
+        self.adviser.casts += any(plan.formats) or plan.set_dtype or plan.append_dtype
+        self.adviser.decided(call.facts, call.site, tensors_in(call.args, call.kwargs))
+        self.adviser.gave(call.facts, call.results, call.site)
 
     @property
     def follows(self) -> bool:
