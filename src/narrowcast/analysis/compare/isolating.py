@@ -69,7 +69,7 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
 def writes(op: str) -> bool:
     """Return whether an op returns an argument that it writes to: no rule applies to its result."""
     overload = find_op(op)
-    return overload is None or any(slot.written for slot in op_facts(overload).slots)
+    return overload is None or op_facts(overload).overwrites
 
 
 def _groups(places: list[Place], most: int) -> dict[str, list[Place]]:

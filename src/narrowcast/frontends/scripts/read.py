@@ -263,7 +263,7 @@ class ReadScript:
     ) -> Step:
         """Return a call of an op as a step. numbers: of what it reads, as found."""
         node = item.node
-        written = {slot.name for slot in facts.slots if slot.written}
+        written = facts.written
         names = [schema_of(facts.op).arguments[s.position].name for s in read]
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if calls.dtype_argument(node, facts) is not None else frozenset()

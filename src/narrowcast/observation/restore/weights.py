@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
-from narrowcast.runtime.torch_bridge import OpFacts
+from narrowcast.runtime.torch_bridge import OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
 
 
@@ -32,9 +31,8 @@ class Weights:
 
     def before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the op is about to write to."""
-        written = facts.written
-        for argument, tensor in tensors_by_name(facts, args, kwargs) if self._lying_in else ():
-            if argument.partition(".")[0] in written and has_storage(tensor):
+        for tensor in written_tensors(facts, args, kwargs) if self._lying_in else ():
+            if has_storage(tensor):
                 for number in self._lying_in.get(storage_key(tensor), ()):
                     if number not in self._copies:
                         self._copies[number] = self._weights[number][2].clone()

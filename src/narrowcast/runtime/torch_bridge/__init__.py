@@ -16,6 +16,7 @@ from narrowcast.runtime.torch_bridge.ops import (
     ops_of as ops_of,
     overload_with_dtype as overload_with_dtype,
     overloads_in as overloads_in,
+    written_tensors as written_tensors,
 )
 from narrowcast.runtime.torch_bridge.tensors import (
     DTYPES as DTYPES,

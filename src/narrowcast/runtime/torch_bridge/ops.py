@@ -13,6 +13,7 @@ from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, Kind, Policy, Rule, known_ops
 from narrowcast.errors import Origin, PolicyError, UnknownOpError
 from narrowcast.output.words import did_you_mean
+from narrowcast.runtime.torch_bridge.tensors import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import (
     OpOverload,
     OpOverloadPacket,
@@ -94,6 +95,12 @@ def _read_facts(op: OpOverload) -> OpFacts:
     is_view = aliases and not writes
     overwrites = any(slot.written for slot in slots)
     return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, is_view, writes, overwrites, has_lists)
+
+
+def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes to."""
+    written = [slot for slot in facts.slots if slot.written]
+    return tensors_in([args[s.position] if s.position < len(args) else kwargs.get(s.name) for s in written])
 
 
 def find_op(identity: str) -> OpOverload | None:

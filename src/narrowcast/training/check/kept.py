@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.reports.results.scaler_history import History
-from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of
+from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -63,7 +63,7 @@ class KeptMemory:
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = generator, generator.get_state()
-        targets = written(facts, args, kwargs) if facts.overwrites else []
+        targets = written(facts, args, kwargs)
         with quietly():
             for tensor in targets:
                 self._copy(tensor)
@@ -154,13 +154,8 @@ class KeptMemory:
 
 
 def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to."""
-    values = (
-        args[slot.position] if slot.position < len(args) else kwargs.get(slot.name)
-        for slot in facts.slots
-        if slot.written
-    )
-    return _in_memory(list(values))
+    """Return the tensors that a call writes to, as they lie in memory."""
+    return _in_memory(written_tensors(facts, args, kwargs))
 
 
 def _in_memory(*trees: Any) -> list[torch.Tensor]:
