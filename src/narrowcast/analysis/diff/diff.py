@@ -9,9 +9,17 @@ from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
-from narrowcast.analysis.diff.gradients import band_along, band_of_alike, gradients, gradients_are_alike, in_one_alone
+from narrowcast.analysis.diff.gradients import band_along, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.outcomes import WIDEST, EndDifference, Outcomes, are_written_otherwise
+from narrowcast.analysis.diff.outcomes import (
+    GRADIENTS,
+    OUTPUTS,
+    WIDEST,
+    EndDifference,
+    Outcomes,
+    are_written_otherwise,
+    band_of_all,
+)
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -133,7 +141,7 @@ def _has_low(result: RunDifferences) -> bool:
 def _about_outputs(result: RunDifferences, apart: float, judging: Judging) -> list[str]:
     """Return a note about outputs that are further apart than the bound of any call, where no call is named for it."""
     band = judging.widest
-    is_alike = apart <= (band if _has_low(result) else judging.widest_of_steps)
+    is_alike = apart <= (band if _has_low(result) else band_of_all(judging.widest, OUTPUTS))
     if result.verdict == VALUES_DIFFER or not band or is_alike or not result.unaligned:
         return []
     first = f"the outputs are {number_text(apart)} apart, and the round-off of a single call is at most "
@@ -156,7 +164,7 @@ def _compare_ends(
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     has_low = _has_low(result)
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    result.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest, are_others))
+    result.gradients = gradients(judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)

@@ -7,15 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import Piece
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
-_STEPS, _STEPS_APART, _WIDEST = 8.0, 128.0, 0.05
-"""The rounding bound of gradients is this many times that of one call, and in fp32 of programs that are written
-differently the second many times; at most the third.
-"""
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
@@ -95,13 +90,6 @@ def in_one_alone(values: Values) -> list[GradientRow]:
                 if side.piece(0, row["gradient"]).rms > 0:
                     rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return rows
-
-
-def band_of_alike(widest: float, are_others: bool) -> float:
-    """Return the rounding bound of gradients, which all calls compute. widest: the widest bound of these calls;
-    are_others: the programs are written differently, and in fp32 all that they do not share rounds otherwise.
-    """
-    return min((_STEPS_APART if are_others and widest < BAND_OF_LOW else _STEPS) * widest, _WIDEST)
 
 
 def gradients_are_alike(rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:

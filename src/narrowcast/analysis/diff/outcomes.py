@@ -27,6 +27,17 @@ _PLAIN = 8.0
 """A difference of this many times the widest rounding bound of the outcome would be visible there."""
 BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
+OUTPUTS, GRADIENTS = (4.0, 32.0), (8.0, 128.0)
+"""What is computed by many calls, one after the other, may be the first factor times the widest rounding bound of one
+call apart; in fp32, where all that two programs share not rounds otherwise, the second.
+"""
+
+
+def band_of_all(widest: float, factors: tuple[float, float], are_others: bool = True) -> float:
+    """Return the rounding bound of OUTPUTS or GRADIENTS, at most WIDEST. widest: of these calls; are_others: whether
+    the programs are written differently.
+    """
+    return min(WIDEST, widest * factors[are_others and widest < BAND_OF_LOW])
 
 
 @dataclass(frozen=True, slots=True)

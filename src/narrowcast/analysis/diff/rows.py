@@ -9,7 +9,16 @@ from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING,
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves
 from narrowcast.analysis.diff.effects import Effects
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, OF_PARTS, UNEXPLAINED, WIDEST, EndDifference
+from narrowcast.analysis.diff.outcomes import (
+    BAND_OF_LOW,
+    OF_OTHERS,
+    OF_PARTS,
+    OUTPUTS,
+    UNEXPLAINED,
+    WIDEST,
+    EndDifference,
+    band_of_all,
+)
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
@@ -17,10 +26,6 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
-_STEPS_APART, _STEPS_APART_LOW = 32.0, 4.0
-"""Outputs of programs that are written differently may be this many times the widest rounding bound of one call apart,
-in fp32 and in a low format: they round in other places, and all the way.
-"""
 _OF_SAMPLES, _OTHERS = 4.0, 0.3
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
 difference of other parts of a rounded tensor.
@@ -277,13 +282,8 @@ class Judging:
             shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, (a, b), strict=True)}
             if len(shapes) > 1 or seen.by not in (SKETCHES, TENSORS) or None in made:
                 return []
-            found.append(EndDifference(seen.relative, self.widest_of_steps, self.widest))
+            found.append(EndDifference(seen.relative, band_of_all(self.widest, OUTPUTS), self.widest))
         return found
-
-    @property
-    def widest_of_steps(self) -> float:
-        """How far apart outputs of programs that are written differently may be."""
-        return min(WIDEST, self.widest * (_STEPS_APART if self.widest < BAND_OF_LOW else _STEPS_APART_LOW))
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
