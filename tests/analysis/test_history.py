@@ -597,7 +597,7 @@ def test_parameters_of_two_models_with_the_same_names_are_told_apart():
     with nc.watch() as w:
         b(a(torch.randn(2, 8))).sum().backward()
         optimizer.step()
-    assert set(w.history[0]["gradients"]) == {"Linear.weight", "Linear.bias", "Linear 2.weight", "Linear 2.bias"}
+    assert set(w.history[0].gradients) == {"Linear.weight", "Linear.bias", "Linear 2.weight", "Linear 2.bias"}
     b.weight.data[0, 0] = math.nan
     with nc.watch() as w:
         b(a(torch.randn(2, 8)))

@@ -375,8 +375,25 @@ class TestWatch:
         """With `every=2`, five steps leave rows for steps 1, 3 and 5, each with both gradients."""
         with nc.watch(every=2) as w:
             self.train(5)
-        assert w.first is None and not w.findings and [row["step"] for row in w.history] == [1, 3, 5]
-        assert set(w.history[0]["gradients"]) == {"weight", "bias"} and w.steps == 5
+        assert w.first is None and not w.findings and [row.step for row in w.history] == [1, 3, 5]
+        assert set(w.history[0].gradients) == {"weight", "bias"} and w.steps == 5
+
+    @pytest.mark.parametrize("at", ["op", "step"])
+    def test_the_scale_of_each_step_is_kept_beside_its_gradients(self, at):
+        """nc.Scaler and torch's own unscale before the optimizer steps: 1,024, and 512 after a skipped step."""
+        for make in (nc.Scaler, torch.amp.GradScaler):
+            weight, scaler = nn.Parameter(torch.ones(2)), make("cpu", init_scale=1024.0)
+            optimizer = torch.optim.SGD([weight], 0.1)
+            with nc.watch(at=at) as w:
+                for loss in (weight.sum(), weight.sum() * float("inf"), weight.sum()):
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+            assert [(row.scale, next(iter(row.gradients.values())).largest) for row in w.history] == [
+                (1024.0, 1.0),
+                (512.0, 1.0),
+            ]
 
     @pytest.mark.parametrize("at", ["op", "step"])
     def test_a_run_that_diverges_shows_growth_before_infinity(self, at):

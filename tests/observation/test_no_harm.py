@@ -171,7 +171,7 @@ def test_sharded_models_train_the_same_whoever_looks_on(mesh, how):
         given, _, found = run_again(program, observe)
         assert given == plain and not [note for note in found.notes if note.startswith("not inspected")]
     _, _, found = run_again(program, OBSERVERS["watch"])
-    assert found.history[0]["gradients"]["2.weight"]["rms"] > 0
+    assert found.history[0].gradients["2.weight"].rms > 0
     found = nc.compare(sharded(mesh, how), (torch.randn(2, 4),), under="bf16", backward=True, isolate=0)
     assert {row.parameter for row in found.gradients} >= {"0.weight", "0.bias"} and not found.faults
 

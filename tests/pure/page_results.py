@@ -13,7 +13,7 @@ from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
-from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Watching
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
@@ -168,7 +168,8 @@ def watching():
         rules=(Rule("aten.mul.Tensor", "full", "layer.1"),),
     )  # fmt: skip
     trend = Finding(CallId("layer.0", "gradient.weight"), FILE, 0, "underflow", "trend", "", "it shrinks")
-    history = [{"step": 1, "norm": 2.0}, {"step": 2, "norm": 0.5}]
+    figures = [GradientFigures(0.5 / n, 0.1 / n, 0.25) for n in (1, 2)]
+    history = [InspectedStep(n, {"layer.0.weight": row}, 1024.0) for n, row in enumerate(figures, 1)]
     return Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], history, 90, 5, 3)
 
 

@@ -11,7 +11,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.formats import fp32
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
-from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.findings import Finding, InspectedStep, Watching
 from narrowcast.reports.results.headroom import PER_ROW, PER_TENSOR, UNSCALED
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
@@ -278,7 +278,7 @@ class TestSaved:
         gradient = CallId("", "gradient.w", direction="backward")
         trend = Finding(gradient, "", 0, "growth", "trend", "", "it grows", "slow down")
         nan = Finding(LINEAR, "m.py", 7, "nan", "op", "fp16", "0 by 0", inputs=(("x", facts()),), step=3)
-        found = Watching([trend, nan], {"a mask": 2}, ["a note"], [{"step": 1}], calls=9, spread=2, repeated=1)
+        found = Watching([trend, nan], {"a mask": 2}, ["a note"], [InspectedStep(1, {})], calls=9, spread=2, repeated=1)
         assert found.first is nan and str(found).index("0 by 0") < str(found).index("it grows")
         found.save(tmp_path / "w.json")
         again = load(tmp_path / "w.json")

@@ -25,7 +25,7 @@ from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import read_together
 from narrowcast.observation.trial.output_errors import as_real
-from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Watching
 from narrowcast.reports.results.result import codec
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
@@ -138,8 +138,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 optimizer, self.found.steps, self._observer.roots, self._observer.of_backward
             )
             if row is not None:
+                row.scale = self._observer.scale
                 self.found.history.append(row)
-                self._write(row)
+                self._write(codec().to_data(row))
             for finding in findings:
                 self._report(finding, len(self.found.findings))
 
@@ -202,20 +203,20 @@ class Trends:
 
     def look(
         self, optimizer: Any, step: int, roots: Iterable[torch.nn.Module], dtypes: Iterable[torch.dtype]
-    ) -> tuple[dict[str, Any] | None, list[Finding]]:
+    ) -> tuple[InspectedStep | None, list[Finding]]:
         """Return the figures of this step, if it is to be inspected, and trends. dtypes: those of the backward."""
         if (step - 1) % self._every:
             return None, []
         names = names_of_parameters(roots)
         small = _SMALL * max((FORMATS[dtype].smallest for dtype in dtypes if dtype in FORMATS), default=0.0)
-        rows: dict[str, dict[str, float]] = {}
+        rows: dict[str, GradientFigures] = {}
         findings = []
         held = [(p, _values(p)) for group in optimizer.param_groups for p in group["params"]]
         known = [(p, values) for p, values in held if values is not None]
         figures = read_together([_figures(values) for _, values in known])
         for number, ((parameter, _), (largest, rms, zeros)) in enumerate(zip(known, figures, strict=True)):
             name = names.get(id(parameter), f"parameter {number}")
-            rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
+            rows[name] = GradientFigures(largest, rms, zeros)
             first_rms, first_zeros = self._first.setdefault(name, (rms, zeros))
             early = self._early.setdefault(name, [])
             if len(early) < _EARLY:
@@ -228,7 +229,7 @@ class Trends:
             if self._shows(name, "growth", 0 < max(early) * self._growth < largest):
                 sentence = f"the largest gradient of {name} is {largest:.3g}, {max(early):.3g} in its first steps"
                 findings.append(_trend(name, "growth", sentence, "Lower the learning rate, or clip gradients.", step))
-        return {"step": step, "gradients": rows}, findings
+        return InspectedStep(step, rows), findings
 
     def _shows(self, name: str, what: str, is_so: bool) -> bool:
         """Return whether a trend has shown for `_LOOKS` inspections in a row; True once."""

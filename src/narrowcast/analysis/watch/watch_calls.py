@@ -23,13 +23,16 @@ from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 KEPT = 8
 """How many findings keep their tensors for `finding.save`."""
 
 
 class WatchCalls(Observer):
-    """Inspects the results of each call, and reports findings. of_backward: the dtypes of results of backwards."""
+    """Inspects the results of each call, and reports findings. of_backward: the dtypes of results of backwards; scale:
+    that of the gradients that a scaler has unscaled last.
+    """
 
     def __init__(
         self, watching: Watching, at: str, report: Callable[[Finding, int], None], policies: tuple[Policy, ...] = ()
@@ -45,6 +48,7 @@ class WatchCalls(Observer):
         self._losses: list[int] = []
         self._is_skipped = False
         self.of_backward: set[torch.dtype] = set()
+        self.scale: float | None = None
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
@@ -57,6 +61,8 @@ class WatchCalls(Observer):
         inputs = call.notes["came"] = finiteness.came_in(call)
         call.notes["flags"] = [self._flags.number(t) for t in inputs]
         call.notes["given"] = tensors_in(call.args, call.kwargs)
+        if call.facts.id == UNSCALE:
+            self.scale = 1 / float(call.args[2])
         if call.facts.writes and self._looks_now(inputs):
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import ORDER
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, node_of
 from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
@@ -37,7 +37,9 @@ def watch_document(result: Watching) -> Document:
     page.todos = [todo for finding in findings for todo in _todos(finding)][:3]
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
-    page.tables += table("intentional", "Intentional infinities", "times:number, why", intentional)
+    page.tables += _gradient_table(result) + table(
+        "intentional", "Intentional infinities", "times:number, why", intentional
+    )
     page.series = _history(result)
     return page
 
@@ -76,12 +78,24 @@ def _todos(row: Finding) -> list[Todo]:
 
 
 def _history(result: Watching) -> list[Series]:
-    """Return figures over training steps: each number that inspections of gradients kept."""
-    history = result.history
-    names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
-    if len(history) < 2 or not names:
+    """Return over training steps what inspections of gradients kept, and the scale."""
+    rows = [row for row in result.history if row.gradients]
+    if len(rows) < 2:
         return []
-    steps = [row.get("step") for row in history]
-    xs = [float(step) if isinstance(step, int | float) else float(n) for n, step in enumerate(steps, 1)]
-    lines = [(name, [number(row.get(name)) for row in history]) for name in names]
-    return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]
+    xs = [float(row.step) for row in rows]
+    lines = [
+        ("largest gradient", [number(max(p.largest for p in row.gradients.values())) for row in rows]),
+        ("smallest rms of a parameter's", [number(min(p.rms for p in row.gradients.values())) for row in rows]),
+    ]
+    if any(row.scale is not None for row in rows):
+        lines.append(("loss scale", [number(row.scale) for row in rows]))
+    return [Series("Gradients over training steps", "step", "magnitude", xs, lines, "whole", log=True)]
+
+
+def _gradient_table(result: Watching) -> list[Table]:
+    if not result.history:
+        return []
+    last = result.history[-1]
+    rows = [[name, number(p.largest), number(p.rms), p.zeros] for name, p in last.gradients.items()]
+    title = f"Gradients in step {last.step}, the last one inspected"
+    return table("gradients", title, "parameter, largest:number, rms:number, zeros:share", rows)

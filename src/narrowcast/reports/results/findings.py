@@ -77,23 +77,43 @@ class Finding:
         return f"{self.what} made by {self.id}{at}\n  {self.sentence}"
 
 
+@dataclass(frozen=True, slots=True)
+class GradientFigures:
+    """Of a parameter's gradient the largest magnitude, the root mean square, and the share of zeros."""
+
+    largest: float
+    rms: float
+    zeros: float
+
+
+@dataclass(slots=True)
+class InspectedStep:
+    """The gradients before a step of an optimizer, by parameter. step: from 1. scale: by which a scaler had multiplied
+    them; None without one.
+    """
+
+    step: int
+    gradients: dict[str, GradientFigures]
+    scale: float | None = None
+
+
 @dataclass(slots=True, repr=False)
 class Watching(Result):
     """The result of `nc.watch`.
 
     findings: in the order in which they were made. intentional: how many infinities were intentional, by reason. calls:
-    how many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: figures
-    by step. repeated: how often a call that is a finding made one again, in a later step or a recomputation.
-    not_inspected: how often inspecting failed, as notes say.
+    how many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: those
+    whose gradients were inspected. repeated: how often a call that is a finding made one again, in a later step or a
+    recomputation. not_inspected: how often inspecting failed, as notes say.
     """
 
     WHAT: ClassVar[str] = "what was watched"
-    SCHEMA: ClassVar[str] = "narrowcast.watch/2"
+    SCHEMA: ClassVar[str] = "narrowcast.watch/3"
 
     findings: list[Finding] = field(default_factory=list)
     intentional: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[InspectedStep] = field(default_factory=list)
     calls: int = 0
     spread: int = 0
     steps: int = 0
