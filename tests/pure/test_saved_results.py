@@ -109,7 +109,7 @@ def unsaid(made, document):
     """What of a document's verdict and todos its text, page or notebook cell lack."""
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', made.to_html(), re.S)[1]
     says = {
-        "text": flat(made.to_text(lines=80, width=400)),
+        "text": flat(made.to_text(every=True, width=400)),
         "notebook": flat(html.unescape(re.sub(r"<[^>]+>", "", made._repr_html_()))),
         "page": flat(" ".join(texts_in(json.loads(data)))),
     }

@@ -1,7 +1,10 @@
 // The first screen: what was inspected, the verdict, the figures, shares by format, what is worth doing.
 import type { Bar, Model, Todo } from "./data";
 import { button, copy, h } from "./dom";
-import { inBytes, inCount, inTime, partClass, percent, ruleText } from "./words";
+import { counted, inBytes, inCount, inTime, partClass, percent, ruleText } from "./words";
+
+// As many recommendations as a first screen has; the others are folded.
+const FIRST_TODOS = 3;
 
 export function overview(model: Model, open: (path: string) => void): HTMLElement {
   const page = model.page;
@@ -69,14 +72,19 @@ function byUnit(bars: Bar[], sums: (string | null)[]): string[] {
 }
 
 function todos(title: string, found: Todo[], open: ((path: string) => void) | null): HTMLElement {
-  const items = found.map((todo) =>
+  const item = (todo: Todo): HTMLElement =>
     h("li", {},
       h("p", {}, h("strong", {}, todo.what)),
       todo.why && h("p", { class: "quiet" }, todo.why),
       Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
-      open && todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
+      open && todo.path && button("Show in the graph", () => open(todo.path), { class: "link" }));
+  const left = found.slice(FIRST_TODOS);
+  const folded = h("details", {}, h("summary", {}, counted(left.length, "more recommendation")),
+    h("ol", { start: FIRST_TODOS + 1 }, ...left.map(item)));
+  addEventListener("beforeprint", () => { folded.open = true; });
   return h("div", { class: "todos" }, h("h3", {}, title),
-    found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "No recommendations."));
+    found.length > 0 ? h("ol", {}, ...found.slice(0, FIRST_TODOS).map(item)) : h("p", { class: "quiet" }, "No recommendations."),
+    left.length > 0 && folded);
 }
 
 export function ruleBlock(text: string): HTMLElement {

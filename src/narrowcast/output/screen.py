@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from narrowcast.output.words import counted
+
 LINES, COLUMNS = 25, 80
 """The room that a first screen has at most, and the columns that prose is wrapped to on wider ones, too."""
 PIPED = 120
@@ -44,25 +46,24 @@ class Part:
 
 
 def first_screen(
-    parts: Sequence[Part], whole: Callable[[], str] | None = None, room: int = LINES, rows: int = 0
+    parts: Sequence[Part], whole: Callable[[], str] | None = None, room: int = LINES, besides: str = ""
 ) -> str:
     """Return the parts on at most `room` lines; what `whole` has besides is counted on the last one. No line is cut.
 
-    rows: that tables have which are not here, in place of `whole`.
+    besides: what is not here, in words, in place of `whole`.
     """
     more = whole().count("\n") + 1 if whole is not None else 0
     shown = [list(part.lines) for part in parts]
     over = _count(shown) - room
-    if over > 0 or more > _count(shown) or rows:
+    if over > 0 or more > _count(shown) or besides:
         room -= 1  # for the line that says so
     while _count(shown) > room:
         _take(parts, shown)
     lines = [line.rstrip() for taken in shown for line in taken]
     left = more - len(lines)
-    if rows:
-        lines.append(f"{rows} {'row' if rows == 1 else 'rows'} of tables with --all, or to_text(every=True)")
-    elif left > 0:
-        lines.append(f"{left} more {'line' if left == 1 else 'lines'} with --all, or to_text(every=True)")
+    besides = besides or (counted(left, "more line") if left > 0 else "")
+    if besides:
+        lines.append(f"{besides} with --all, or to_text(every=True)")
     return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ def comparison_document(result: Differences) -> Document:
         page.figures.append(Figure("the compiler", result.compiled, detail, "bad", "relative"))
     page.figures += _gradient_figures(result.gradients)
     page.bars = shares(nodes, "calls", "Calls by format")
-    page.todos = _todos(result)[:3]
+    page.todos = _todos(result)
     rules = [_rule(row) for row in result.rows]
     modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(result, nodes), *op_table(nodes)]
     page.tables = [

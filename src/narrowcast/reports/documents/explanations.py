@@ -59,7 +59,7 @@ def explanation_document(result: Explanation) -> Document:
     page.figures += [*ledgers.cast_figures(ledger.totals()), *_pass_figures(result.graph_rows())]
     page.figures += comparisons.output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placements.bars(placed), *ledgers.format_bars(listed.nodes)]
-    page.todos = _todos(result)[:3]
+    page.todos = _todos(result)
     page.tables = [*_comparison_tables(comparison, listed), *ledgers.ledger_tables(ledger, listed, result.rules)]
     page.tables += _graph_tables(result)
     # Those of the backward are in no ledger: it is written before there is a backward.

@@ -39,7 +39,7 @@ def headroom_document(result: Headroom) -> Document:
     page.bars = shares(nodes.values(), "calls", "Calls by the first format that they fit")
     how = "headroom.policy('fp16'), or narrowcast headroom TARGET --policy-out FILE.toml, does that"
     keep = Todo("Keep all of them in fp32", how)
-    page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
+    page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))]
     page.notes = list(result.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page

@@ -36,7 +36,7 @@ def ledger_document(ledger: Ledger) -> Document:
     page.facts = [("recorded", "with nc.record"), ("policies", ", ".join(policies) or "none")]
     page.figures = cast_figures(totals)
     page.bars = format_bars(graph.nodes)
-    page.todos = [*advice_todos(ledger), *cast_todos(ledger)][:3]
+    page.todos = [*advice_todos(ledger), *cast_todos(ledger)]
     page.tables = ledger_tables(ledger, graph)
     return page
 

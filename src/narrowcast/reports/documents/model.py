@@ -1,4 +1,4 @@
-"""The page as data, under the schema `narrowcast.page/1`: what the script of the page draws and says, and nothing else.
+"""A result's document, under the schema `narrowcast.page/1`: what all renderers draw and say, and nothing else.
 
 Every word that comes from a user (module paths, files, reasons) is text here and stays text on the page.
 """
@@ -16,6 +16,8 @@ from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.words import in_unit
 
 SCHEMA = "narrowcast.page/1"
+FIRST_TODOS = 3
+"""So many things to do are shown at first; the others where everything is."""
 OUTSIDE = -1
 """The end of an edge that is no call: a weight, an input, or what nobody has seen being made."""
 
@@ -247,11 +249,12 @@ class Pair:
 
 @dataclass(slots=True)
 class Document:
-    """Everything that one page shows.
+    """Everything that is shown of one result.
 
     kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `headroom`, `ledger`, `repair`,
-    `profile`, `training-check`). facts: what the page is about, by name. verdict: one sentence; tone as of a figure.
-    todos: by their worth. pair: the second run, where two are shown side by side; graph is then the first's.
+    `profile`, `training-check`, `scaler`). facts: what it is about, by name. verdict: one sentence; tone as of a
+    figure. todos: all, by their worth; a first look shows FIRST_TODOS. pair: the second run, where two are shown side
+    by side; graph is then the first's.
     """
 
     kind: str

@@ -23,7 +23,7 @@ def repair_document(result: Repair) -> Document:
     page.figures = _figures(result)
     page.bars = _bars(result)
     rules = [shown_rule(row.rule) for row in result.rules]
-    page.todos = [*_use(result), *(_todo(row, rule) for row, rule in zip(result.rules, rules, strict=True))][:4]
+    page.todos = [*_use(result), *(_todo(row, rule) for row, rule in zip(result.rules, rules, strict=True))]
     page.notes = list(result.notes)
     others = [[rule, "was tried, and is not needed"] for rule in result.dropped]
     others += [[rule, "may not be needed: the limit of runs was reached"] for rule in result.untried]

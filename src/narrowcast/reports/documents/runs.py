@@ -39,9 +39,8 @@ def run_document(run: Run) -> Document:
         Figure("not finite", len(bad), "calls", "bad" if bad else "good"),
     ]
     page.bars = format_bars(nodes)
-    page.todos = [
-        Todo(keeping(n.op, n.path), n.finding, high_rule(n), n.path) for n in [n for n in bad if high_rule(n)][:3]
-    ]
+    todos = (Todo(keeping(n.op, n.path), n.finding, high_rule(n), n.path) for n in bad if high_rule(n))
+    page.todos = list({todo.what: todo for todo in todos}.values())
     page.tables = [
         *finding_table(nodes), *op_table(nodes), *edge_cast_table("casts", CASTS, page.graph, page.graph.edges),
         *module_table(nodes), *_tensors(nodes, flow),

@@ -34,7 +34,7 @@ def watch_document(result: Watching) -> Document:
         Figure("intentional", sum(result.intentional.values()), "infinities, such as those of masks"),
     ]
     page.notes = list(result.notes)
-    page.todos = [todo for finding in findings for todo in _todos(finding)][:3]
+    page.todos = [todo for finding in findings for todo in _todos(finding)]
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += _gradient_table(result) + table(

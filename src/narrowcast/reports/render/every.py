@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.screen import Part, wrapped
-from narrowcast.reports.documents.model import Bar, Column, Document, Table, Todo
+from narrowcast.reports.documents.model import FIRST_TODOS, Bar, Column, Document, Table, Todo
 from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.documents.words import in_count, in_time
 from narrowcast.reports.results.lines import number_text
@@ -18,7 +18,6 @@ LEAST = 16
 """So much room a column of words has at least."""
 TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
 """Kinds of columns whose cells are words and names, and not numbers."""
-TODOS = 3
 _NAME = 15
 _WORDS = {"multiplications": "MACs"}
 
@@ -41,7 +40,7 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
         Part(notes, rank=2, least=2),
         part_of([[""], *_figures(page, width)], 1, 1, 7),
         *rows,
-        *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:TODOS], width)),
+        *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:FIRST_TODOS], width)),
     ]
 
 

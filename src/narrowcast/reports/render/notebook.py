@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from narrowcast.output.words import counted
-from narrowcast.reports.documents.model import Bar, Document, Table
+from narrowcast.reports.documents.model import FIRST_TODOS, Bar, Document, Table, Todo
 from narrowcast.reports.render.every import cell, first_rows, split_columns, telling_table
 from narrowcast.reports.results.shown_rules import rule_text
 
@@ -29,16 +29,20 @@ def notebook_html(page: Document) -> str:
     )
     parts = [f"<p><b>{escape(page.title)}</b>: {escape(page.verdict)}</p>", f"<table><tr>{figures}</tr></table>"]
     parts += [_bar(bar) for bar in page.bars]
-    parts += [
-        f"<details><summary>{escape(todo.what)}</summary><p>{escape(todo.why)}</p>"
-        + (f"<pre>{escape(rule_text(todo.rule))}</pre>" if todo.rule else "")
-        + "</details>"
-        for todo in page.todos
-    ]
+    parts += [*map(_todo, page.todos[:FIRST_TODOS])]
+    left = page.todos[FIRST_TODOS:]
+    if left:
+        more = f"<summary>{counted(len(left), 'more recommendation')}</summary>{''.join(map(_todo, left))}"
+        parts.append(f"<details>{more}</details>")
     shown = telling_table(page)
     parts += [] if shown is None else [_table(shown)]
     parts.append("<p><small><code>to_html()</code> gives the whole page.</small></p>")
     return "".join(parts)
+
+
+def _todo(todo: Todo) -> str:
+    rule = f"<pre>{escape(rule_text(todo.rule))}</pre>" if todo.rule else ""
+    return f"<details><summary>{escape(todo.what)}</summary><p>{escape(todo.why)}</p>{rule}</details>"
 
 
 def _bar(bar: Bar) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, wrapped
-from narrowcast.reports.documents.model import Document, Table
+from narrowcast.output.words import counted
+from narrowcast.reports.documents.model import FIRST_TODOS, Document, Table
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.every import TEXTS, cell, first_rows, overview_parts, part_of, telling_table, whole_text
 from narrowcast.reports.results.result import Result
@@ -26,7 +27,10 @@ def screen_text(page: Document, width: int, room: int) -> str:
     """Return facts, the verdict, figures, the first rows of the most telling table, and what to do."""
     shown = telling_table(page)
     rows = [] if shown is None else [rows_part(shown, width)]
-    return first_screen(overview_parts(page, width, rows), None, room, sum(len(t.rows) for t in page.tables))
+    todos, cells = len(page.todos) - FIRST_TODOS, sum(len(t.rows) for t in page.tables)
+    more = f"and {counted(todos, 'more recommendation')}" if todos > 0 else ""
+    parts = [*overview_parts(page, width, rows), Part([more] if more and cells else [], 2)]
+    return first_screen(parts, None, room, f"{counted(cells, 'row')} of tables" if cells else more.removeprefix("and "))
 
 
 def rows_part(table: Table, width: int) -> Part:
