@@ -201,8 +201,8 @@ def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
 def test_json_has_everything():
     """With schema names."""
     data = json.loads(nc.explain(Net(), (x,)).to_json())
-    assert data["schema"] == "narrowcast.explanation/2"
-    assert data["ops"] and data["ledger"]["casts"]
+    assert data["schema"] == "narrowcast.explanation/3"
+    assert data["ledger"]["calls"] and data["ledger"]["casts"]
 
 
 @pytest.mark.parametrize("real", [False, True])

@@ -226,7 +226,8 @@ def test_the_first_value_that_is_not_finite_is_found():
     text = " ".join(found.to_text(every=True).split())
     assert "Not finite in the region, and finite in fp32: infinity in the fp16 result of aten.mul.Tensor" in text
     short = json.loads(found.to_json(), parse_constant=pytest.fail)["comparison"]  # NaN and infinities are text
-    assert short["not_finite"]["op"] == short["worst"][0]["id"].split()[0] == "aten.mul.Tensor"
+    short = short["differences"]
+    assert short["not_finite"]["op"] == found.comparison.worst[0].id.op == "aten.mul.Tensor"
     assert short["outputs"][0]["sqnr_db"] == "nan" and short["verdict"] == "not finite" and short["runs"] > 8
 
 
@@ -252,9 +253,7 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     )
     worst, those = ([replace(row, line=0) for row in rows] for rows in (short.worst, whole.worst))  # two lines call it
     assert worst == those[:5] and len(those) == 7
-    data = short.data()
-    assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
-    assert (data["verdict"], data["round_off_bound"], data["runs"]) == ("round-off", whole.round_off_bound, 6)
+    assert (short.differences.verdict, short.differences.runs) == ("round-off", 6)
     text = " ".join(nc.explain(model, (x,), under="bf16", run=True).to_text(every=True).split())
     assert (
         "VERDICT: Within round-off of fp32" in text

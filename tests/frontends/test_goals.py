@@ -422,10 +422,10 @@ def test_an_explanation_shows_what_each_call_may_cost():
         "bf16 ",
     ):
         assert words in text, words
-    (data,) = json.loads(found.to_json())["placements"]
+    (data,) = json.loads(found.to_json())["graphs"]
     assert {c["name"] for c in data["candidates"]} >= {"placed"}
-    assert all(set(call["costs_ns"]) == {"bf16", "fp32"} for call in data["calls"])
-    assert any(call["op"] == "aten.conv2d.default" and call["line"] for call in data["calls"])
+    assert all(set(call["costs_ns"]) == {"bf16", "fp32"} for call in data["placement"]["calls"])
+    assert any(call["op"] == "aten.conv2d.default" and call["line"] for call in data["placement"]["calls"])
     assert "not timed" in exported.to_text(every=True)
     with pytest.raises(GoalError, match="compile"):
         nc.explain(model, (x,), under=BF16, goal="fast")

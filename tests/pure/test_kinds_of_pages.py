@@ -173,7 +173,7 @@ class TestSavedExplanation:
     @pytest.mark.parametrize(
         "changed, said",
         [({"schema": "narrowcast.explanation/0"}, "explanation/0"), ({"graphs": [{}]}, "a record lacks"),
-         ({"ledger": {}}, "a record lacks")],
+         ({"ledger": {"casts": [{}]}}, "a record lacks")],
     )  # fmt: skip
     def test_other_schemas_and_broken_records_are_refused(self, changed, said, tmp_path):
         """An unknown schema or a record with missing entries raises a RunError that names the file."""

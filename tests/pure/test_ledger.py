@@ -87,7 +87,7 @@ def test_an_explanation_groups_and_sorts():
     big = replace(CAST, moved_bytes=9000, argument="input", kind="activation", repeated=True)
     found = Explanation("m", "cpu", "bf16", "native", "d" * 64, "fake tensors", "", ledger(CAST, big, big))
     assert [(r.op, r.calls, r.moved_bytes) for r in found.op_rows()] == [("aten.linear.default", 2, 2000)]
-    assert json.loads(found.to_json())["ledger"]["schema"] == "narrowcast.ledger/2"
+    assert len(json.loads(found.to_json())["ledger"]["casts"]) == 3
 
 
 def test_the_text_of_a_ledger_names_op_place_and_rule():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from narrowcast.core.ledger import Tally
 from narrowcast.core.policy import Rule
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
 from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference, GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.result import Result, codec, renderer
+from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.verdicts import EXPLAINED, RAISES
 
@@ -127,13 +127,6 @@ class Comparison:
         """The first NaN of fp32 itself, if its outputs have any."""
         return self.differences.reference_not_finite
 
-    def data(self) -> dict[str, Any]:
-        """Return what is written as JSON: its differences beside it, their calls, and the worst of these again."""
-        to_data = codec().to_data
-        own = to_data(self)
-        inner = own.pop("differences")
-        return {"calls": inner.pop("rows"), "worst": to_data(self.worst), **inner, **own}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Result):
@@ -148,7 +141,7 @@ class Explanation(Result):
     """
 
     WHAT: ClassVar[str] = "an explanation"
-    SCHEMA: ClassVar[str] = "narrowcast.explanation/2"
+    SCHEMA: ClassVar[str] = "narrowcast.explanation/3"
 
     subject: str
     device_type: str
@@ -209,45 +202,6 @@ class Explanation(Result):
         if self.failure is not None:
             return RAISES
         return EXPLAINED if self.comparison is None else self.comparison.differences.verdict
-
-    def data(self) -> dict[str, Any]:
-        """Return what is written as JSON: all that its text and its page have."""
-        to_data = codec().to_data
-        data: dict[str, Any] = {"schema": self.SCHEMA, **{name: to_data(getattr(self, name)) for name in _SAID}}
-        data |= {"ops": to_data(self.op_rows()), "graphs": to_data(self.graph_rows())}
-        data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
-        data["flows"] = to_data([graph.flow for graph in self.graphs])
-        data["flow"] = to_data(self.flow)
-        data["comparison"] = self.comparison.data() if self.comparison else None
-        return {**data, "ledger": self.ledger.data()}
-
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Explanation:
-        """Return the explanation of such data; the programs of its graphs are not among them."""
-        placed = {
-            row["graph"]: {**row, "placement": row, "returned": row["returned_casts"]} for row in data["placements"]
-        }
-        graphs = [{**placed.get(row["number"], {}), "number": row["number"], "row": row} for row in data["graphs"]]
-        for graph, flow in zip(graphs, data["flows"], strict=True):
-            graph["flow"] = flow
-        compared = data["comparison"]
-        if compared is not None:
-            compared = {**compared, "differences": {**compared, "rows": compared["calls"]}}
-        whole = {**data, "graphs": graphs, "comparison": compared, "ledger": {}}
-        explanation: Explanation = codec().of_data(cls, whole, is_whole=True)
-        return replace(explanation, ledger=Ledger.of_data(data["ledger"]))
-
-
-_ASKED = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
-_SAID = (*_ASKED, "gradients", "rules", "differences", "failure")
-_PLACED = ("goal", "chosen", "candidates", "candidates_seconds", "from_disk")
-
-
-def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
-    to_data = codec().to_data
-    own = {name: to_data(getattr(graph, name)) for name in _PLACED}
-    gap = 0.0 if graph.placement is None else graph.placement.gap
-    return {"graph": graph.number, "returned_casts": graph.returned, **to_data(graph.placement), "gap": gap, **own}
 
 
 def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
