@@ -18,7 +18,7 @@ from typing import Any
 
 import narrowcast as nc
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.reports.results.lines import number_text
+from narrowcast.output.words import number_text
 from narrowcast.reports.results.run import ENDING, Run
 from narrowcast.reports.results.run_differences import RunDifferences, RunRow
 from narrowcast.reports.results.run_records import CallRecord

@@ -79,7 +79,8 @@ def test_what_the_passes_did():
     assert f"casts left {row.casts} in 1 graph, where eager code makes 10" in " ".join(text.split())
     assert f"casts of the backward {row.backward} forward and backward: {row.joint_after}" in " ".join(text.split())
     data = json.loads(with_gradients.to_json())
-    assert data["front_end"] == "compile" and data["graphs"][0]["row"]["casts"] == row.casts and data["differences"] == []
+    assert data["front_end"] == "compile" and data["differences"] == []
+    assert data["graphs"][0]["row"]["casts"] == row.casts
     assert {e["by"] for e in data["ledger"]["edits"]} >= {"assign", "share"}
     assert parse(with_gradients.to_json()).ledger.edits == with_gradients.ledger.edits
 

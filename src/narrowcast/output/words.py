@@ -1,6 +1,8 @@
-"""Words in sentences: counts with their nouns, and the nearest name to a misspelt one."""
+"""Words in sentences: counts with their nouns, numbers in a few digits, the nearest name to a misspelt one."""
 
 from __future__ import annotations
+
+import math
 
 _OF_ONE = {"are": "is", "were": "was", "have": "has", "do": "does"}
 
@@ -18,3 +20,13 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...], cutoff: float = 
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def number_text(value: float) -> str:
+    """Return a number in two digits: `1.2e-03`, `0`."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def or_infinity(error: float) -> float:
+    """Return an error by which rows are put in order: NaN is the largest."""
+    return error if math.isfinite(error) else math.inf

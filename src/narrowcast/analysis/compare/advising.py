@@ -21,9 +21,9 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.trial.output_errors import gradient_error, output_errors
 from narrowcast.observation.trial.trial import Outcome
+from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import AskedFormat, Differences, Remedy
-from narrowcast.reports.results.lines import or_infinity
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SOURCE = "narrowcast compare"

@@ -21,7 +21,7 @@ from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.output_errors import error_of, gradient_error, output_errors
 from narrowcast.observation.trial.trial import Outcome
-from narrowcast.reports.results.lines import or_infinity
+from narrowcast.output.words import or_infinity
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map, version_of
 

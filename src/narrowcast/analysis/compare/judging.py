@@ -27,10 +27,9 @@ from narrowcast.observation.trial.output_errors import (
     output_errors,
 )
 from narrowcast.observation.trial.trial import Outcome
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError
-from narrowcast.reports.results.lines import number_text
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon

@@ -1,6 +1,6 @@
 """Kernels judged: the results of a call in a run, element by element, against its op in fp64 on the same inputs.
 
-The bounds are those of `ops.bounds`. A call without a bound, or whose op has no kernel in fp64, is not judged.
+The bounds are those of `core.ops.bounds`. A call without a bound, or whose op has no kernel in fp64, is not judged.
 """
 
 from __future__ import annotations

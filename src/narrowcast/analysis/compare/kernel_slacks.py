@@ -1,4 +1,4 @@
-"""The error that a sound kernel may have before it rounds its result, by kind of bound (`ops.bounds`)."""
+"""The error that a sound kernel may have before it rounds its result, by kind of bound (`core.ops.bounds`)."""
 
 from __future__ import annotations
 

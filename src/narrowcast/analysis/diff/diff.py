@@ -27,11 +27,10 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.documents.rules import is_low
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
-from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, TokenDifference, Unaligned

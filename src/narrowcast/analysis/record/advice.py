@@ -31,7 +31,7 @@ from narrowcast.runtime.torch_surface.state import is_enabled
 
 
 class Adviser:
-    """Told by a recording, or by who looks at a loop, of what runs. calls, casts: how many they have counted so far."""
+    """Advises on what a recording, or an observer of a loop, sees run. calls, casts: how many there have been."""
 
     def __init__(self, advice: dict[Advice, int], door: Door, matches: Container[str] = ()) -> None:
         """advice: where it is noted, and how often. matches: labels of rules that have matched."""

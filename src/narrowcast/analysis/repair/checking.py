@@ -21,9 +21,8 @@ from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions, first_line
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
 from narrowcast.output.progress import Step
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results.findings import Finding
-from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED
 from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge.case import Evaluate, Metric, figures_of

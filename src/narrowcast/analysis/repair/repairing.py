@@ -22,8 +22,7 @@ from narrowcast.formats import Format, fp32
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.observation.trial.uncast import Uncast
-from narrowcast.output.words import counted
-from narrowcast.reports.results.lines import number_text
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.repair import (
     ERROR,

@@ -1,7 +1,8 @@
 """The observer: notified of every call of a run, forward, backward and recomputed, each with its identity.
 
 Calls are those that a policy decides: ops at the Autocast keys, which our kernels report, and below them whatever
-else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise`), so that they report the same.
+else computes. Compiled graphs are run step by step meanwhile (`frontends.compiled.stepwise`), so that they report the
+same.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from narrowcast.core.policy import Rule
 from narrowcast.formats import FORMATS
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text, or_infinity
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import (
     Document,
@@ -25,7 +25,6 @@ from narrowcast.reports.documents.rules import glob_unescaped, is_low, keeping, 
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
-from narrowcast.reports.results.lines import number_text, or_infinity
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINITE, PASSED_ON, ROUND_OFF
 

@@ -131,7 +131,8 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
     weights = f" + weights {in_bytes(comparison.weight_bytes)}" if comparison.weight_bytes else ""
     peaks = f"{in_bytes(comparison.region_peak_bytes)}{weights}, fp32 {in_bytes(comparison.reference_peak_bytes)}"
     peaks += "; with gradients" if gradients else "; no_grad"
-    times = f"{_time(comparison.region_ms)}, fp32 {_time(comparison.reference_ms)}; quartiles {low:.2f} to {high:.2f}"
+    region, reference = in_time(1e6 * comparison.region_ms), in_time(1e6 * comparison.reference_ms)
+    times = f"{region}, fp32 {reference}; quartiles {low:.2f} to {high:.2f}"
     times += f" of {comparison.repeats} alternating pairs"
     known, now = comparison.metric_reference, comparison.metric_found
     return [
@@ -150,10 +151,6 @@ def spent(comparison: Comparison) -> str:
     casts, kernels, reference, left = (in_time(1e6 * ms) for ms in known)
     left = left if rest > 0 else "too little to measure"
     return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
-
-
-def _time(ms: float) -> str:
-    return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"
 
 
 def _todos(result: Explanation) -> list[Todo]:

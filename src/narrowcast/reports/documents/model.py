@@ -17,7 +17,7 @@ from narrowcast.reports.documents.words import in_unit
 
 SCHEMA = "narrowcast.page/1"
 FIRST_TODOS = 3
-"""So many things to do are shown at first; the others where everything is."""
+"""How many things to do a first screen, a notebook and an open page show; the others are folded."""
 OUTSIDE = -1
 """The end of an edge that is no call: a weight, an input, or what nobody has seen being made."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
 from narrowcast.reports.results.shown_rules import shown_rule
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text, or_infinity
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.lines import number_text, or_infinity
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 

@@ -11,6 +11,7 @@ from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.run_records import tensor_text
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import TREND
 
@@ -23,7 +24,7 @@ def watch_document(result: Watching) -> Document:
         node.verdict = finding.made_by
         node.finding = f"{finding.what}, step {finding.step}: {finding.sentence}"
         seen = {**dict(finding.inputs), **dict(finding.outputs)}
-        node.facts = tuple((name, f"{facts.format} {facts.low:.4g}..{facts.high:.4g}") for name, facts in seen.items())
+        node.facts = tuple((name, tensor_text(facts)) for name, facts in seen.items())
         nodes.append(node)
     bad = [n for n in nodes if n.verdict != TREND]
     page = Document("watch", "A watched run", *watch_verdict(result), graph=Graph(nodes, [], note=ORDER))

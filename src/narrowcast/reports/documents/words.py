@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.results.lines import number_text
+from narrowcast.output.words import number_text
 
 
 def number(value: Any) -> float | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.screen import Part, wrapped
+from narrowcast.output.words import number_text
 from narrowcast.reports.documents.model import FIRST_TODOS, Bar, Column, Document, Table, Todo
 from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.documents.words import in_count, in_time
-from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.shown_rules import rule_text
 
 LEAST = 16
@@ -74,7 +74,7 @@ def _amount(unit: str, amount: float) -> str:
         return in_bytes(amount)
     if unit == "multiplications":
         return in_count(amount)
-    return f"{amount / 1e6:.3g} ms" if unit == "ns" else f"{amount:.0f}"
+    return in_time(amount) if unit == "ns" else f"{amount:.0f}"
 
 
 def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]:
