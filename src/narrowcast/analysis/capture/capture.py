@@ -179,12 +179,15 @@ class Capturing:
         self._stack = ExitStack()
         self._is_entered = False
         self._optimizers: dict[int, Any] = {}
+        self._names: dict[int, str] = {}  # of parameters, by id, as a step found them: their model may be gone later
+        self._before: dict[int, int] = {}  # by the id of a parameter: its value before the first step
         self._stepped: dict[int, dict[str, int]] = {}  # by the id of a parameter: its gradient in the last step
 
     def __enter__(self) -> Run:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
+        self._stack.enter_context(told_of_optimizer_steps(self._note_before, before=True))
         self._stack.enter_context(told_of_optimizer_steps(self._note_step))
         self._stack.enter_context(self._observer.observing())
         return self.run
@@ -218,22 +221,37 @@ class Capturing:
         if self._table.folder is not None:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
 
+    def _note_before(self, optimizer: Any) -> None:
+        """Note the weights that a first step is about to change."""
+        with quietly():
+            self._door.run("weights before a step", self._note_weights, optimized_by(optimizer))
+
+    def _note_weights(self, parameters: Iterable[Any]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._before:
+                self._before[id(parameter)] = self._table.number(parameter)
+
     def _note_step(self, optimizer: Any) -> None:
         """Note the gradients that a step has used, which the program may clear."""
         self._optimizers[id(optimizer)] = optimizer
+        parameters = list(optimized_by(optimizer))
+        if not all(id(parameter) in self._names for parameter in parameters):
+            self._names |= names_of_parameters(self._observer.roots)
         with quietly():
-            self._door.run("the gradients of a step", self._note_gradients, optimized_by(optimizer))
+            self._door.run("the gradients of a step", self._note_gradients, parameters)
 
     def _note_gradients(self, parameters: Iterable[Any]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 numbers = {"value": self._table.number(parameter), "gradient": self._table.number(parameter.grad)}
+                if id(parameter) in self._before:
+                    numbers["before"] = self._before[id(parameter)]
                 self._stepped[id(parameter)] = numbers
 
     def _note_parameters(self, observer: _Capture) -> None:
         roots = observer.roots
         self._note_gradients(p for root in roots for p in root.parameters())
-        names = names_of_parameters(roots) if self._stepped or self._optimizers else {}
+        names = self._names | (names_of_parameters(roots) if self._stepped or self._optimizers else {})
         for parameter, numbers in self._stepped.items():
             if parameter in names:
                 self.run.parameters[names[parameter]] = numbers

@@ -163,7 +163,9 @@ def _compare_ends(
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     has_low = _has_low(result)
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    result.gradients = gradients(judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others))
+    result.gradients = gradients(
+        judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others), judging.widest
+    )
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     are_gradients_alike = gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
@@ -171,6 +173,9 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
+        if are_others and judging.returned_as_a_whole() <= band_of_all(judging.widest, OUTPUTS):  # in another order
+            ends = [EndDifference(0.0, judging.widest)]
+            judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
     effects = judging.effects(pairs, result.rows)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
@@ -189,7 +194,12 @@ def _compare_ends(
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
-    return max([judging.returned_apart(), *(one.difference for one in ends if math.isfinite(one.difference))])
+    return max(
+        [
+            0.0 if judging.are_alike_as_a_whole else judging.returned_apart(),
+            *(one.difference for one in ends if math.isfinite(one.difference)),
+        ]
+    )
 
 
 def _name_of(value: Any, otherwise: str) -> str:

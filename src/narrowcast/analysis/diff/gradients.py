@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.pieces import Piece
+from narrowcast.analysis.diff.pieces import Piece, distance
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
+UPDATES = "updates"
+_OF_SGD = {"value", "gradient", "before", "momentum_buffer"}
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
@@ -25,8 +28,10 @@ def band_along(rows: list[RunRow]) -> float:
     return band if any(row.differs_in_format for row in rows) else min(band, _MOST)
 
 
-def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
-    """Compare the gradients of parameters with one name, of paired modules, or of one value."""
+def gradients(values: Values, pairs: list[Aligned], band: float, of_call: float = 0.0) -> list[GradientRow]:
+    """Compare the gradients of parameters with one name, of paired modules, or of one value. of_call: the widest bound
+    of a call: a bias's gradient that is zero in theory has that of its module's largest one.
+    """
     a, b = ([name for name, row in side.runs[0].parameters.items() if "gradient" in row] for side in values.sides)
     modules = {
         x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b))
@@ -41,10 +46,43 @@ def gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradien
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
+    named, rows = rows, {names: None for names in rows if names[0] != names[1] or values.are_parts(*names)}
     rows |= _of_one_value(values, *([name for name in side if not any(name in names[n] for names in rows)]
                                     for n, side in enumerate((a, b))))  # fmt: skip
+    taken = [{name for names in rows for name in names[n]} for n in range(2)]  # models of one class have any names
+    rows |= {names: None for names in named if taken[0].isdisjoint(names[0]) and taken[1].isdisjoint(names[1])}
     compared = [(row, *values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, d.relative, d.by, band * grown) for row, d, grown in compared if d.is_known]
+    known = [
+        GradientRow(*row, d.relative, d.by, max(band * grown, of_call * _larger_beside(values, row[0])))
+        for row, d, grown in compared
+        if d.is_known
+    ]
+    return [_by_updates(values, row) if row.is_beyond else row for row in known]
+
+
+def _by_updates(values: Values, row: GradientRow) -> GradientRow:
+    """Return the row, by what the steps have changed of the weight where that is alike: a decay may be a part of the
+    loss or the optimizer's, and gradients may be clipped in place. Not where an optimizer divides by their size.
+    """
+    rows = [side.runs[0].parameters[name] for side, names in zip(values.sides, (row.a, row.b), strict=True)
+            for name in names]  # fmt: skip
+    if len(rows) != 2 or any("before" not in known or known.keys() - _OF_SGD for known in rows):
+        return row
+    after = values.between(*(known["value"] for known in rows))
+    side, moved = values.sides[0], rows[0]
+    change = distance(side.piece(0, moved["before"]), side.piece(0, moved["value"])).relative
+    if not change > 0 or not after.relative / change <= row.round_off_bound:
+        return row
+    return replace(row, difference=after.relative / change, measured_by=UPDATES)
+
+
+def _larger_beside(values: Values, names: tuple[str, ...]) -> float:
+    """Return how many times larger the largest gradient of the same modules is, in the first run."""
+    side, paths = values.sides[0], {name.rpartition(".")[0] for name in names}
+    known = {name: side.piece(0, row["gradient"]).rms for name, row in side.runs[0].parameters.items()
+             if "gradient" in row and name.rpartition(".")[0] in paths}  # fmt: skip
+    own = max(known[name] for name in names)
+    return max(known.values()) / own if own > 0 else 1.0
 
 
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:

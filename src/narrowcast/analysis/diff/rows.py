@@ -49,8 +49,10 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
-        self._has_chosen = False
-        self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
+        self._has_chosen = self.are_alike_as_a_whole = False
+        alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self._paired[n]]
+        bands = [*(values.band(pair) for pair in pairs), *(values.band_of(n, x) for n, x in alone)]
+        self.widest = min(max(bands, default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
 
     def row(self, pair: Aligned) -> RunRow:
@@ -267,8 +269,10 @@ class Judging:
 
     def of_backward(self) -> set[Bundle]:
         """Return the calls of a backward without a partner, but for those that only calls of a forward read: what
-        these compute shows in outputs, as that of a forward does.
+        these compute shows in outputs, as that of a forward does, and so does all where no parameter has a gradient.
         """
+        if not any("gradient" in row for side in self.values.sides for row in side.runs[0].parameters.values()):
+            return set()
         backward = {bundle for bundle in self.unpaired if bundle.id.direction == BACKWARD}
         read_by = {bundle: {pair.a[0].id.direction for pair in self.read_by.get(bundle, ())} for bundle in backward}
         return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
@@ -284,6 +288,20 @@ class Judging:
                 return []
             found.append(EndDifference(seen.relative, band_of_all(self.widest, OUTPUTS), self.widest))
         return found
+
+    def returned_as_a_whole(self) -> float:
+        """Return how far apart all that the models returned is in its ranges and squares, in whatever order and parts;
+        infinity where that is not as much.
+        """
+        wholes = []
+        for side in self.values.sides:
+            pieces = [side.piece(0, number) for number in side.runs[0].returned]
+            squares = math.fsum(piece.elements * piece.rms**2 for piece in pieces)
+            ends = min((p.low for p in pieces), default=0.0), max((p.high for p in pieces), default=0.0)
+            wholes.append((sum(piece.elements for piece in pieces), math.sqrt(squares), *ends))
+        (a, *one), (b, *other) = wholes
+        size = max(map(abs, one), default=0.0)
+        return max(abs(x - y) for x, y in zip(one, other, strict=True)) / size if a == b and size > 0 else math.inf
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair

@@ -120,8 +120,9 @@ class Side:
         return self._pieces[key]
 
     def value(self, parameter: str) -> Piece:
-        """Return the value of a parameter of the first rank's run, by its name."""
-        return self.piece(0, self.runs[0].parameters[parameter]["value"])
+        """Return the value of a parameter of the first rank's run, by its name: before any step, if there were some."""
+        row = self.runs[0].parameters[parameter]
+        return self.piece(0, row.get("before", row["value"]))
 
     def maker(self, rank: int, number: int) -> CallRecord | None:
         """Return the call that made a tensor, or wrote last into its memory; casts are skipped."""

@@ -225,7 +225,8 @@ class Adviser:
                     "weights in a low format",
                     f"{facts.id} reads a weight that is {FORMATS[tensor.dtype]} already: the model was converted "
                     "(half(), bfloat16(), to(dtype)) and runs in a region, too",
-                    "Do one of both: keep the weights in fp32 in a region, or convert the model and open none.",
+                    "Keep the weights in fp32, model.float(), where they are trained. For inference alone convert the "
+                    "model, and open no region.",
                     site,
                 )
                 return

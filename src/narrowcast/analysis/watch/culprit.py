@@ -23,7 +23,7 @@ from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
-from narrowcast.runtime.torch_bridge import FORMATS, is_random, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
@@ -114,6 +114,12 @@ def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
     asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
     if any(FORMATS[dtype].bits < 32 for dtype in asked):
         return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there.", ()
+    target = next((t for t in written_tensors(call.facts, call.args, call.kwargs) if t.dtype in LOW), None)
+    if call.facts.writes and target is not None:
+        return (
+            f"It writes to a tensor in {FORMATS[target.dtype]}, which no rule casts: convert it before, x.float(), or "
+            "write the form that returns a new tensor, for which a rule holds."
+        ), ()  # fmt: skip
     of = call.forward or call.id
     if of.direction == BACKWARD:
         return "Keep in fp32 what it is the backward of.", ()

@@ -44,13 +44,13 @@ class Stepwise(torch.fx.Interpreter):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """Run one call of an op, of which watchers that want it whole are notified."""
+        """Run one call of an op, of which watchers that want it whole are notified: its casts are in the graph."""
         if not isinstance(target, OpOverload):
             return super().call_function(target, args, kwargs)
         facts = op_facts(target)
         device_type = device_type_of(args, kwargs) or "cpu"
         watching = [watcher for watcher in self._watching if watcher.wants_whole(facts.id, device_type)]
-        if not watching:
+        if not watching or torch.is_autocast_enabled(device_type):  # then kernels cast, and report it
             return super().call_function(target, args, kwargs)
         slots = slots_of(facts, args, kwargs)
         tensors = list(zip(slots, gather(facts, args, kwargs), strict=True))

@@ -37,6 +37,8 @@ class _Parameter:
             self.parameter.data = self.data
         if self.parameter.grad is not self.gradient:
             self.parameter.grad = self.gradient
+        if not self.parameter.is_leaf:  # an op that wrote to it was recorded
+            self.parameter.detach_()
         if self.parameter.requires_grad is not self.requires_grad:
             self.parameter.requires_grad_(self.requires_grad)
 

@@ -10,9 +10,16 @@ import torch
 from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import others_as_text
+from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import gives_memory
-from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import attention_by_definition, holds_others, schema_of, tree_map_only
+from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in, written_tensors
+from narrowcast.runtime.torch_surface.dispatch import (
+    attention_by_definition,
+    holds_others,
+    schema_of,
+    storage_key,
+    tree_map_only,
+)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -133,8 +140,16 @@ def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
 
 
 def copies_of_written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments, with copies of those that the op writes to and that can be copied."""
-    if not facts.overwrites:
+    """Return the arguments, with copies of those that the op writes to, or that share their memory, and that can be
+    copied.
+    """
+    written = written_tensors(facts, args, kwargs)
+    if not written:
         return args, kwargs
-    written = (slot for slot in facts.slots if slot.written)
-    return _by_slot(written, args, kwargs, lambda t: t if is_of_others(t) else t.detach().clone())
+    ids, memory = set(map(id, written)), {storage_key(t) for t in written if has_storage(t)}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        is_touched = id(tensor) in ids or (has_storage(tensor) and storage_key(tensor) in memory)
+        return tensor.detach().clone() if is_touched and not is_of_others(tensor) else tensor
+
+    return _by_slot(facts.slots, args, kwargs, copied)

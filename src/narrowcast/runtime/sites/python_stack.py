@@ -24,6 +24,7 @@ from narrowcast.runtime.torch_surface.modules import (
     children,
     is_recomputation,
     module_call_code,
+    variable_of,
     without_wrapper,
 )
 
@@ -98,7 +99,7 @@ def modules_on_stack() -> list[Module]:
     code = module_call_code()
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is code:
-            modules.append(frame.f_locals["self"])
+            modules.append(variable_of(frame, "self"))
         carried = _carried(frame)
         if carried is not None:
             modules += carried.modules
@@ -150,7 +151,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if _runs_commands(code.co_filename):
             break
         if code is _CALL:
-            modules.append(frame.f_locals["self"])
+            modules.append(variable_of(frame, "self"))
             callers.clear()
         elif with_names and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
             callers.append(frame)
@@ -222,7 +223,7 @@ def _path_around(root: Module, callers: list[FrameType]) -> str:
     for frame in reversed(callers):
         code = frame.f_code
         if code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])
+            owner = variable_of(frame, code.co_varnames[0])
             if isinstance(owner, Module) and owner is not root:
                 name = name_in(owner, root)
                 if not name.startswith("<"):

@@ -91,12 +91,17 @@ def device_type_of(*trees: Any) -> str | None:
     """Return the device type of modules and nested arguments: where most elements of their floating tensors are, or
     else of other tensors; None without any, and for tensors on meta, which are yet to come to a device.
     """
-    inside = [[*t.parameters(), *t.buffers()] if isinstance(t, torch.nn.Module) else t for t in trees]
-    tensors = [tensor for tensor in tensors_in(*inside) if not tensor.is_meta]
-    tensors = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors
-    types = dict.fromkeys(tensor.device.type for tensor in tensors)
+    tensors: list[torch.Tensor] = []
+    types: dict[str, None] = {}
+    for tree in trees:
+        tensors += [*tree.parameters(), *tree.buffers()] if isinstance(tree, torch.nn.Module) else tensors_in(tree)
+    for tensor in tensors:
+        types[tensor.device.type] = None
+    types.pop("meta", None)
     if len(types) < 2:
         return next(iter(types), None)
+    tensors = [t for t in tensors if t.is_floating_point() and not t.is_meta] or tensors
+    types = {tensor.device.type: None for tensor in tensors if not tensor.is_meta}
     return max(types, key=lambda type_: sum(t.numel() for t in tensors if t.device.type == type_))
 
 

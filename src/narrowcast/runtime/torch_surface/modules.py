@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,12 +125,28 @@ RECOMPUTING = ("recompute_fn", "backward")
 _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+_NEW = 3
+"""The references to a snapshot of a frame's variables that nobody else has: the frame's, and two of who looks."""
+
+
+def variable_of(frame: FrameType, name: str) -> Any:
+    """Return a variable of a function that runs; None without one. Until Python 3.13 the frame keeps a snapshot of all
+    its variables once they were asked for, which would keep their values alive: it is emptied if nobody else has it.
+    """
+    scope = frame.f_locals
+    value = scope.get(name)
+    is_snapshot = isinstance(scope, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_snapshot and sys.getrefcount(scope) <= _NEW:
+        scope.clear()
+    return value
+
+
 def carried_state(frame: FrameType) -> Any:
     """Return the cpu's keyword arguments at the forward that this frame recomputes; None if it recomputes none."""
     if not is_recomputation(frame):
         return None
-    scope = frame.f_locals
-    return scope.get("cpu_autocast_kwargs") or getattr(scope.get("ctx"), "cpu_autocast_kwargs", None)
+    kept = variable_of(frame, "cpu_autocast_kwargs")
+    return kept or getattr(variable_of(frame, "ctx"), "cpu_autocast_kwargs", None)
 
 
 def find_recomputation() -> FrameType | None:

@@ -11,7 +11,7 @@ from typing import Any
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
 from narrowcast.output.words import counted
-from narrowcast.reports.results.training import TrainingCheck
+from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
@@ -112,11 +112,13 @@ def _refuse_what_has_not_run(result: Any) -> None:
 
 
 def _one_per_line(findings: dict[Advice, int]) -> dict[Advice, int]:
-    """Return the first of the findings of one kind at one line: a loss is several ops. A sum is no average, too."""
+    """Return the first of the findings of one kind at one line: a loss is several ops. A sum is no average, too. What
+    costs time alone comes last.
+    """
     first: dict[tuple[str, str, int], Advice] = {}
     for finding in findings:
         first.setdefault((finding.kind, finding.file, finding.line), finding)
     for kind, file, line in [*first]:
         if kind == SUM:
             first.pop((AVERAGE, file, line), None)
-    return {finding: findings[finding] for finding in first.values()}
+    return {finding: findings[finding] for finding in sorted(first.values(), key=lambda one: one.kind in COST_TIME)}

@@ -116,14 +116,16 @@ class Exact:
             return None
         with quietly():
             value = _ExactValue(None, (), torch.float32, torch.empty(0, device="cpu"), site(), of_gradients=steps)
-            sources = [args[1]] if name == "copy" else tensors
+            is_copy = name.removeprefix("_foreach_") == "copy"
+            sources = tensors_in(args[1]) if is_copy else tensors
             for tensor in sources:
                 self._read(tensor, value)
-            if name == "copy" and sources[0].dtype in LOW and self._was_there(sources[0]):
-                if targets[0].dtype in LOW:
-                    value.reads = {}  # what was lost was lost there
-                else:
-                    self._overwritten.add(dispatch.storage_key(targets[0]))
+            for source, target in zip(sources, targets, strict=False) if is_copy else ():
+                if source.dtype in LOW and self._was_there(source):
+                    if target.dtype in LOW:
+                        value.reads = {}  # what was lost was lost there
+                    else:
+                        self._overwritten.add(dispatch.storage_key(target))
             wide = lambda t: self._wide(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
             wide_args, wide_kwargs = dispatch.tree_map(wide, (args, kwargs))
             if facts.op is dispatch.TO_COPY:

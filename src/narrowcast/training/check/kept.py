@@ -35,6 +35,7 @@ class KeptMemory:
         self._optimizers: dict[int, Any] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._low_at_end: dict[str, bool] | None = None
         self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps
 
     # -- as it runs ----------------------------------------------------------------------------------------------------
@@ -120,7 +121,11 @@ class KeptMemory:
         return any(map(self.was_there, _in_memory(trained)))
 
     def low_weights(self) -> dict[str, bool]:
-        """Return whether the models' weights in low formats that require gradients were written to, by name."""
+        """Return whether the models' weights in low formats that require gradients were written to, or replaced, by
+        name.
+        """
+        if self._low_at_end is not None:
+            return self._low_at_end
         low = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.dtype in LOW]
         return {name: not all(map(self._is_untouched, _in_memory(p))) for name, p in low}
 
@@ -140,6 +145,7 @@ class KeptMemory:
     def __exit__(self, *raised: object) -> None:
         """Restore all memory, objects and generators."""
         with quietly():
+            self._low_at_end = self.low_weights()
             for whole, before in self._copies.values():
                 if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # not resized since
                     with torch.inference_mode(whole.is_inference()):

@@ -16,6 +16,7 @@ from narrowcast.core.policy import Site
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
@@ -54,7 +55,7 @@ class LoopObserver(Observer):
         self._depth = 0
         self._is_stepping = False
         self._is_without_grad = False  # of the outermost module; torch casts weights with gradients on in any case
-        self._casts: dict[tuple[int, torch.dtype], list[Site]] = {}
+        self._casts: dict[int, dict[tuple[Any, ...], list[Site]]] = {}  # of weights, which may share memory
         self._fp16: tuple[str, Site] | None = None
         self._low: tuple[str, Site] | None = None
         self.has_seen = self.has_lowered = False
@@ -64,6 +65,7 @@ class LoopObserver(Observer):
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
         self._underflow = Underflow()
+        self._broken_losses: list[tuple[str, Site]] = []
         self.is_cast_beside = False
         self._reduced = Reduced()
         self._rounded = RoundedWeights()
@@ -109,14 +111,13 @@ class LoopObserver(Observer):
             return super().called(call, module, args, kwargs)
         self.door.run("a model", self._met_model, module)
         self._is_without_grad = not torch.is_grad_enabled()
-        if self._is_without_grad:
-            self._outside.evaluates(module)
+        self._outside.calls_model(module, self._is_without_grad)
         self._depth += 1
         try:
             return super().called(call, module, args, kwargs)
         finally:
             self._depth -= 1
-            self._outside.evaluates(None)
+            self._outside.calls_model(None)
             self._is_without_grad = False
 
     def _met_model(self, module: torch.nn.Module) -> None:
@@ -187,8 +188,7 @@ class LoopObserver(Observer):
     def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
         targets = self._kept.before_op(facts, args, kwargs)
         for tensor in targets:
-            for dtype in LOW:
-                self._casts.pop((dispatch.storage_key(tensor), dtype), None)  # another weight is cast next time
+            self._casts.pop(dispatch.storage_key(tensor), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
         if targets and not (is_backward or self._is_stepping):
             self._backwards.written_by_hand(targets)
@@ -265,6 +265,9 @@ class LoopObserver(Observer):
             self._fp16 = self._fp16 or (call.id.op, call.site)
         elif is_trained and is_region and call.rule is not None and "bf16" in computes:
             self._low = self._low or (call.id.op, call.site)
+        if is_trained and not self._depth and len(call.results) == 1 and call.results[0].numel() == 1:
+            if not is_finite(call.results[0]):
+                self._broken_losses.append((call.id.op, call.site))
         if is_region and not self._is_stepping:
             self._say(self._stale.read(call))
         if is_region:
@@ -296,7 +299,8 @@ class LoopObserver(Observer):
             seen.notes["trains"] = any(t.requires_grad for t in tensors_in(args, kwargs))
         is_weights = facts.op is dispatch.TO_COPY and seen.plan is not None and is_weight(args[0])
         if is_forward and is_weights and not self._is_without_grad:
-            self._casts.setdefault((dispatch.storage_key(args[0]), result.dtype), []).append(seen.site)
+            part = args[0].storage_offset(), args[0].shape, result.dtype
+            self._casts.setdefault(dispatch.storage_key(args[0]), {}).setdefault(part, []).append(seen.site)
         if is_weights:
             self._stale.cast(seen, args[0], result)
         return result
@@ -320,9 +324,10 @@ class LoopObserver(Observer):
 
     def end_of_step(self) -> None:
         """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
-        again = {key: sites for key, sites in self._casts.items() if len(sites) > 1}
+        casts = [(key, sites) for key, parts in self._casts.items() for sites in parts.values()]
+        again = [(key, sites) for key, sites in casts if len(sites) > 1]
         if again:
-            (key, _), sites = max(again.items(), key=lambda item: len(item[1]))
+            key, sites = max(again, key=lambda item: len(item[1]))
             name = self._kept.names().get(key, "a weight")
             self.add(
                 COSTS_TIME,
@@ -371,6 +376,13 @@ class LoopObserver(Observer):
         self._say(self.updates.judge(self._kept.trains_what_was_there))
         self._say(self._gradients.judge())
         self._say(self._backwards.judge())
+        if self._broken_losses and not self._backwards.has_run:
+            op, site = self._broken_losses[0]
+            self.add(
+                "every step is skipped", f"no backward runs in these steps, and {op} gives a loss that is not finite",
+                "nc.watch() names the first call that gives NaN or infinity. Compute the loss in fp32: "
+                "loss_fn(output.float(), ...).", site,
+            )  # fmt: skip
         if not any(finding.kind == UPDATES for finding in self.found):  # else it has told of the same loss
             self._say(self._rounded.found)
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand

@@ -46,6 +46,8 @@ class OutsideRegions:
         self._off: list[tuple[str, Site]] = []  # in training, in a region that is off, or for another device
         self._evaluated: dict[int, _Evaluated] = {}
         self._evaluation: _Evaluated | None = None
+        self._model: torch.nn.Module | None = None  # the outermost one that is called in training
+        self._in_regions: dict[int, torch.nn.Module] = {}  # those of training of which a region decided about calls
         self._intentional: ByStorage[bool] = ByStorage()
 
     @property
@@ -55,9 +57,11 @@ class OutsideRegions:
         outside = len(self._outside) + sum(len(e.outside) for e in evaluated)
         return {"inside": self.inside + sum(e.inside for e in evaluated), "outside": outside}
 
-    def evaluates(self, model: torch.nn.Module | None) -> None:
-        """Note that a model is called for an evaluation; None: that the call has ended."""
-        self._evaluation = None if model is None else self._evaluated.setdefault(id(model), _Evaluated(model))
+    def calls_model(self, model: torch.nn.Module | None, is_evaluation: bool = False) -> None:
+        """Note that a model is called, perhaps for an evaluation; None: that the call has ended."""
+        self._model, self._evaluation = (None, None) if is_evaluation else (model, None)
+        if model is not None and is_evaluation:
+            self._evaluation = self._evaluated.setdefault(id(model), _Evaluated(model))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -66,6 +70,8 @@ class OutsideRegions:
         low = [name for name in call.computes.split(",") if name in _LOW] if call.rule is not None else []
         if self._evaluation is None:
             self.inside += 1
+            if self._model is not None:
+                self._in_regions[id(self._model)] = self._model
             self._low.update(low)
             return
         self._evaluation.inside += 1
@@ -163,10 +169,9 @@ class OutsideRegions:
 
     def _of_trained(self, trained: Set[int]) -> list[_Evaluated]:
         """Return the evaluations of models that are trained in a region. A teacher may have its own formats."""
-        if not self.inside:
-            return []
-        return [e for e in self._evaluated.values()
-                if not trained or any(id(p) in trained for p in e.model.parameters())]  # fmt: skip
+        known = {id(p) for model in self._in_regions.values() for p in model.parameters()}
+        wanted = known & trained if trained else known
+        return [e for e in self._evaluated.values() if any(id(p) in wanted for p in e.model.parameters())]
 
 
 def in_region() -> bool:

@@ -92,6 +92,11 @@ class Powers:
             return KEPT
         return known or (UNKNOWN if self._has_read and tensor.numel() == 1 else PLAIN)  # made of a number, perhaps
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether there is a scaler."""
+        return bool(self._kept.scales())
+
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares the memory of a model's weight."""
         if self._weights is None:

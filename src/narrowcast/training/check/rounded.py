@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.ledger.identity import FORWARD
-from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.core.policy import Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
@@ -56,7 +56,7 @@ class RoundedWeights:
             "a unit of that is lost",
             "Keep the weights that are trained in fp32, and convert a copy: copy.deepcopy(model).to(...), or save them "
             "in fp32.",
-            self._widened.get(value.shape, NOWHERE),
+            self._widened.get(value.shape) or loop_line(),
         )
 
     def stepped(self) -> None:

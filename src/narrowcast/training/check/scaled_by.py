@@ -103,19 +103,22 @@ class ScaledBy:
     def _judge_unscaled(self, keys: set[int]) -> None:
         wrong = [row for row in self._without.values() if _lies_in(row[0].grad, keys)]
         if wrong:
-            _, site, is_part = wrong[0]
-            part = "a part of this loss is" if is_part else "this loss is"
-            self._unscaled.append((
-                "a loss that is not scaled",
-                f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
-                "they are too small by the loss scale",
-                "Scale each loss, or their sum: scaler.scale(first + second).backward().",
-                site,
-            ))  # fmt: skip
+            self.found_unscaled(*wrong[0][1:])
         for leaf, _, _ in wrong:
             if leaf.grad is not None:
                 self._powers.put(values_of(leaf.grad), UNKNOWN)  # reported once
         self._without.clear()
+
+    def found_unscaled(self, site: Site, is_part: bool = False) -> None:
+        """Note a loss that is not scaled, by the line of its backward. is_part: the rest of it was."""
+        part = "a part of this loss is" if is_part else "this loss is"
+        self._unscaled.append((
+            "a loss that is not scaled",
+            f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': they are "
+            "too small by the loss scale",
+            "Scale each loss, or their sum: scaler.scale(first + second).backward().",
+            site,
+        ))  # fmt: skip
 
     def updated(self, scale: torch.Tensor, is_known: bool) -> list[Found]:
         """Note that a scale is updated; return the findings about losses that it had not scaled. is_known: it was known

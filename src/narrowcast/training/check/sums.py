@@ -102,10 +102,12 @@ class Sums:
 
 
 def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
+    is_lost = bool(torch.isfinite(result).all())
+    why = "a term that is less than half a unit of the sum is lost, so that the sum no longer changes"
     return (
         SUM,
-        f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a unit of the "
-        "sum is lost, so that the sum no longer changes",
+        f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: "
+        + (why if is_lost else f"the sum is not finite; the largest number there is {FORMATS[result.dtype].max:g}"),
         "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
         call.site,
     )
