@@ -132,6 +132,8 @@ class WatchCalls(Observer):
         carriers = [(t, carrier) for t in inputs if (carrier := self._history.carriers.get(t)) is not None]
         whole = [t for t in call.results if finiteness.is_whole_number(t)]
         if not carriers or not (results or whole):
+            for _, carrier in carriers if call.who.direction == BACKWARD else ():  # a formula asks where it is finite
+                carrier.is_read = True
             return
         bad = {id(tensor) for _, _, tensor in self._bad_inputs(call)}
         followed = [t for t in whole if finiteness.out_of_range(t)]

@@ -63,7 +63,6 @@ class Backwards:
         self._next_by: Scale | None = None
         self._by: Scale | None = None
         self._scaled_by = ScaledBy(powers)
-        self._plain: ByStorage[Site] = ByStorage()  # what backwards of losses that are not scaled gave, and their lines
         self._is_checked = False  # since gradients were unscaled, the host has read something
         self._asked: Site | None = None  # the line at which it read whether gradients of this backward are finite,
         self._infinite: list[torch.Tensor] = []  # and the leaves of those that were not
@@ -115,7 +114,7 @@ class Backwards:
         for tensor in results:
             self._powers.put(tensor, self._power)
             if self._power == PLAIN and self._powers.has_scales:
-                self._plain.put(tensor, self._line)
+                self._scaled_by.gave_unscaled(tensor, self._line)
 
     def begins_at(self, root: torch.Tensor) -> None:
         """Inspect the root of the next backward, for which torch makes a gradient of ones."""
@@ -155,9 +154,6 @@ class Backwards:
         self._judge_hidden()
         if by != 1:  # an optimizer's own kernel will divide
             self._judge_divided(gradients)
-            plain = next((at for g in gradients if self._powers.of(g) == PLAIN and (at := self._plain.get(g))), None)
-            if plain is not None:
-                self._scaled_by.found_unscaled(plain)
         self.found += self._scaled_by.divided(gradients, 1 / by if by else 0.0)
         for gradient in gradients:
             power, known = self._powers.of(gradient), self._of(gradient)

@@ -62,6 +62,8 @@ class Gradients:
         self.is_scaled_by_hand = False
         self._taken: ByStorage[bool] = ByStorage()  # what backwards returned, as to torch.autograd.grad
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with copies of gradients
+        self._steps: list[Site] = []  # of those of all optimizers
+        self._has_gradients = False
         self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
@@ -139,6 +141,8 @@ class Gradients:
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use: copies, or none."""
         gradients = gradients_of(optimizer)
+        self._steps.append(loop_line())
+        self._has_gradients |= bool(gradients)
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
         names = self._kept.names()
@@ -152,9 +156,10 @@ class Gradients:
         """Whether copies of weights in a low format are trained, and written back to these."""
         return bool(self._copies_used) and any(self._kept.low_weights().values())
 
-    def judge(self) -> Found | None:
-        """Return a finding if an optimizer holds no weight of the models, or trains copies of weights in a low format,
-        and nothing writes to the weights themselves.
+    def judge(self, reached: set[int]) -> Found | None:
+        """Return a finding if no weight has a gradient, or an optimizer holds no weight of the models, or trains copies
+        of weights in a low format, and nothing writes to the weights themselves. reached: the storage keys of leaves
+        that backwards reach.
         """
         if len(self._idle) >= _TWICE:
             return (
@@ -163,6 +168,14 @@ class Gradients:
                 "put in the place of others after it was made",
                 "Make the optimizer after the model is converted or wrapped.",
                 self._idle[0],
+            )
+        if len(self._steps) >= _TWICE and not self._has_gradients and not reached & self._kept.optimized():
+            return (
+                "weights that never move",
+                "no weight that an optimizer holds has a gradient: the loss does not depend on them, as where it is "
+                "made of a number, or of what was detached",
+                "Call backward() on the loss itself, of outputs that were computed with gradients on.",
+                self._steps[0],
             )
         weights = self._kept.low_weights()
         if len(self._copies_used) < _TWICE or not weights or any(weights.values()):

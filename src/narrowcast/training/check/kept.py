@@ -113,6 +113,10 @@ class KeptMemory:
         """Return the parameters, by identity, of the optimizers that have stepped."""
         return {id(parameter) for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)}
 
+    def optimized(self) -> set[int]:
+        """Return the storage keys of the parameters of the optimizers that have stepped."""
+        return {storage_key(t) for o in self._optimizers.values() for t in _in_memory(list(optimized_by(o)))}
+
     @property
     def trains_what_was_there(self) -> bool:
         """Whether weights of an optimizer that has stepped, or else those of models, were there before the steps."""

@@ -16,7 +16,6 @@ from narrowcast.core.policy import Site
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
@@ -65,7 +64,6 @@ class LoopObserver(Observer):
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
         self._underflow = Underflow()
-        self._broken_losses: list[tuple[str, Site]] = []
         self.is_cast_beside = False
         self._reduced = Reduced()
         self._rounded = RoundedWeights()
@@ -265,9 +263,8 @@ class LoopObserver(Observer):
             self._fp16 = self._fp16 or (call.id.op, call.site)
         elif is_trained and is_region and call.rule is not None and "bf16" in computes:
             self._low = self._low or (call.id.op, call.site)
-        if is_trained and not self._depth and len(call.results) == 1 and call.results[0].numel() == 1:
-            if not is_finite(call.results[0]):
-                self._broken_losses.append((call.id.op, call.site))
+        if is_trained and not self._depth:
+            self._outside.gives_loss(call)
         if is_region and not self._is_stepping:
             self._say(self._stale.read(call))
         if is_region:
@@ -371,18 +368,12 @@ class LoopObserver(Observer):
 
     def judge(self) -> None:
         """Report what only all of the steps together show."""
-        for finding in self._outside.judge(self._backwards.differentiated, self._kept.trained()):
+        of_outside = self._outside.judge(self._backwards.differentiated, self._kept.trained(), self._backwards.has_run)
+        for finding in of_outside:
             self._say(finding)
         self._say(self.updates.judge(self._kept.trains_what_was_there))
-        self._say(self._gradients.judge())
+        self._say(self._gradients.judge(self._backwards.trained))
         self._say(self._backwards.judge())
-        if self._broken_losses and not self._backwards.has_run:
-            op, site = self._broken_losses[0]
-            self.add(
-                "every step is skipped", f"no backward runs in these steps, and {op} gives a loss that is not finite",
-                "nc.watch() names the first call that gives NaN or infinity. Compute the loss in fp32: "
-                "loss_fn(output.float(), ...).", site,
-            )  # fmt: skip
         if not any(finding.kind == UPDATES for finding in self.found):  # else it has told of the same loss
             self._say(self._rounded.found)
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand

@@ -11,8 +11,8 @@ from narrowcast.analysis.record.advice import listed_kinds
 from narrowcast.core.policy import Kind, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
-from narrowcast.observation.statistics.by_storage import ByStorage
-from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
@@ -44,6 +44,7 @@ class OutsideRegions:
         self._low: set[str] = set()  # the low formats of training
         self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
         self._off: list[tuple[str, Site]] = []  # in training, in a region that is off, or for another device
+        self._broken: list[tuple[str, Site]] = []  # losses that are not finite
         self._evaluated: dict[int, _Evaluated] = {}
         self._evaluation: _Evaluated | None = None
         self._model: torch.nn.Module | None = None  # the outermost one that is called in training
@@ -120,11 +121,25 @@ class OutsideRegions:
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
-    def judge(self, differentiated: Set[int], trained: Set[int]) -> list[Found]:
+    def gives_loss(self, call: SeenCall) -> None:
+        """Note a number that is computed outside of models with gradients on, if it is not finite."""
+        one = call.results[0] if len(call.results) == 1 else None
+        if one is not None and one.numel() == 1 and has_storage(one) and is_floating(one) and not is_finite(one):
+            self._broken.append((call.id.op, call.site))
+
+    def judge(self, differentiated: Set[int], trained: Set[int], has_backward: bool) -> list[Found]:
         """Return findings about calls outside of regions. differentiated: the autograd nodes of gradients that are
-        differentiated themselves, as in a penalty, and in fp32 on purpose; trained: the parameters, by identity.
+        differentiated themselves, as in a penalty, and in fp32 on purpose; trained: the parameters, by identity;
+        has_backward: one has run.
         """
         findings: list[Found] = []
+        if self._broken and not has_backward:
+            op, site = self._broken[0]
+            findings.append((
+                "every step is skipped", f"no backward runs in these steps, and {op} gives a loss that is not finite",
+                "nc.watch() names the first call that gives NaN or infinity. Compute the loss in fp32: "
+                "loss_fn(output.float(), ...).", site,
+            ))  # fmt: skip
         outside = [o for o in self._outside if not self.inside or o[0] not in differentiated]
         if outside:
             _, op, site = outside[0]

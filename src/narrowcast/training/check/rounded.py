@@ -56,8 +56,13 @@ class RoundedWeights:
             "a unit of that is lost",
             "Keep the weights that are trained in fp32, and convert a copy: copy.deepcopy(model).to(...), or save them "
             "in fp32.",
-            self._widened.get(value.shape) or loop_line(),
+            self._widened.get(value.shape) or self._of_whole(value) or loop_line(),
         )
+
+    def _of_whole(self, value: torch.Tensor) -> Site | None:
+        """Return the line of the largest cast, of all weights in one vector."""
+        shape = max(self._widened, key=lambda shape: shape.numel(), default=torch.Size())
+        return self._widened.get(shape) if shape.numel() > value.numel() else None
 
     def stepped(self) -> None:
         """Note the weights that no low format represents."""

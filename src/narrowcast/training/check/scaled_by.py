@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.training.check.gradients import Found
-from narrowcast.training.check.powers import UNKNOWN, Powers
+from narrowcast.training.check.powers import PLAIN, UNKNOWN, Powers
 
 Scale = tuple[int, float]
 """A loss scale: its storage key and its value."""
@@ -34,6 +35,7 @@ class ScaledBy:
         self._powers = powers
         self._scaled: dict[int, _Leaf] = {}
         self._without: dict[int, tuple[torch.Tensor, Site, bool]] = {}
+        self._plain: ByStorage[Site] = ByStorage()  # what backwards of losses that are not scaled gave, and their lines
         self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
         self._unscaled: list[Found] = []  # until the scale of this step proves to be known
 
@@ -63,12 +65,19 @@ class ScaledBy:
         """Note that the backward of a loss that was not scaled reaches a leaf. is_part: the rest of the loss was."""
         self._without[id(leaf)] = leaf, site, is_part
 
+    def gave_unscaled(self, tensor: torch.Tensor, site: Site) -> None:
+        """Note what a backward of a loss gave that was not scaled, as to torch.autograd.grad."""
+        self._plain.put(tensor, site)
+
     def divided(self, gradients: list[torch.Tensor], scale: float) -> list[Found]:
         """Note that gradients are divided by a scale; return findings about those that were multiplied by another, or
         by one that was updated since.
         """
         keys = {storage_key(gradient) for gradient in gradients}
         self._judge_unscaled(keys)
+        plain = next((at for g in gradients if self._powers.of(g) == PLAIN and (at := self._plain.get(g))), None)
+        if plain is not None and scale != 1:
+            self._found_unscaled(plain)
         findings = [found for leaf in list(self._scaled.values()) if (found := self._judge(leaf, keys, scale))]
         for gradient in gradients:
             self._powers.unscaled(gradient)
@@ -103,13 +112,13 @@ class ScaledBy:
     def _judge_unscaled(self, keys: set[int]) -> None:
         wrong = [row for row in self._without.values() if _lies_in(row[0].grad, keys)]
         if wrong:
-            self.found_unscaled(*wrong[0][1:])
+            self._found_unscaled(*wrong[0][1:])
         for leaf, _, _ in wrong:
             if leaf.grad is not None:
                 self._powers.put(values_of(leaf.grad), UNKNOWN)  # reported once
         self._without.clear()
 
-    def found_unscaled(self, site: Site, is_part: bool = False) -> None:
+    def _found_unscaled(self, site: Site, is_part: bool = False) -> None:
         """Note a loss that is not scaled, by the line of its backward. is_part: the rest of it was."""
         part = "a part of this loss is" if is_part else "this loss is"
         self._unscaled.append((
