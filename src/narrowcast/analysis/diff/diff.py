@@ -19,6 +19,7 @@ from narrowcast.analysis.diff.outcomes import (
     Outcomes,
     are_written_otherwise,
     band_of_all,
+    is_in_another_order,
 )
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
@@ -173,7 +174,7 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        if are_others and judging.returned_as_a_whole() <= band_of_all(judging.widest, OUTPUTS):  # in another order
+        if are_others and is_in_another_order(judging.values, judging.widest):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
 from narrowcast.analysis.diff.pieces import UNLIKE
@@ -27,6 +28,8 @@ _PLAIN = 8.0
 """A difference of this many times the widest rounding bound of the outcome would be visible there."""
 BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
+_OF_ONE_SIZE = 8.0
+"""Ranges, and root mean squares, of the same values are this many times nearer than the widest bound of a call."""
 OUTPUTS, GRADIENTS = (4.0, 32.0), (8.0, 128.0)
 """What is computed by many calls, one after the other, may be the first factor times the widest rounding bound of one
 call apart; in fp32, where all that two programs share not rounds otherwise, the second.
@@ -150,6 +153,28 @@ class Outcomes:
         kept = {b: d for b, d in of_unpaired.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
         steps = (_differs(row, True) and row.a not in of_inputs and row.difference > least for row in rows)
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
+
+
+def is_in_another_order(values: Values, widest: float) -> bool:
+    """Return whether both models returned as much, in the same range and of the same root mean square, in another
+    order or in other parts: one by one these are unlike. widest: the widest rounding bound of a call.
+    """
+    wholes, returned = [], [side.runs[0].returned for side in values.sides]
+    shapes = [[side.runs[0].tensors[n].shape for n in numbers]
+              for side, numbers in zip(values.sides, returned, strict=True)]  # fmt: skip
+    apart = [values.between(a, b).relative for a, b in zip(*returned, strict=False)]
+    if shapes[0] == shapes[1] and not max(apart, default=0.0) > UNLIKE:
+        return False
+    for side in values.sides:
+        pieces = [side.piece(0, number) for number in side.runs[0].returned]
+        count = sum(piece.elements for piece in pieces)
+        mean = math.fsum(piece.elements * piece.rms**2 for piece in pieces) / max(1, count)
+        ends = min((p.low for p in pieces), default=0.0), max((p.high for p in pieces), default=0.0)
+        wholes.append((count, math.sqrt(mean), *ends))
+    (a, *one), (b, *other) = wholes
+    size = max(map(abs, one), default=0.0)
+    least = size * widest / _OF_ONE_SIZE
+    return a == b and size > 0 and all(abs(x - y) <= least for x, y in zip(one, other, strict=True))
 
 
 def are_written_otherwise(

@@ -289,20 +289,6 @@ class Judging:
             found.append(EndDifference(seen.relative, band_of_all(self.widest, OUTPUTS), self.widest))
         return found
 
-    def returned_as_a_whole(self) -> float:
-        """Return how far apart all that the models returned is in its ranges and squares, in whatever order and parts;
-        infinity where that is not as much.
-        """
-        wholes = []
-        for side in self.values.sides:
-            pieces = [side.piece(0, number) for number in side.runs[0].returned]
-            squares = math.fsum(piece.elements * piece.rms**2 for piece in pieces)
-            ends = min((p.low for p in pieces), default=0.0), max((p.high for p in pieces), default=0.0)
-            wholes.append((sum(piece.elements for piece in pieces), math.sqrt(squares), *ends))
-        (a, *one), (b, *other) = wholes
-        size = max(map(abs, one), default=0.0)
-        return max(abs(x - y) for x, y in zip(one, other, strict=True)) / size if a == b and size > 0 else math.inf
-
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
         that was compared.
