@@ -129,10 +129,13 @@ def rules_for_not_finite(
 
 def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) -> list[Rule]:
     of, reason = finding.forward or finding.id, f"{finding.what} in {finding.formats}: {finding.sentence}"
-    if of not in look.forward:  # the model's own conversion: no rule reaches it, but its inputs
+    if of not in look.forward:  # the model's own conversion: no rule reaches it, but its inputs, and its format's
         maker = look.converted.get(of)
-        behind = look.decided_behind(maker) if maker is not None else ()
-        return [_rule_about_call(s, look, reason, tried) for s in behind]
+        if maker is None:
+            return []
+        rules = _new([_rule_about_call(s, look, reason, tried) for s in look.decided_behind(maker)], tried)
+        asked = f"{reason}; it asks for the format of this"
+        return rules or [rule_about_result(s.op, s.module_path, asked) for s in _before(maker, look)]
     own = _rule_about_call(of, look, reason, tried)
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):

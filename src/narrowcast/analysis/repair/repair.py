@@ -83,10 +83,19 @@ def repair(
 
 
 def _check_model(model: Any) -> None:
-    brings = isinstance(model, torch.fx.GraphModule | torch.jit.ScriptModule | torch.jit.ScriptFunction)
-    if brings or asked_before(model) is not None:
+    is_graph = isinstance(model, torch.fx.GraphModule)
+    if (
+        is_graph
+        or isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
+        or asked_before(model) is not None
+    ):
+        found = (
+            "no module is called in a graph, so rules about modules would not hold"
+            if is_graph
+            else ("its casts are in it: rules of a region do not reach them")
+        )
         raise RunError(
-            f"repair({type(model).__name__})", "its casts are in it: rules of a region do not reach them",
+            f"repair({type(model).__name__})", found,
             advice="Repair the model that it was made of, and compile, export or script that with result.policy.",
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields as dataclass_fields, is_datacla
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from narrowcast.errors import RunError
 from narrowcast.frontends.scripts.state import converted_script
@@ -19,6 +20,7 @@ from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
+from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -79,6 +81,12 @@ class Trial:
         if not callable(model):
             raise RunError(f"{verb}({type(model).__name__})", "it cannot be called", advice="Give a Module, a "
                            "function, an ExportedProgram or a Case.")  # fmt: skip
+        lazy = [n for n, p in model.named_parameters() if is_lazy(p)] if isinstance(model, torch.nn.Module) else []
+        if lazy:
+            raise RunError(
+                f"{verb}({name})", f"{counted(len(lazy), 'parameter', 'are')} not initialized yet: {lazy[0]} first",
+                advice="Call the model once on its inputs before: model(*inputs).",
+            )  # fmt: skip
         return Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
 
     def call(self) -> Any:
