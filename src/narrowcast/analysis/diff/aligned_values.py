@@ -181,7 +181,8 @@ class Values:
     def _smallest(side: Side, bundle: Bundle) -> float:
         """Return the smallest rms of inputs and first result: below a format's smallest number, values are lost."""
         first = bundle.first
-        numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
+        unread = op_kind(bundle.id.op).name.removesuffix("_") in named("finite.written_unread")
+        numbers = [n for _, n in (*(() if unread else first.call.inputs), *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
     def between(self, a: int, b: int) -> Distance:

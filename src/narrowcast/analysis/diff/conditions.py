@@ -47,6 +47,13 @@ def jump(op: str, difference: float, chosen_by: float = 0.0) -> float:
     return math.sqrt(off) if off < 1 else 0.0
 
 
+def rooted(op: str, difference: float) -> float:
+    """Return the error of a square root: |sqrt(a) - sqrt(b)| <= sqrt|a - b|, which small elements come near to. Of
+    other ops that of their inputs.
+    """
+    return max(difference, math.sqrt(difference)) if _is_of(op, "roots") and difference < 1 else difference
+
+
 def growth(
     op: str,
     position: int,
@@ -161,7 +168,13 @@ def _steepness(op: str, inputs: Mapping[str, Piece]) -> float:
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= inputs.keys():
         return 3 * inputs["query"].rms * inputs["key"].rms * math.sqrt(inputs["query"].columns)
-    divisor = inputs.get("other") if _is_of(op, "quotients") else read if _is_of(op, "reciprocals") else None
+    divisor = (
+        inputs.get("other", inputs.get("tensor2"))
+        if _is_of(op, "quotients")
+        else read
+        if _is_of(op, "reciprocals")
+        else None
+    )
     if divisor is not None and divisor.high > 0:  # with zero among them they may be as large as any
         return _over_smallest(divisor) if divisor.low > 0 else math.inf
     if read.low < 0 and _is_of(op, "with_poles"):

@@ -12,6 +12,7 @@ from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, map
 from narrowcast.analysis.diff.gradients import band_along, gradients, gradients_are_alike, in_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import (
+    BAND_OF_LOW,
     GRADIENTS,
     OUTPUTS,
     WIDEST,
@@ -191,7 +192,7 @@ def _compare_ends(
             judging.of_inputs(pairs),
             min(judging.widest, max(g.difference for g in result.gradients)),
         )
-    else:
+    elif not _is_unexplained(result, judging):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
@@ -201,6 +202,13 @@ def _compare_ends(
             *(one.difference for one in ends if math.isfinite(one.difference)),
         ]
     )
+
+
+def _is_unexplained(result: RunDifferences, judging: Judging) -> bool:
+    """Return whether gradients differ visibly in fp32, and nothing that was found makes that."""
+    found = judging.unpaired or judging.has_chosen or any(row.verdict == DIFFERS for row in result.rows)
+    is_far = any(row.is_beyond and row.difference > _VISIBLE for row in result.gradients)
+    return is_far and not found and judging.widest < BAND_OF_LOW
 
 
 def _name_of(value: Any, otherwise: str) -> str:

@@ -57,7 +57,7 @@ def gradients(values: Values, pairs: list[Aligned], band: float, of_call: float 
         for row, d, grown in compared
         if d.is_known
     ]
-    return [_by_updates(values, row) if row.is_beyond else row for row in known]
+    return [_by_updates(values, row) if row.is_beyond and of_call else row for row in known]
 
 
 def _by_updates(values: Values, row: GradientRow) -> GradientRow:

@@ -29,7 +29,9 @@ _PLAIN = 8.0
 BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
 _OF_ONE_SIZE = 8.0
-"""Ranges, and root mean squares, of the same values are this many times nearer than the widest bound of a call."""
+"""In low formats ranges, and root mean squares, of the same values are this many times nearer than the widest bound of
+a call.
+"""
 OUTPUTS, GRADIENTS = (4.0, 32.0), (8.0, 128.0)
 """What is computed by many calls, one after the other, may be the first factor times the widest rounding bound of one
 call apart; in fp32, where all that two programs share not rounds otherwise, the second.
@@ -173,7 +175,7 @@ def is_in_another_order(values: Values, widest: float) -> bool:
         wholes.append((count, math.sqrt(mean), *ends))
     (a, *one), (b, *other) = wholes
     size = max(map(abs, one), default=0.0)
-    least = size * widest / _OF_ONE_SIZE
+    least = size * (band_of_all(widest, OUTPUTS) if widest < BAND_OF_LOW else widest / _OF_ONE_SIZE)
     return a == b and size > 0 and all(abs(x - y) <= least for x, y in zip(one, other, strict=True))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
-from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.reports.results.run_records import CallRecord
 
 Place = tuple[int, int, int]
@@ -41,3 +41,30 @@ def steps_of(calls: Sequence[CallRecord], weights: Sequence[tuple[int, ...]]) ->
         seen[call.id.op] += 1
         places[n] = (step, weight, seen[call.id.op])
     return places
+
+
+Key = tuple[str, str, tuple[int, ...], str, str]
+"""What calls at all module call indices have in common: module, op, which one of them, direction, and the line in code
+outside of modules that runs several times.
+"""
+
+
+def keys_of(calls: Sequence[CallRecord], steps: dict[int, Place]) -> list[tuple[Key, int]]:
+    """Return of each call what it has in common with those at other module call indices, and its own index.
+
+    A loop and the model that it calls are both outside of modules: their lines tell their calls apart.
+    """
+    is_loop = any(call.id.module_call > 1 for call in calls if not call.id.module_path)
+    at_line, alike, keys = Counter[tuple[str, int, str]](), Counter[CallId](), list[tuple[Key, int]]()
+    for n, call in enumerate(calls):
+        module_call, number, line = call.id.module_call, [call.id.number], ""
+        if steps and not call.id.module_path:
+            module_call, *number = steps[n]
+        elif is_loop and not call.id.module_path and call.id.direction == FORWARD:
+            line = f"{call.file}:{call.line}"
+            at_line[call.id.op, module_call, line] += 1
+            number = [at_line[call.id.op, module_call, line]]
+        alike[call.id] += 1  # modules that nothing distinguishes
+        key = (call.id.module_path, call.id.op, (*number, alike[call.id]), call.id.direction, line)
+        keys.append((key, module_call))
+    return keys

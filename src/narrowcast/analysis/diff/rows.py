@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.conditions import jump, moves
+from narrowcast.analysis.diff.conditions import jump, moves, rooted
 from narrowcast.analysis.diff.effects import Effects
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
@@ -83,7 +83,7 @@ class Judging:
         jumped = jump(pair.a[0].id.op, unknown if math.isnan(input_difference) else input_difference, chosen_by)
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)
-        before = max(before, jumped)
+        before = max(rooted(pair.a[0].id.op, before), jumped)
         if is_one and 0.0 in (before, self._largest) and band > BAND_OF_LOW:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth

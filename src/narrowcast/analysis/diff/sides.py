@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from narrowcast.analysis.diff.pieces import Piece, piece_of
-from narrowcast.analysis.diff.repeated_steps import steps_of
+from narrowcast.analysis.diff.repeated_steps import Key, keys_of, steps_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS
@@ -228,19 +228,13 @@ class Side:
         return by_path
 
     def _bundled(self) -> list[Bundle]:
-        growing: dict[tuple[str, str, tuple[int, ...], str], dict[int, list[RankCall]]] = {}
+        growing: dict[Key, dict[int, list[RankCall]]] = {}
         for rank, run in enumerate(self.runs):
-            calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
+            calls = [call for call in run.calls if not call.is_cast]
             weights = [self._weights_of(RankCall(rank, call)) for call in calls] if self._in_steps else []
             steps = steps_of(calls, weights)
             self.has_steps |= bool(steps)
-            for n, call in enumerate(calls):
-                module_call, number = call.id.module_call, [call.id.number]
-                if steps and not call.id.module_path:
-                    module_call, *number = steps[n]
-                repeated[call.id] += 1  # modules that nothing distinguishes
-                number = [*number, repeated[call.id]]
-                key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
+            for call, (key, module_call) in zip(calls, keys_of(calls, steps), strict=True):
                 growing.setdefault(key, {}).setdefault(module_call, []).append(RankCall(rank, call))
         return [self._bundle(n, by_turn) for n, by_turn in enumerate(growing.values())]
 

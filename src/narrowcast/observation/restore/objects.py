@@ -27,18 +27,18 @@ class _Parameter:
     requires_grad: bool
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether it was given other memory: `parameter.data = ...`."""
-        return where_it_lies(self.parameter.data) != where_it_lies(self.data)
+    def is_another(self) -> bool:
+        """Whether it was given other memory, `parameter.data = ...`, or written to by an op that was recorded."""
+        return not self.parameter.is_leaf or where_it_lies(self.parameter.data) != where_it_lies(self.data)
 
     def restore(self) -> None:
-        if self.is_elsewhere:
+        if not self.parameter.is_leaf:
+            self.parameter.detach_()
+        if self.is_another:
             self.parameter.grad = None  # which must fit
             self.parameter.data = self.data
         if self.parameter.grad is not self.gradient:
             self.parameter.grad = self.gradient
-        if not self.parameter.is_leaf:  # an op that wrote to it was recorded
-            self.parameter.detach_()
         if self.parameter.requires_grad is not self.requires_grad:
             self.parameter.requires_grad_(self.requires_grad)
 
@@ -116,7 +116,7 @@ class LivingObjects:
                 self._touched.add(id(optimizer))
         for one, kept in self._kept.values():
             is_touched = id(getattr(one, "optimizer", None) if isinstance(one, LRScheduler) else one) in self._touched
-            if is_touched or (isinstance(kept, _Parameter) and kept.is_elsewhere):
+            if is_touched or (isinstance(kept, _Parameter) and kept.is_another):
                 kept.restore()
         for attributes in self._scalers:
             attributes.restore()
