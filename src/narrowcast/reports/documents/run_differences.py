@@ -271,7 +271,8 @@ def _series(rows: list[PairRow]) -> list[Series]:
 def run_differences_verdict(result: RunDifferences) -> str:
     """Return the verdict in a sentence."""
     inherited = sum(row.verdict == INHERITED for row in result.rows)
-    texts = [f"{len(result.formats)} in other formats" if result.formats else "all in the same formats"]
+    all_of = "all pairs" if result.unaligned else "all"  # of others nobody knows what they would compute in
+    texts = [f"{len(result.formats)} in other formats" if result.formats else f"{all_of} in the same formats"]
     producers = len(result.producers) + len(result.alone)
     if producers:
         texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} propagate one")

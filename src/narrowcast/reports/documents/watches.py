@@ -75,7 +75,7 @@ def _todos(row: Finding) -> list[Todo]:
     if not row.rules:
         return [Todo(row.advice or row.sentence, row.sentence if row.advice else "", path=row.id.module_path)]
     paths = [(rule, glob_unescaped(rule.module or "")) for rule in row.rules]
-    return [Todo(keeping(rule.op, path), why, shown_rule(rule), path) for rule, path in paths]
+    return [Todo(keeping(rule.op, path), why, shown_rule(rule), path, len(paths)) for rule, path in paths]
 
 
 def _history(result: Watching) -> list[Series]:

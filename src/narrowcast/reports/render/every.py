@@ -34,10 +34,10 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
     """
     head = "; ".join(f"{name}: {value}" for name, value in page.facts)
     first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
-    notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
+    notes = [wrapped(f"note: {note}", width=width) for note in page.notes]
     return [
         Part(first, least=len(first)),
-        Part(notes, rank=2, least=2),
+        Part([line for note in notes for line in note], 2, 0, len(notes[0]) if notes else 0, tuple(map(len, notes))),
         part_of([[""], *_figures(page, width)], 1, 1, 7),
         *rows,
         *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:FIRST_TODOS], width)),
