@@ -1,4 +1,4 @@
-"""What a page costs: to make, to carry, to open, and to open a module in it.
+"""What a page costs: to make, to carry, to open, and to open a module in it; what its result costs to save and load.
 
     python benchmarks/page.py
 
@@ -53,7 +53,7 @@ def runs():
             "MiniLM",
             nc.capture(load(ROOT / "examples/minilm.py").case(), under="native"),
         )
-    for layers in (48, 180):
+    for layers in (48, 180, 400):
         backward = nc.capture(gpt(layers), (tokens,), under="native", backward=True)
         yield f"GPT, {layers} layers, with backward", backward
     with torch.no_grad():
@@ -63,8 +63,14 @@ def runs():
 
 def measure(browser, run, file):
     """Medians over ROUNDS, in milliseconds; bytes and calls."""
-    made, drawn, opened = [], [], []
+    made, drawn, opened, saved, loaded = [], [], [], [], []
     for _ in range(ROUNDS):
+        began = time.perf_counter()
+        run.save(file.with_suffix(".json"))
+        saved.append(1000 * (time.perf_counter() - began))
+        began = time.perf_counter()
+        nc.load(file.with_suffix(".json"))
+        loaded.append(1000 * (time.perf_counter() - began))
         began = time.perf_counter()
         text = run.to_html()
         made.append(1000 * (time.perf_counter() - began))
@@ -73,7 +79,7 @@ def measure(browser, run, file):
         browser.until(f"{DRAWN} > 0")
         drawn.append(browser.value(DRAWN))
         opened.append(browser.value(OPEN))
-    times = {"made": made, "drawn": drawn, "a module opened": opened}
+    times = {"made": made, "drawn": drawn, "a module opened": opened, "saved": saved, "loaded": loaded}
     medians = {f"{name}, ms": round(statistics.median(values), 1) for name, values in times.items()}
     calls = len(run.calls) if hasattr(run, "calls") else len(run.rows)
     return {"calls": calls, "bytes": len(text.encode()), **medians}

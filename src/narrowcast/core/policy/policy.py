@@ -145,7 +145,9 @@ class Policy:
         return Policy(*merged, self.description or other.description, **settings)
 
     def resolve(self, device_type: str) -> Policy:
-        """Return this policy with the built-in layers for one device type written out. Cheap after the first time."""
+        """Return this policy with the built-in layers for one device type written out. Cheap after the first time.
+        Raises PolicyError for a device type without native lists.
+        """
         if not self.extends and not self.table.has_versions:
             return self
         return self.remembered(device_type, lambda: _resolve(self, device_type))
@@ -389,7 +391,7 @@ def load_builtin(name: str) -> Policy:
 def _resolve(policy: Policy, device_type: str) -> Policy:
     below: list[tuple[Rule, ...]] = []
     for name in policy.extends:
-        base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
+        base = Policy.native(device_type) if name == "native" else load_builtin(name).resolve(device_type)
         below += [layer for layer in base.layers if layer not in below]
     says = (policy, *(load_builtin(name) for name in policy.extends if name != "native"))
     settings = {key: next(filter(None, (getattr(p, key) for p in says)), getattr(policy, key)) for key in SETTINGS}

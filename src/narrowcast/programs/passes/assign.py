@@ -49,7 +49,7 @@ def assign_casts(
             edits += decided
             if decided and step.direction != "forward":
                 readers = readers or find_readers(program)
-                edits += _followed(program, block, step, decided, readers)
+                edits += _followed(block, step, decided, readers)
     return edits
 
 
@@ -130,7 +130,7 @@ def _may_float(value: Value) -> bool:
     return value.format is not None or value.type == TENSOR
 
 
-def _followed(program: Program, block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:
+def _followed(block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:
     """Yield the edits for a backward op's result, which no capture shows, after its operands' format changed.
 
     The result, and views of it, have the new format; casts that read them take it from there, so that a weight's
@@ -140,13 +140,13 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
     if len(formats) != 1:
         return
     (now,) = formats
-    for result in _results(program, step, readers):
+    for result in _results(step, readers):
         before = result.value.format
         if before is not None and before is not now:
             yield from _followed_from(block, result, before, now, decided[0].why, readers)
 
 
-def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
+def _results(step: Step, readers: Readers) -> list[Step]:
     """Return the step, or the elements taken from the tuple that it makes."""
     if step.value.shape is not None:
         return [step]
