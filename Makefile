@@ -37,7 +37,7 @@ browser: .venv/.ready
 
 # As on a processor with AVX2 alone: no bf16 or fp16 units, and no LSTM in these formats.
 test-limited: .venv/.ready
-	$(LIMITED) $(TEST) tests/runtime tests/frontends tests/observation tests/analysis tests/training tests/conformance
+	$(LIMITED) $(TEST) tests/runtime tests/frontends tests/observation tests/analysis tests/training tests/integrations tests/conformance
 
 # In another order, twice at the same time, and each file in a process of its own.
 test-shuffled: .venv/.ready

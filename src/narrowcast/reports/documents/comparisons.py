@@ -92,11 +92,19 @@ def comparison_verdict(result: Differences) -> str:
     if 0 < result.round_off_bound < max(errors, default=0.0) and result.verdict == ROUND_OFF:
         band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
+    broken = [row.parameter for row in result.gradients if row.verdict == NOT_FINITE]
     if result.verdict == ROUND_OFF and result.reference_not_finite:
         first = f"; not finite, in the reference either: {result.reference_not_finite}"
-    elif result.verdict == ROUND_OFF and max(errors, default=0.0) > _MUCH:
-        first = f"; that is {max(errors):.0%} of the output"
-    return f"{result.verdict.capitalize()}: {error}{band}{first}"
+    elif result.verdict == NOT_FINITE and broken and not first:
+        first = f"; {counted(len(broken), 'gradient', 'are')} not finite, the first of {broken[0]}"
+    return f"{result.verdict.capitalize()}: {error}{band}{first or share_of_output(result)}"
+
+
+def share_of_output(result: Differences) -> str:
+    """Return how large an error within round-off is, where that is a good part of the output; else nothing."""
+    error = max((or_infinity(output.relative_error) for output in result.outputs), default=0.0)
+    is_much = result.verdict == ROUND_OFF and _MUCH < error < math.inf
+    return f"; that is {error:.0%} of the output" if is_much else ""
 
 
 def _notes(result: Differences) -> list[str]:
