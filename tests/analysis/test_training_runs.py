@@ -140,8 +140,9 @@ class Slots(nn.Module):
 def test_a_gradient_that_is_zero_in_theory_differs_by_its_noise(dtype):
     """It is as far off as it is large; the others are alike."""
     x = torch.randn(3, 6, 8)
-    a, b, wrong = (nc.capture(Slots(*how), (x,), under=dtype, backward=lambda y: y.float().square().mean())
-                   for how in ((False,), (True,), (True, 1.5)))  # fmt: skip
+    loss = lambda y: y.float().square().mean()
+    models = (Slots(False), Slots(True), Slots(True, 1.5))
+    a, b, wrong = (nc.capture(model, (x,), under=dtype, backward=loss) for model in models)
     assert nc.diff(a, b).verdict != "values differ", str(nc.diff(a, b))
     assert nc.diff(a, wrong).verdict == "values differ"
 

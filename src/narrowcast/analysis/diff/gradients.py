@@ -64,8 +64,8 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     """Return the row, by what the steps have changed of the weight where that is alike: a decay may be a part of the
     loss or the optimizer's, and gradients may be clipped in place. Not where an optimizer divides by their size.
     """
-    rows = [side.runs[0].parameters[name] for side, names in zip(values.sides, (row.a, row.b), strict=True)
-            for name in names]  # fmt: skip
+    both = zip(values.sides, (row.a, row.b), strict=True)
+    rows = [side.runs[0].parameters[name] for side, names in both for name in names]
     if len(rows) != 2 or any("before" not in known or known.keys() - _OF_SGD for known in rows):
         return row
     after = values.between(*(known["value"] for known in rows))
@@ -79,8 +79,8 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
 def _larger_beside(values: Values, names: tuple[str, ...]) -> float:
     """Return how many times larger the largest gradient of the same modules is, in the first run."""
     side, paths = values.sides[0], {name.rpartition(".")[0] for name in names}
-    known = {name: side.piece(0, row["gradient"]).rms for name, row in side.runs[0].parameters.items()
-             if "gradient" in row and name.rpartition(".")[0] in paths}  # fmt: skip
+    rows = [(n, row) for n, row in side.runs[0].parameters.items() if n.rpartition(".")[0] in paths]
+    known = {name: side.piece(0, row["gradient"]).rms for name, row in rows if "gradient" in row}
     own = max(known[name] for name in names)
     return max(known.values()) / own if own > 0 else 1.0
 

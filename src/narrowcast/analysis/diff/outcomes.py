@@ -162,8 +162,8 @@ def is_in_another_order(values: Values, widest: float) -> bool:
     order or in other parts: one by one these are unlike. widest: the widest rounding bound of a call.
     """
     wholes, returned = [], [side.runs[0].returned for side in values.sides]
-    shapes = [[side.runs[0].tensors[n].shape for n in numbers]
-              for side, numbers in zip(values.sides, returned, strict=True)]  # fmt: skip
+    both = zip(values.sides, returned, strict=True)
+    shapes = [[side.runs[0].tensors[n].shape for n in numbers] for side, numbers in both]
     apart = [values.between(a, b).relative for a, b in zip(*returned, strict=False)]
     if shapes[0] == shapes[1] and not max(apart, default=0.0) > UNLIKE:
         return False

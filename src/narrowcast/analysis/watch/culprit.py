@@ -116,10 +116,10 @@ def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
         return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there.", ()
     target = next((t for t in written_tensors(call.facts, call.args, call.kwargs) if t.dtype in LOW), None)
     if call.facts.writes and target is not None:
-        return (
-            f"It writes to a tensor in {FORMATS[target.dtype]}, which no rule casts: convert it before, x.float(), or "
-            "write the form that returns a new tensor, for which a rule holds."
-        ), ()  # fmt: skip
+        advice = (
+            f"It writes to a tensor in {FORMATS[target.dtype]}, which no rule casts: convert it before, x.float(), "
+        )
+        return f"{advice}or write the form that returns a new tensor, for which a rule holds.", ()
     of = call.forward or call.id
     if of.direction == BACKWARD:
         return "Keep in fp32 what it is the backward of.", ()

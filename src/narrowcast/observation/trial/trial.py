@@ -83,10 +83,9 @@ class Trial:
                            "function, an ExportedProgram or a Case.")  # fmt: skip
         lazy = [n for n, p in model.named_parameters() if is_lazy(p)] if isinstance(model, torch.nn.Module) else []
         if lazy:
-            raise RunError(
-                f"{verb}({name})", f"{counted(len(lazy), 'parameter', 'are')} not initialized yet: {lazy[0]} first",
-                advice="Call the model once on its inputs before: model(*inputs).",
-            )  # fmt: skip
+            found = f"{counted(len(lazy), 'parameter', 'are')} not initialized yet: {lazy[0]} first"
+            advice = "Call the model once on its inputs before: model(*inputs)."
+            raise RunError(f"{verb}({name})", found, advice=advice)
         return Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
 
     def call(self) -> Any:

@@ -66,7 +66,7 @@ class ScaledBy:
         self._without[id(leaf)] = leaf, site, is_part
 
     def gave_unscaled(self, tensor: torch.Tensor, site: Site) -> None:
-        """Note what a backward of a loss gave that was not scaled, as to torch.autograd.grad."""
+        """Note what a backward of a loss that was not scaled returned, as to torch.autograd.grad."""
         self._plain.put(tensor, site)
 
     def divided(self, gradients: list[torch.Tensor], scale: float) -> list[Found]:
