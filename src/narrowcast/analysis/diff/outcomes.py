@@ -28,7 +28,7 @@ _PLAIN = 8.0
 """A difference of this many times the widest rounding bound of the outcome would be visible there."""
 BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bounds of low formats exceed the first, and a fault may lie within; within one above the second, anything may."""
-_OF_ONE_SIZE = 8.0
+_OF_ONE_SIZE = 2.0
 """In low formats ranges, and root mean squares, of the same values are this many times nearer than the widest bound of
 a call.
 """

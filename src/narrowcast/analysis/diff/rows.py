@@ -157,6 +157,8 @@ class Judging:
                 self.read_by.setdefault(bundle, []).append(pair)
             return ""
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
+            if len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1:
+                return ""  # of other batches
             return "its inputs differ already, and no call of the runs made them"
         made_by = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
         is_compared = made_by[0] | made_by[1] <= self._of_pairs.keys()  # not a later call, of an earlier module call
