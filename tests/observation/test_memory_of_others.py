@@ -147,3 +147,40 @@ def test_a_model_that_is_not_initialized_is_refused_with_what_to_do(look):
     assert "model(*inputs)" in refused.value.advice
     model(x)
     look(model, x, under="bf16")
+
+
+class Answering(nn.Module):
+    """A class that answers for whatever it does not have, and compares as a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return lambda *args, **kwargs: None
+
+    def __eq__(self, other):
+        return torch.ones(2)
+
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("look", [nc.explain, nc.repair, nc.capture])
+def test_a_class_that_answers_for_what_it_lacks_is_looked_at_as_others(look):
+    """It cannot be copied, as its copy is what its answer gives, and no compiler made it."""
+    model, x = Answering(), torch.randn(3, 4)
+    assert look(model, x, under="bf16").verdict in ("round-off", "explained", "nothing to repair", "captured", "finite")
+
+
+def test_a_deep_model_is_repaired():
+    """Names of modules are asked for where the stack is not deep yet."""
+    model = nn.Linear(4, 4)
+    for _ in range(90):
+        model = nn.Sequential(model)
+    assert nc.repair(model, torch.randn(2, 4), under="bf16").verdict == "nothing to repair"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +73,8 @@ class RepairObserver(WatchCalls):
         self._ranges = ranges
         self._makers: ByStorage[CallId] = ByStorage()
         self._returned: ByStorage[str] = ByStorage()
-        self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._paths: dict[int, str] = {}  # of modules, by id, in the model that is called
+        self._depth = 0
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -118,16 +118,25 @@ class RepairObserver(WatchCalls):
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call; its results are noted as its own, and later as those of the module around it."""
-        result = super().called(call, module, args, kwargs)
-        if module not in self._paths:
-            for root in self.roots:
-                for name, each in root.named_modules():
-                    self._paths.setdefault(each, name)
-        path = self._paths.get(module)
+        if not self._depth:
+            self.door.run("a model", self._name_modules, module)
+        self._depth += 1
+        try:
+            result = super().called(call, module, args, kwargs)
+        finally:
+            self._depth -= 1
+        self.door.run("a module's results", self._note_returned, module, result)
+        return result
+
+    def _name_modules(self, root: torch.nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._paths.setdefault(id(module), name)
+
+    def _note_returned(self, module: torch.nn.Module, result: Any) -> None:
+        path = self._paths.get(id(module))
         if path is not None:
             for tensor in filter(is_floating, tensors_of(result)):
                 self._returned.put(tensor, path)
-        return result
 
     # -- what raises ---------------------------------------------------------------------------------------------------
 

@@ -236,8 +236,8 @@ def original(model: Any) -> Any:
 
 def asked_before(model: Any) -> Mapping[str, Any] | None:
     """Return the arguments of the `compile` that made this; None if it did not."""
-    asked: Mapping[str, Any] | None = getattr(model, "__narrowcast_compiled__", None)
-    return model._again.keywords if isinstance(model, CompiledModule) else asked
+    asked = getattr(model, "__narrowcast_compiled__", None)
+    return model._again.keywords if isinstance(model, CompiledModule) else asked if isinstance(asked, dict) else None
 
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,9 @@ def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] 
             memo[id(tensor)] = stand_in(tensor)
         if of_script is not None:
             memo.update({id(script): of_script(script) for script in scripts_in(model)})
-    try:
-        with _ReplaceTensors(stand_in):
-            return copy.deepcopy(everything, memo)
-    except Exception:
-        return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))
+    copied = None
+    with suppress(Exception), _ReplaceTensors(stand_in):
+        copied = copy.deepcopy(everything, memo)
+    if copied is not None and isinstance(copied[0], type(model)):  # else a class answers for what it does not have
+        return copied
+    return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from narrowcast.errors import RunError
+from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
@@ -121,12 +122,12 @@ class Trial:
     @property
     def is_compiled(self) -> bool:
         """Whether a compiler makes code of it, which runs only where nobody looks on."""
-        return compiled_of(self.model) is not None or hasattr(self.model, "__narrowcast_compiled__")
+        return compiled_of(self.model) is not None or asked_before(self.model) is not None
 
     def original(self) -> Trial:
         """Return the trial of what a compiled model or function was compiled of; itself for another."""
         model: Any = compiled_of(self.model)
-        if model is None and hasattr(self.model, "__narrowcast_compiled__"):
+        if model is None and asked_before(self.model) is not None:
             model = getattr(self.model, "__wrapped__", None)
         return self if model is None else replace(self, model=model)
 

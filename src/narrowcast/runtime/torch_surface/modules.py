@@ -36,8 +36,8 @@ def without_wrapper(path: str) -> str:
 
 def compiled_of(model: Any) -> Module | None:
     """Return the module that torch.compile made this one of; None of another."""
-    module: Module | None = getattr(model, COMPILED, None)
-    return module
+    module = getattr(model, COMPILED, None)
+    return module if isinstance(module, Module) else None
 
 
 children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
