@@ -83,7 +83,8 @@ class Result(ABC):
 
     def to_json(self, indent: int | None = None) -> str:
         """Return JSON text under a schema of its own (docs/reference/run.md)."""
-        return json.dumps(self.data(), indent=indent)
+        with collector_paused():
+            return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON text, replacing the file at once; compressed if its name ends with `.gz`.

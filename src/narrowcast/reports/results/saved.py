@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from narrowcast.errors import NarrowcastError, Origin, RunError, reason_of
+from narrowcast.output.collector import collector_paused
 from narrowcast.reports.results.codec import BROKEN
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
@@ -52,6 +53,11 @@ def load(path: str | Path, kind: type[R] = Result) -> R:  # type: ignore[assignm
 
 def parse(text: str, file: str = "<string>") -> Result:
     """Return the result in JSON text. Raise RunError for other text, or another version of the schema."""
+    with collector_paused():
+        return _parsed(text, file)
+
+
+def _parsed(text: str, file: str) -> Result:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
