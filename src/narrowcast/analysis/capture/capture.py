@@ -234,11 +234,13 @@ class Capturing:
     def _note_step(self, optimizer: Any) -> None:
         """Note the gradients that a step has used, which the program may clear."""
         self._optimizers[id(optimizer)] = optimizer
-        parameters = list(optimized_by(optimizer))
+        with quietly():
+            self._door.run("the gradients of a step", self._note_used, list(optimized_by(optimizer)))
+
+    def _note_used(self, parameters: list[Any]) -> None:
         if not all(id(parameter) in self._names for parameter in parameters):
             self._names |= names_of_parameters(self._observer.roots)
-        with quietly():
-            self._door.run("the gradients of a step", self._note_gradients, parameters)
+        self._note_gradients(parameters)
 
     def _note_gradients(self, parameters: Iterable[Any]) -> None:
         for parameter in parameters:

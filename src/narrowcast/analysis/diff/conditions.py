@@ -168,13 +168,8 @@ def _steepness(op: str, inputs: Mapping[str, Piece]) -> float:
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= inputs.keys():
         return 3 * inputs["query"].rms * inputs["key"].rms * math.sqrt(inputs["query"].columns)
-    divisor = (
-        inputs.get("other", inputs.get("tensor2"))
-        if _is_of(op, "quotients")
-        else read
-        if _is_of(op, "reciprocals")
-        else None
-    )
+    divisor = inputs.get("other", inputs.get("tensor2")) if _is_of(op, "quotients") else None
+    divisor = read if _is_of(op, "reciprocals") else divisor
     if divisor is not None and divisor.high > 0:  # with zero among them they may be as large as any
         return _over_smallest(divisor) if divisor.low > 0 else math.inf
     if read.low < 0 and _is_of(op, "with_poles"):

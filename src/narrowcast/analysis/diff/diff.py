@@ -196,12 +196,8 @@ def _compare_ends(
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
-    return max(
-        [
-            0.0 if judging.are_alike_as_a_whole else judging.returned_apart(),
-            *(one.difference for one in ends if math.isfinite(one.difference)),
-        ]
-    )
+    returned = 0.0 if judging.are_alike_as_a_whole else judging.returned_apart()
+    return max([returned, *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
 def _is_unexplained(result: RunDifferences, judging: Judging) -> bool:

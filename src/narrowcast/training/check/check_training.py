@@ -85,9 +85,8 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     excluded = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     if looking.is_cast_beside or looking.rounds_with_care:
         excluded = (*excluded, "weights in a low format")  # a wrapper casts, or nothing is lost
-    findings = _one_per_line(
-        {a: n for a, n in looking.adviser.advice.items() if a.kind not in excluded} | looking.found
-    )
+    advised = {a: n for a, n in looking.adviser.advice.items() if a.kind not in excluded}
+    findings = _one_per_line(advised | looking.found)
     notes = [*door.notes]
     if not trained and not looking.updates.skipped:
         notes.append("no optimizer of torch's interface stepped: what only its step shows was not looked for.")
