@@ -116,7 +116,8 @@ def test_a_converted_model_in_a_region(model):
     """half() and a region are one too many; so explain says, without running anything."""
     found = nc.explain(model.bfloat16(), (X,), under="bf16")
     assert [a.kind for a in found.ledger.advice] == ["weights in a low format"]
-    assert "weights in a low format" in str(found) and "Keep the weights in fp32" in " ".join(str(found).split())
+    text = " ".join(str(found).split())
+    assert "weights in a low format" in text and "Keep the weights in fp32" in text
     assert "weights in a low format" in found.to_text(every=True)
 
 

@@ -18,6 +18,8 @@ LEAST = 16
 """So much room a column of words has at least."""
 TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
 """Kinds of columns whose cells are words and names, and not numbers."""
+NOTE = 5
+"""Lines of a note that are shown together."""
 _NAME = 15
 _WORDS = {"multiplications": "MACs"}
 
@@ -37,11 +39,17 @@ def overview_parts(page: Document, width: int, rows: Sequence[Part] = (), every:
     notes = [wrapped(f"note: {note}", width=width) for note in page.notes]
     return [
         Part(first, least=len(first)),
-        Part([line for note in notes for line in note], 2, 0, len(notes[0]) if notes else 0, tuple(map(len, notes))),
+        _of_notes(notes),
         part_of([[""], *_figures(page, width)], 1, 1, 7),
         *rows,
         *(_todos(page.todos, width, len(page.todos)) if every else _todos(page.todos[:FIRST_TODOS], width)),
     ]
+
+
+def _of_notes(notes: Sequence[Sequence[str]]) -> Part:
+    """Return notes, each as a whole; but of one with a traceback, too long for any screen, what fits."""
+    units = [n for note in notes for n in ([len(note)] if len(note) <= NOTE else [NOTE, *[1] * (len(note) - NOTE)])]
+    return Part([line for note in notes for line in note], 2, 0, units[0] if units else 0, tuple(units))
 
 
 def part_of(units: Sequence[Sequence[str]], rank: int, heading: int, least: int) -> Part:
