@@ -52,12 +52,15 @@ def gradients(values: Values, pairs: list[Aligned], band: float, of_call: float 
     taken = [{name for names in rows for name in names[n]} for n in range(2)]  # models of one class have any names
     rows |= {names: None for names in named if taken[0].isdisjoint(names[0]) and taken[1].isdisjoint(names[1])}
     compared = [(row, *values.gradients(*row)) for row in rows]
+    known = [GradientRow(*row, d.relative, d.by, band * grown) for row, d, grown in compared if d.is_known]
+    if not of_call:
+        return known
+    largest = _largest_of_modules(values)
     known = [
-        GradientRow(*row, d.relative, d.by, max(band * grown, of_call * _larger_beside(values, row[0])))
-        for row, d, grown in compared
-        if d.is_known
+        replace(row, round_off_bound=max(row.round_off_bound, of_call * _larger_beside(values, largest, row.a)))
+        for row in known
     ]
-    return [_by_updates(values, row) if row.is_beyond and of_call else row for row in known]
+    return [_by_updates(values, row) if row.is_beyond else row for row in known]
 
 
 def _by_updates(values: Values, row: GradientRow) -> GradientRow:
@@ -76,13 +79,25 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     return replace(row, difference=after.relative / change, measured_by=UPDATES)
 
 
-def _larger_beside(values: Values, names: tuple[str, ...]) -> float:
+def _largest_of_modules(values: Values) -> dict[str, float]:
+    """Return the root mean square of the largest gradient of each module of the first run, by its path."""
+    largest: dict[str, float] = {}
+    for name, row in values.sides[0].runs[0].parameters.items():
+        if "gradient" in row:
+            path = name.rpartition(".")[0]
+            largest[path] = max(largest.get(path, 0.0), _gradient_size(values, name))
+    return largest
+
+
+def _larger_beside(values: Values, largest: Mapping[str, float], names: tuple[str, ...]) -> float:
     """Return how many times larger the largest gradient of the same modules is, in the first run."""
-    side, paths = values.sides[0], {name.rpartition(".")[0] for name in names}
-    rows = [(n, row) for n, row in side.runs[0].parameters.items() if n.rpartition(".")[0] in paths]
-    known = {name: side.piece(0, row["gradient"]).rms for name, row in rows if "gradient" in row}
-    own = max(known[name] for name in names)
-    return max(known.values()) / own if own > 0 else 1.0
+    own = max(_gradient_size(values, name) for name in names)
+    return max(largest[name.rpartition(".")[0]] for name in names) / own if own > 0 else 1.0
+
+
+def _gradient_size(values: Values, name: str) -> float:
+    side = values.sides[0]
+    return side.piece(0, side.runs[0].parameters[name]["gradient"]).rms
 
 
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:

@@ -83,17 +83,12 @@ def repair(
 
 
 def _check_model(model: Any) -> None:
-    is_graph = isinstance(model, torch.fx.GraphModule)
-    if (
-        is_graph
-        or isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
-        or asked_before(model) is not None
-    ):
-        found = (
-            "no module is called in a graph, so rules about modules would not hold"
-            if is_graph
-            else ("its casts are in it: rules of a region do not reach them")
-        )
+    found = ""
+    if isinstance(model, torch.fx.GraphModule):
+        found = "no module is called in a graph, so rules about modules would not hold"
+    elif isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction) or asked_before(model) is not None:
+        found = "its casts are in it: rules of a region do not reach them"
+    if found:
         raise RunError(
             f"repair({type(model).__name__})", found,
             advice="Repair the model that it was made of, and compile, export or script that with result.policy.",

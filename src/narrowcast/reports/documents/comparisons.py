@@ -100,11 +100,13 @@ def comparison_verdict(result: Differences) -> str:
     return f"{result.verdict.capitalize()}: {error}{band}{first or share_of_output(result)}"
 
 
-def share_of_output(result: Differences) -> str:
-    """Return how large an error within round-off is, where that is a good part of the output; else nothing."""
+def share_of_output(result: Differences, what: str = "that") -> str:
+    """Return how large an error within round-off is, where that is a good part of the output; else nothing. what: what
+    the sentence calls it.
+    """
     error = max((or_infinity(output.relative_error) for output in result.outputs), default=0.0)
     is_much = result.verdict == ROUND_OFF and _MUCH < error < math.inf
-    return f"; that is {error:.0%} of the output" if is_much else ""
+    return f"; {what} is {error:.0%} of the output" if is_much else ""
 
 
 def _notes(result: Differences) -> list[str]:

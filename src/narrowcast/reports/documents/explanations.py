@@ -114,7 +114,7 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         text = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
-        text += comparisons.share_of_output(comparison.differences).replace("that is", "the output error is")
+        text += comparisons.share_of_output(comparison.differences, "the output error")
         return text, "bad" if verdict in AT_FAULT else "" if ratio > SLOWER else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))
     if chosen:

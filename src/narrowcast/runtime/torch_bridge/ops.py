@@ -99,6 +99,8 @@ def _read_facts(op: OpOverload) -> OpFacts:
 
 def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes to."""
+    if not facts.overwrites:
+        return []
     written = [slot for slot in facts.slots if slot.written]
     return tensors_in([args[s.position] if s.position < len(args) else kwargs.get(s.name) for s in written])
 
