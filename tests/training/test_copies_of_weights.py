@@ -35,6 +35,13 @@ class Loop:
         for master, weight in zip(self.masters, self.weights, strict=True):
             master.grad, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
 
+    def train(self) -> None:
+        with region():
+            loss = cross_entropy(self.net(self.x), self.y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
 
 @torch.no_grad()
 def copied_back_together(loop: Loop) -> None:
@@ -72,11 +79,7 @@ def test_an_average_in_fp32_may_be_copied_to_a_model_in_bf16() -> None:
     shown = copy.deepcopy(average).bfloat16()
 
     def step() -> None:
-        with region():
-            loss = cross_entropy(loop.net(loop.x), loop.y)
-        loop.optimizer.zero_grad()
-        loss.backward()
-        loop.optimizer.step()
+        loop.train()
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), loop.weights, 0.01)
             torch._foreach_copy_(list(shown.parameters()), list(average.parameters()))
@@ -90,11 +93,7 @@ def test_a_parameter_that_a_graph_leads_to_is_a_leaf_again() -> None:
     loop, average = Loop(), copy.deepcopy(Loop().net).requires_grad_(False)
 
     def step() -> None:
-        with region():
-            loss = cross_entropy(loop.net(loop.x), loop.y)
-        loop.optimizer.zero_grad()
-        loss.backward()
-        loop.optimizer.step()
+        loop.train()
         torch._foreach_lerp_(list(average.parameters()), loop.weights, 0.01)
 
     before = [p.clone() for p in average.parameters()]
@@ -189,11 +188,7 @@ def test_weights_that_lie_in_one_memory_are_cast_once_each() -> None:
     vector_to_parameters(parameters_to_vector(loop.weights), loop.weights)
 
     def step(rounded: bool) -> None:
-        with region():
-            loss = cross_entropy(loop.net(loop.x), loop.y)
-        loop.optimizer.zero_grad()
-        loss.backward()
-        loop.optimizer.step()
+        loop.train()
         if rounded:
             vector_to_parameters(parameters_to_vector(loop.weights).bfloat16().float(), loop.weights)
 
