@@ -461,3 +461,34 @@ def test_fusion_decides_what_a_cast_is_worth():
     assert between.casts[fp32, bf16] == alone.casts[fp32, bf16]
     assert TimePrices(model, fused=True).stores(product)
     assert not TimePrices(model, fused=True).stores(reader)
+
+
+@pytest.mark.parametrize("op", ["aten.gelu.default", "aten.clone.default"])
+def test_fused_loops_are_not_dearer_than_their_calls_where_launching_is_what_costs(op):
+    """On a GPU a call of any size takes as long to launch, with autograd's engine nine times as long, and memory is so
+    fast that the time of converting an element on a CPU would be most of a loop's. clone: nothing like it was measured.
+    """
+    from narrowcast.formats import bf16, fp32
+    from narrowcast.programs.program import Operand, Step, Value
+    from narrowcast.reports.results.profile import Device, Profile
+    from narrowcast.runtime.devices.measure import as_sample
+    from narrowcast.runtime.devices.prices import CostModel, TimePrices
+    from narrowcast.runtime.devices.signature import Signature, cast_signature
+
+    profile = Profile(Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0"))
+    for size in (16, 4096, 2**16, 2**20, 2**23):
+        added = [
+            Signature("aten.add.Tensor", ("fp32",) * 2, ((size,),) * 2, (size,), fp32, "", b) for b in (False, True)
+        ]
+        for call in [cast_signature((size,), fp32, f) for f in (fp32, bf16)] + added:
+            ns = (110e3 if call.backward else 12e3) + 2.5e-4 * call.work.moved_bytes * (3 if call.backward else 1)
+            profile.samples[call.text] = as_sample(call, [ns] * 7)
+    model = CostModel(profile)
+    shape = (8, 1024, 32768)
+    given = Value(1, "bf16", shape, "cuda", True)
+    step = Step(Value(2, "bf16", shape, "cuda", True), op, (Operand("self", 1),), computes=True, grad_mode=True)
+    alone, fused = (TimePrices(model, fused=f) for f in (False, True))
+    product = Step(Value(3, "bf16", (8,), "cuda", True), "aten.mm.default", (Operand("self", 2),), computes=True)
+    price = fused.value(step.value, step, [product], (bf16, fp32))
+    assert fused.call(step, [given], bf16) + price.stores[bf16] < alone.call(step, [given], bf16)
+    assert price.casts[bf16, fp32] < 0.5 * alone.value(step.value, step, [product], (bf16, fp32)).casts[bf16, fp32]

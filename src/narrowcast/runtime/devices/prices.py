@@ -15,12 +15,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from narrowcast.core.ops import VIEW, op_kind
+from narrowcast.core.ops import COPY, VIEW, op_kind
 from narrowcast.formats import Format, fp32
 from narrowcast.programs.placement.prices import Reads, ValuePrice
 from narrowcast.programs.program import Step, Value
 from narrowcast.reports.results.profile import Profile, Sample
-from narrowcast.runtime.devices.signature import Signature, Work, cast_signature, known_shape, signature_of
+from narrowcast.runtime.devices.signature import (
+    TINY_WITH_BACKWARD,
+    Signature,
+    Work,
+    cast_signature,
+    known_shape,
+    signature_of,
+)
 
 # -- the cost model: measured where the very call was measured, interpolated from its neighbours else ------------------
 #
@@ -29,7 +36,8 @@ from narrowcast.runtime.devices.signature import Signature, Work, cast_signature
 # is: the factor by which those neighbours disagree, larger the farther they are.
 
 NEIGHBOURS = 3
-_ASSUMED = {"flops": 0.05, "bytes": 0.2}  # ns per operation and byte where nothing was measured
+_ASSUMED_NS_A_BYTE = 0.2
+"""Where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +74,10 @@ class CostModel:
         if backward:  # twice the forward's work, and the forward
             alone = self._interpolate(family, format, False, work)
             return replace(alone, ns=alone.ns * 3, factor=alone.factor * 1.5)
-        ns = 1000 + work.flops * _ASSUMED["flops"] + work.moved_bytes * _ASSUMED["bytes"]
-        return Estimate(ns, 5.0, "assumed")
+        copies = self._group(COPY, fp32.name, False)  # of the unknown the way through memory is known
+        if copies is not None:
+            return replace(copies.estimate(work.elements, work.moved_bytes), factor=5.0, source="assumed")
+        return Estimate(1000 + work.moved_bytes * _ASSUMED_NS_A_BYTE, 5.0, "assumed")
 
     def _group(self, family: str, format: str, backward: bool) -> _Group | None:
         if self._counted != len(self.profile.samples):
@@ -114,8 +124,8 @@ def _position(flops: float, moved: float) -> tuple[float, float]:
 
 # -- prices ------------------------------------------------------------------------------------------------------------
 
-CONVERSION_NS = 0.02
-"""Least cost of converting one element inside a loop."""
+CONVERSION_NS, _CONVERSION_PART = 0.02, 0.1
+"""What converting one element inside a loop costs: so much on a CPU, and at most this part of copying it."""
 
 
 @dataclass(eq=False)
@@ -150,9 +160,9 @@ class TimePrices:
         if not self.is_fused(step):
             return self.estimate(step, operands, format).ns
         alone = fp32 if format.bits < 32 else format
-        work = self.signature(step, operands, alone).work
-        traffic = self._copy_ns(work.moved_bytes) * (2 if step.value.gradient else 1)
-        return max(self.estimate(step, operands, alone).ns - self._overhead() - traffic, 0.0)
+        signature = self.signature(step, operands, alone)
+        traffic = self._copy_ns(signature.work.moved_bytes) * (2 if step.value.gradient else 1)
+        return max(self.estimate(step, operands, alone).ns - self._overhead(signature.backward) - traffic, 0.0)
 
     def estimate(self, step: Step, operands: Sequence[Value], format: Format) -> Estimate:
         """Return the model's estimate of the call alone, its way through memory included."""
@@ -189,7 +199,9 @@ class TimePrices:
         is_read_in_loop = any(not self.stores(reader) for reader in readers)
         half_way = {f: ways * self._copy_ns(self._elements(value) * f.bits / 8) / 2 for f in formats}
         if is_made_in_loop or is_read_in_loop:  # the conversion alone
-            casts = dict.fromkeys(pairs, ways * (self._elements(value) * CONVERSION_NS))
+            elements = self._elements(value)
+            each = min(elements * CONVERSION_NS, self._copy_ns(elements * 8) * _CONVERSION_PART)
+            casts = dict.fromkeys(pairs, ways * each)
         else:  # a loop of its own
             casts = {(a, b): ways * self._cast_ns(value, a, b) for a, b in pairs}
         reads = half_way if is_read_in_loop and not is_made_in_loop else {}
@@ -207,9 +219,9 @@ class TimePrices:
         copy = self.model.estimate(cast_signature((elements,), fp32, fp32))
         return max(copy.ns - self._overhead(), 0.0)
 
-    def _overhead(self) -> float:
-        """Return the time of calling anything."""
-        return self.model.estimate(cast_signature((16,), fp32, fp32)).ns
+    def _overhead(self, backward: bool = False) -> float:
+        """Return the time of calling anything; one that is measured with its backward starts autograd's engine, too."""
+        return self.model.estimate(TINY_WITH_BACKWARD if backward else cast_signature((16,), fp32, fp32)).ns
 
 
 def costs_time(step: Step) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, GEMM, multiplications, op_kind
-from narrowcast.formats import Format
+from narrowcast.formats import Format, fp32
 from narrowcast.programs.program import CAST, Step, Value, element_bytes
 
 Shape = tuple[int, ...]
@@ -71,6 +71,10 @@ class Signature:
             if count:
                 return 2.0 * count
         return float(largest)
+
+
+TINY_WITH_BACKWARD = Signature("aten.add.Tensor", (fp32.name,) * 2, ((16,), (16,)), (16,), fp32, backward=True)
+"""What takes no time but that of calling, forwards and backwards."""
 
 
 def signature_of(

@@ -16,7 +16,7 @@ from narrowcast.output.progress import long_work
 from narrowcast.reports.results.profile import Device, Profile, load_profile
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
-from narrowcast.runtime.devices.signature import Signature, cast_signature
+from narrowcast.runtime.devices.signature import TINY_WITH_BACKWARD, Signature, cast_signature
 from narrowcast.runtime.torch_bridge import DTYPES, op_id
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 
@@ -47,8 +47,9 @@ def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Me
 
 
 def basics(device_type: str) -> list[list[Measurable]]:
-    """Return the calls that a cost model cannot do without: copies and casts."""
-    return list(_copies(device_type, FORMATS[:2]))
+    """Return the calls that a cost model cannot do without: copies and casts, and calling something with its backward."""
+    tiny = MeasuredOperand(*TINY_WITH_BACKWARD.shapes[:1], (1,), fp32.name, device_type, gradient=True)
+    return [*_copies(device_type, FORMATS[:2]), [Measurable(TINY_WITH_BACKWARD, aten.add.Tensor, (tiny, tiny), {})]]
 
 
 def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]]:
