@@ -171,6 +171,16 @@ def test_an_op_that_does_not_exist_is_an_error_when_the_region_opens():
         nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("nolib.pool", "full")))
 
 
+@pytest.mark.parametrize("name", ["einsum", "index_put", "_unsafe_index", "dequantize"])
+def test_overloads_of_torchscript_alone_are_passed_by(name):
+    """aten.einsum.sublist, for example: torch's dispatcher does not have it, though its packet of overloads names it."""
+    with nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule(f"aten.{name}", "full"))):
+        assert lin(x).dtype is torch.bfloat16
+    script_only = nc.Policy.native().with_rules(nc.Rule("aten.einsum.sublist", "full"))
+    with pytest.raises(UnknownOpError, match="no such op"):
+        nc.autocast("cpu", policy=script_only)
+
+
 def test_dtype_may_be_named():
     """bf16 is as good as torch.bfloat16."""
     with nc.autocast("cpu", "fp16"):

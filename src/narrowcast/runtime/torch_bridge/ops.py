@@ -19,6 +19,7 @@ from narrowcast.runtime.torch_surface.dispatch import (
     OpOverloadPacket,
     all_op_names,
     can_decompose,
+    is_dispatched,
     op_name,
     overload_name,
     schema_of,
@@ -216,6 +217,7 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
         overloads = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
     else:
         overloads = overloads_of(rule.target)
+    overloads = tuple(filter(is_dispatched, overloads))
     _check_fit(rule, overloads)
     if not overloads and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
         raise UnknownOpError(

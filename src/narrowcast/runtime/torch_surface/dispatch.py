@@ -131,6 +131,16 @@ can_decompose: Callable[[OpOverload], bool] = methodcaller("_can_decompose")
 """Whether the overload is made of calls of others on some device type."""
 
 
+def is_dispatched(op: OpOverload) -> bool:
+    """Return whether torch's dispatcher has the overload; some are of TorchScript's interpreter alone."""
+    schema = schema_of(op)
+    try:
+        torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
     """Return the kernel that runs the calls inside a composite op; None if none is registered."""
     key = DispatchKey.CompositeImplicitAutograd
