@@ -83,6 +83,8 @@ class _Drawn:
         yield f"baddbmm of {k}", lambda: torch.baddbmm(self._w(3, 5, 6), self._x(3, 5, k), self._w(3, k, 6), beta=0.5)
         yield f"mv of {k}", lambda: self._x(33, k) @ self._w(k)
         yield f"einsum of {k}", lambda: torch.einsum("ij,kj->ik", self._x(5, k), self._w(6, k))
+        by = self._w(40, k, size=k**-0.5), self._w(40, 12, size=0.2)
+        yield f"einsum of three, {k}", lambda: torch.einsum("ij,kj,kl->il", self._x(5, k), *by)
         yield f"linear of {k}", lambda: _back(F.linear, self._x(3, 17, k), self._w(40, k, size=0.1), self._w(40))
 
     def _sums(self) -> Iterator[Case]:

@@ -111,7 +111,7 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
     if splits > 1 and _splits_sums(results[0]):
         slack = [f + s * bounds.gamma(splits, low) for f, s in zip(slack, size, strict=False)]
     is_transposed = ("transposed", "True") in others_as_text(inputs.facts, inputs.args, inputs.kwargs)
-    steps = bounds.steps_in_between(inputs.facts.id, shapes, is_transposed) if results[0].is_cpu else 0
+    steps = bounds.steps_in_between(inputs.facts.id, shapes, is_transposed, results[0].is_cpu)
     if steps:
         least = FORMATS[results[0].dtype].smallest
         slack = [f + s * bounds.gamma(steps, low) + steps * least / 2 for f, s in zip(slack, size, strict=False)]

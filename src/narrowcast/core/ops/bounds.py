@@ -128,14 +128,17 @@ def rounds_means(op: str, others: Sequence[Format]) -> bool:
     return is_one and any(format.bits < fp32.bits for format in others)
 
 
-def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool) -> int:
-    """Return how often a transposed convolution on the cpu, or a backward, may add to a result in the result's format:
-    once for each place of the kernel, and for each sample. A bilinear form does for each column.
+def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool, on_cpu: bool) -> int:
+    """Return how often a product may round in between to its result's format. A transposed convolution on the CPU, or a
+    backward there, does for each place of the kernel, and for each sample; a bilinear form for each column; einsum for
+    each product but the last.
     """
     name = op_kind(op).name
+    if name == "einsum":
+        return max(len(given) - 2, 0)
     if name in ("bilinear", "_trilinear"):
         return max(given[0]) + 4
-    if not (("convolution" in name and ("backward" in name or transposed)) or "transpose" in name):
+    if not on_cpu or not (("convolution" in name and ("backward" in name or transposed)) or "transpose" in name):
         return 0
     source, weight = given[1:3] if "backward" in name else given[:2]
     return math.prod(weight[2:]) + source[0]
