@@ -73,7 +73,7 @@ WRONG: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "loses three bits": three_bits_less,
     "always rounds away": up,
     "leaves its tail out": lambda exact, dtype: torch.where(
-        torch.arange(exact.shape[-1]) < exact.shape[-1] - 3, exact, 0.0).to(dtype),
+        torch.arange(exact.shape[-1], device=exact.device) < exact.shape[-1] - 3, exact, 0.0).to(dtype),
     "has a wrong sign in one row": lambda exact, dtype: torch.cat([-exact[:1], exact[1:]]).to(dtype),
     "rounds towards zero": towards_zero,
 }  # fmt: skip
@@ -89,7 +89,7 @@ def planted(op: str, how: str) -> Any:
     def wrong(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_low = x.dtype in DTYPES.values()
         if how in ADDS and is_low:
-            total = torch.zeros(x.shape[0], args[0].shape[1], dtype=x.dtype)
+            total = torch.zeros(x.shape[0], args[0].shape[1], dtype=x.dtype, device=x.device)
             for a, b in zip(x.split(ADDS[how], 1), args[0].split(ADDS[how]), strict=True):
                 total = total + bmm(a[None].float(), b[None].float())[0].to(x.dtype)
             return total
