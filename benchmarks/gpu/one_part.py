@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import faulthandler
 import importlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -46,7 +46,9 @@ def main() -> int:
         return 0
     _die_with_parent()
     if options.seconds > 2 * LAST_WORDS_S:
-        faulthandler.dump_traceback_later(options.seconds - LAST_WORDS_S, exit=False)
+        last_words = threading.Timer(options.seconds - LAST_WORDS_S, _say_where_it_is)
+        last_words.daemon = True
+        last_words.start()
     part = next(p for p in load_parts(options.parts) if p.name == options.part)
     result = results.read(options.into) or {}
     context = Context(
@@ -80,7 +82,6 @@ def main() -> int:
         outcome, reason = results.FAILED, told(error)
     result.update(outcome=outcome, reason=reason)
     save()
-    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # libraries' own clean-up may hang where a device has failed, and nothing is left to be saved
@@ -93,6 +94,12 @@ def _ask_for_equal_bits() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+def _say_where_it_is() -> None:
+    """With Python's own means: faulthandler reads other threads' frames without the lock, and may end the process."""
+    for number, frame in sys._current_frames().items():
+        print(f"thread {number}:\n{''.join(traceback.format_stack(frame))}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:
