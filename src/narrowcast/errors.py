@@ -47,6 +47,12 @@ class NarrowcastError(Exception):
         return type(self), (self.asked, self.found, self.where, self.advice)
 
 
+def first_line(error: BaseException | None) -> str:
+    """Return an error's first line, short: `RuntimeError: both inputs should have same dtype`."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+
+
 def reason_of(error: Exception) -> str:
     """Return why a file could not be read or written: in the system's words, `no such file or directory`."""
     if isinstance(error, OSError) and error.strerror:

@@ -173,7 +173,7 @@ def test_an_op_that_does_not_exist_is_an_error_when_the_region_opens():
 
 @pytest.mark.parametrize("name", ["einsum", "index_put", "_unsafe_index", "dequantize"])
 def test_overloads_of_torchscript_alone_are_passed_by(name):
-    """aten.einsum.sublist, for example: torch's dispatcher does not have it, though its packet of overloads names it."""
+    """torch's dispatcher does not have aten.einsum.sublist, for example, though its packet of overloads does."""
     with nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule(f"aten.{name}", "full"))):
         assert lin(x).dtype is torch.bfloat16
     script_only = nc.Policy.native().with_rules(nc.Rule("aten.einsum.sublist", "full"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.core.policy import Policy
-from narrowcast.errors import CheckError, CheckWarning, NarrowcastError
+from narrowcast.errors import CheckError, CheckWarning, NarrowcastError, first_line
 from narrowcast.frontends.compiled.compile import compile
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
@@ -19,7 +19,6 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
-from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge.case import Case

@@ -26,7 +26,7 @@ from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ledger.pairing import pairs_of
-from narrowcast.errors import NarrowcastError, RunError
+from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
@@ -35,7 +35,7 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
-from narrowcast.observation.trial.raising import first_line, said_of
+from narrowcast.observation.trial.raising import said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.progress import Step, long_work

@@ -27,7 +27,7 @@ from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, Policy
 from narrowcast.core.policy.capabilities import one_format
 from narrowcast.core.policy.settings import FULL
-from narrowcast.errors import GoalError, NarrowcastError, RegionError
+from narrowcast.errors import GoalError, NarrowcastError, RegionError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.frontends.graphs.explicit import refuse_scripts
@@ -38,7 +38,7 @@ from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
-from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps, first_line
+from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps
 from narrowcast.observation.trial.trial import Trial, detached, parameters_of
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger

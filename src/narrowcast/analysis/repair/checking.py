@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.repair.looking import RepairObserver
-from narrowcast.errors import NarrowcastError, RefusedError
+from narrowcast.errors import NarrowcastError, RefusedError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors
-from narrowcast.observation.trial.raising import SeeFunctions, first_line
+from narrowcast.observation.trial.raising import SeeFunctions
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
 from narrowcast.output.progress import Step
 from narrowcast.output.words import counted, number_text

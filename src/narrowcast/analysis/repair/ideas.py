@@ -15,11 +15,11 @@ from narrowcast.analysis.repair.rules import rule_about_module
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL, NOWHERE, Kind, Rule
-from narrowcast.errors import RefusedError
+from narrowcast.errors import RefusedError, first_line
 from narrowcast.formats import fp32, parse_format
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
-from narrowcast.observation.trial.raising import Raising, first_line
+from narrowcast.observation.trial.raising import Raising
 from narrowcast.observation.trial.trial import tensors_of
 from narrowcast.reports.results.findings import CAST, FORMAT, Finding
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame

@@ -17,9 +17,8 @@ from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.core.policy import Rule
-from narrowcast.errors import NarrowcastError, RunError
+from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import Format, fp32
-from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.output.words import counted, number_text

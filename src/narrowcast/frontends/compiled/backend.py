@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.policy import Policy
-from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
+from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError, first_line
 from narrowcast.frontends.compiled.stepwise import find_elsewhere, steppable
 from narrowcast.frontends.graphs.backward import LISTED, SAME, Backward, State, autocast_state, parse_backward
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of, noted
@@ -154,7 +154,7 @@ class GraphBackend:
         """
         if self.rules is not None or self.backward.kind == LISTED:
             raise error
-        report.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        report.fallback = first_line(error)
         warnings.warn(
             f"narrowcast: a graph at {report.site} could not be given explicit casts and is compiled as eager "
             f"autocast would run it ({report.fallback})",
@@ -288,7 +288,7 @@ def _may_fall_back(error: Exception, compiling: bool) -> bool:
 def _note_break(report: CompiledGraph, graph: GraphModule) -> None:
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and getattr(reason, "graph_break", False):
-        report.broken_by = str(reason.reason).strip().splitlines()[0]
+        report.broken_by = str(reason.reason).strip().partition("\n")[0]
         if reason.user_stack:
             frame = reason.user_stack[-1]
             report.broken_at = f"{frame.filename}:{frame.lineno}"

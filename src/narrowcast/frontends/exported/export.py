@@ -14,7 +14,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
 from narrowcast.core.goals import CAST, FOLDED, Goal, GoalName, as_goal
-from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
+from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError, first_line
 from narrowcast.frontends.eager.asked import Under, asked_region
 from narrowcast.frontends.graphs.capture import all_nodes, detached, fake_mode_of
 from narrowcast.frontends.graphs.check import check_formats, tell_other_paths
@@ -102,7 +102,7 @@ def export(
         except Exception as error:
             raise CaptureError(
                 asked=f"{type(model).__name__} exported with explicit casts",
-                found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                found=first_line(error),
                 advice="Please report this with the model. torch.export.export alone would lose the region.",
             ) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from narrowcast.errors import CaptureError, Origin
+from narrowcast.errors import CaptureError, Origin, first_line
 from narrowcast.formats import fp32
 from narrowcast.frontends.graphs.capture import detached
 from narrowcast.programs.program import Program
@@ -46,7 +46,7 @@ class _Checker(torch.fx.Interpreter):
         try:
             value = super().run_node(n)
         except Exception as error:
-            raise _difference(n, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raise _difference(n, first_line(error)) from error
         if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor) and expected.dtype != value.dtype:
             raise _difference(n, f"gives {value.dtype} where the region's own kernels return {expected.dtype}")
         return value

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.errors import first_line
 from narrowcast.output.files import cache_folder, is_there, replace_text, set_aside
 from narrowcast.output.progress import long_work
 from narrowcast.reports.results.profile import Device
@@ -232,7 +233,7 @@ def _warm(runners: Sequence[Runner]) -> tuple[list[tuple[Runner, int]], dict[str
             usable.append((runner, max(1, min(MOST_CALLS, round(ROUND_NS / ns)))))
         except Exception as error:
             failed = error
-            dropped[runner.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+            dropped[runner.name] = first_line(error)
     if not usable and failed is not None:
         raise failed
     return usable, dropped

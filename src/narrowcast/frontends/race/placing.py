@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from narrowcast.core.goals import MEMORY, Goal
 from narrowcast.core.policy import NOWHERE
 from narrowcast.core.policy.settings import ONE_FORMAT
-from narrowcast.errors import CaptureError
+from narrowcast.errors import CaptureError, first_line
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.explicit import Explicit, read_explicit
 from narrowcast.frontends.graphs.read import ReadGraph
@@ -209,8 +209,7 @@ def compile_placed(
                 if begins_again(error) or (candidate is left[-1] and not sides):
                     raise
                 warnings.warn(
-                    f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised "
-                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                    f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised {first_line(error)}",
                     stacklevel=2,
                 )
                 continue

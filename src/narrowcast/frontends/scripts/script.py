@@ -230,8 +230,8 @@ def trace(
 def _check_trace(
     target: Any, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any], formats: set[torch.dtype]
 ) -> None:
-    """Compare as torch's own check does, and let results differ by what a library's kernels round otherwise for the same
-    numbers: two units in the last place of the narrowest format, at the largest element.
+    """Compare as torch's own check does, and let results differ by what a library's kernels may round otherwise: two
+    units in the last place of the narrowest format, at the largest element.
     """
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)

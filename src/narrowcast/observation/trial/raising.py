@@ -17,12 +17,6 @@ from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
 
 
-def first_line(error: BaseException | None) -> str:
-    """Return an error's first line, short: `RuntimeError: both inputs should have same dtype`."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:160]}"
-
-
 def said_of(error: RuntimeError) -> str:
     """Return the line of an error with the cause; TorchScript at times names only the code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

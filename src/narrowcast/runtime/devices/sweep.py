@@ -47,8 +47,8 @@ def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Me
 
 
 def basics(device_type: str) -> list[list[Measurable]]:
-    """Return the calls that a cost model cannot do without: copies and casts, and calling something with its backward."""
-    tiny = MeasuredOperand(*TINY_WITH_BACKWARD.shapes[:1], (1,), fp32.name, device_type, gradient=True)
+    """Return the calls that a cost model cannot do without: copies, casts, and calling anything with its backward."""
+    tiny = MeasuredOperand(TINY_WITH_BACKWARD.result, (1,), fp32.name, device_type, gradient=True)
     return [*_copies(device_type, FORMATS[:2]), [Measurable(TINY_WITH_BACKWARD, aten.add.Tensor, (tiny, tiny), {})]]
 
 

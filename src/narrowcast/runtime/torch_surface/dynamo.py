@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_configuration
 
-from narrowcast.errors import NarrowcastError
+from narrowcast.errors import NarrowcastError, first_line
 
 InductorCompiler = torch._TorchCompileInductorWrapper
 """What torch.compile makes of backend="inductor"."""
@@ -222,7 +222,7 @@ def missing_cpp_compiler(named: str | None) -> str:
     try:
         compiler = get_cpp_compiler()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return first_line(error)
     return "" if shutil.which(compiler) else f"{compiler} is not there"
 
 
