@@ -16,7 +16,7 @@ import torch
 from narrowcast.analysis.record.record import record
 from narrowcast.analysis.watch.watch import watch as open_watch
 from narrowcast.core.policy import Policy, as_policy
-from narrowcast.errors import Origin, RegionError, TrainingError, TrainingWarning
+from narrowcast.errors import RegionError, TrainingError, TrainingWarning
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.integrations.resuming import precision_state, take_up
@@ -154,10 +154,10 @@ class TrainingPrecision:
         with was computed as if there were no plugin. advice: how to open it; None is `to_open`.
         """
         if not self._has_opened:
-            here, asked = loop_line(), f"training under policy {self.policy.name} in {FORMATS[self.low]}"
+            asked = f"training under policy {self.policy.name} in {FORMATS[self.low]}"
             early = "an optimizer is about to step, and no forward and no loss ran in the region"
-            where = (Origin(here.file, here.line),) if here.file else ()
-            raise TrainingError(asked, f"{early}: nothing was computed under the policy", where, advice or self.to_open)
+            found = f"{early}: nothing was computed under the policy"
+            raise TrainingError(asked, found, loop_line().origins, advice or self.to_open)
 
     def begin_step(self) -> None:
         """Open what observes a forward that trains. Further micro-batches of the step change nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from narrowcast.errors import Origin, TrainingError
+from narrowcast.errors import TrainingError
 from narrowcast.integrations.accelerate import attach, run_in_region
 from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import TrainingPrecision, find_framework
@@ -41,9 +41,9 @@ class PrecisionMixin:
         super().__init_subclass__(**kwargs)
         first = next(base for base in cls.__mro__ if OVERRIDDEN[0] in vars(base))
         if not issubclass(first, PrecisionMixin):
-            here, asked = loop_line(), f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
+            asked = f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
             found = f"{first.__name__} comes before PrecisionMixin, which would never be asked: it would train in fp32"
-            where = (Origin(here.file, here.line),) if here.file else ()
+            where = loop_line().origins
             raise TrainingError(asked, found, where, f"Write class {cls.__name__}(PrecisionMixin, {first.__name__}).")
 
     def __init__(self, *args: Any, precision: TrainingPrecision | None = None, **kwargs: Any) -> None:

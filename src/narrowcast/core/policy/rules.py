@@ -103,6 +103,11 @@ class Site:
         """The module path, the file and the line: what records keep of a place."""
         return self.module_path, self.file, self.line
 
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The place as errors name it; empty where it is not known."""
+        return (Origin(self.file, self.line),) if self.file else ()
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "?"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from narrowcast.errors import CaptureError, Origin, first_line
+from narrowcast.errors import CaptureError, first_line
 from narrowcast.formats import fp32
 from narrowcast.frontends.graphs.capture import detached
 from narrowcast.programs.program import Program
@@ -53,8 +53,7 @@ class _Checker(torch.fx.Interpreter):
 
 
 def _difference(node: Node, found: str) -> CaptureError:
-    site = node_site(node.meta)
-    where = (Origin(site.file, site.line),) if site.file else ()
+    where = node_site(node.meta).origins
     advice = "The graph runs as eager would run it instead. Please report this with the model."
     return CaptureError(f"{node.target} with explicit casts", found, where, advice)
 

@@ -208,8 +208,9 @@ def compile_placed(
             except Exception as error:
                 if begins_again(error) or (candidate is left[-1] and not sides):
                     raise
+                raised = first_line(error)
                 warnings.warn(
-                    f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised {first_line(error)}",
+                    f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised {raised}",
                     stacklevel=2,
                 )
                 continue

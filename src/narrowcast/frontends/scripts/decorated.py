@@ -246,8 +246,7 @@ def places_of(*values: Any) -> tuple[Origin, ...]:
     calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
     places = tuple(_origin(code) for code in codes if is_user_file(code.co_filename))
-    site = find_site()
-    return places or ((Origin(site.file, site.line),) if site.file else ())
+    return places or find_site().origins
 
 
 def _origin(code: types.CodeType) -> Origin:

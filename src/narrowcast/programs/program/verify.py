@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from narrowcast.errors import Origin, ProgramError
+from narrowcast.errors import ProgramError
 from narrowcast.programs.program.model import ENTER, EXIT, TENSOR, Block, Program, Step
 
 
@@ -59,5 +59,5 @@ def _cast(program: Program, step: Step) -> None:
 
 
 def _wrong(step: Step, found: str) -> ProgramError:
-    where = (Origin(step.site.file, step.site.line),) if step.site.file else ()
-    return ProgramError(f"%{step.id} = {step.op}", found, where, "This is a fault of the pass that ran last.")
+    asked, advice = f"%{step.id} = {step.op}", "This is a fault of the pass that ran last."
+    return ProgramError(asked, found, step.site.origins, advice)

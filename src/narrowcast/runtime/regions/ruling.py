@@ -47,16 +47,19 @@ def active_region(device_type: str) -> OpenRegion | None:
 
 def shadowed_region(device_type: str) -> OpenRegion | None:
     """Return our region on this device type that a `torch.autocast` block inside it keeps from ruling now."""
-    region = stack.innermost
+    region = _on_device(stack.innermost, device_type)
+    return region if region is not None and active_region(device_type) is None else None
+
+
+def _on_device(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
     while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
-    return region if region is not None and active_region(device_type) is None else None
+    return region
 
 
 def _around_native(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
     """Return our innermost region on this device type around a block of torch's; None if the block rules."""
-    while region is not None and region.prepared.facts.device_type != device_type:
-        region = region.outer
+    region = _on_device(region, device_type)
     return region.in_native(_native_facts(device_type)) if region is not None and region.prepared.holds_inside else None
 
 
@@ -180,8 +183,7 @@ def carried_region(device_type: str) -> OpenRegion | None:
 
 
 def _of_device(region: OpenRegion | None, device_type: str, casts: WeightCache) -> OpenRegion | None:
-    while region is not None and region.prepared.facts.device_type != device_type:
-        region = region.outer
+    region = _on_device(region, device_type)
     if region is None or region.before is None:
         return None
     in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled

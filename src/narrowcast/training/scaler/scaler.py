@@ -291,8 +291,7 @@ class Scaler(ScalerState):
     # -- what is refused -----------------------------------------------------------------------------------------------
 
     def _error(self, asked: str, found: str, advice: str, site: Site | None = None) -> ScalerError:
-        here = loop_line()
-        where = [Origin(here.file, here.line)] if here.file else []
+        where = [*loop_line().origins]
         if site is not None and site.file:
             where.append(Origin(site.file, site.line, "it was called here"))
         return ScalerError(asked, found, tuple(where), advice)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from narrowcast.errors import Origin, ScalerError, ScalerWarning
+from narrowcast.errors import ScalerError, ScalerWarning
 from narrowcast.reports.results.scaler_history import History, ScaledStep
 from narrowcast.runtime.sites.python_stack import loop_line, warn_at
 from narrowcast.training.scaler.readings import HostNumbers
@@ -96,8 +96,7 @@ class Steps:
         if self._stuck is not None:
             site, (found, advice) = loop_line(), self._stuck
             self._stuck = None
-            where = (Origin(site.file, site.line),) if site.file else ()
-            error = ScalerError("training with a scaler", found, where, advice)
+            error = ScalerError("training with a scaler", found, site.origins, advice)
             if self.on_stuck == "raise":
                 raise error
             warn_at(str(error), site, ScalerWarning)
