@@ -7,9 +7,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from narrowcast.analysis.diff.aligned_values import Values
+from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
-from narrowcast.analysis.diff.gradients import band_along, gradients, gradients_are_alike, in_one_alone
+from narrowcast.analysis.diff.gradients import (
+    band_along,
+    gradients,
+    gradients_are_alike,
+    in_one_alone,
+    trains_exactly_alike,
+)
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
@@ -35,7 +41,7 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, TokenDifference, Unaligned
+from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, RunRow, TokenDifference, Unaligned
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
@@ -107,7 +113,7 @@ def diff(
         pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
     apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
-    result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(result.rows))
+    result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], _band_of_tokens(pairs, result.rows))
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     is_explained = bool(result.formats) and (not result.is_written_otherwise or judging.widest >= WIDEST)
     is_far = apart > max(_VISIBLE, _FAR * judging.widest)
@@ -161,6 +167,7 @@ def _compare_ends(
     how far apart outputs are, as far as that is known.
     """
     sides = judging.values.sides
+    judging.leave_out_compensated(result.rows)
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
     unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     has_low = _has_low(result)
@@ -175,7 +182,8 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        if are_others and is_in_another_order(judging.values, judging.widest):
+        is_same = trains_exactly_alike(judging.values, result.gradients) and judging.are_returned_alike()
+        if are_others and (is_same or is_in_another_order(judging.values, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
@@ -298,6 +306,16 @@ def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
     for name, value in facts.items():
         pairs += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
     return pairs
+
+
+def _band_of_tokens(pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> float:
+    """Return how much log-probabilities may differ: as much as the logits, which are the last results compared."""
+    forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
+    if not forward:
+        return math.inf
+    last = max((x for pair in pairs for x in pair.a if x.id == forward[-1].a[0]), key=lambda x: x.position)
+    largest = max(1.0, abs(last.low), abs(last.high))
+    return largest * (forward[-1].round_off_bound + GAIN * max(row.difference for row in forward))
 
 
 def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:

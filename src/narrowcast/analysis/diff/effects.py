@@ -15,7 +15,7 @@ SHOWS = 2.0
 """A result that differs by its rounding bound over this, and is computed of one beyond its own, shows the same fault:
 round-off alone is mostly smaller.
 """
-_CANCELS = 8.0
+CANCELS = 8.0
 """How many times smaller a difference has to be where another step cancels it."""
 
 
@@ -63,7 +63,7 @@ class Effects:
                     return UNKNOWN
                 bound = max(row.round_off_bound, self._widest)  # of the formats before it, as for a sum in fp32
                 if row.measured_by and row.difference <= bound / SHOWS:
-                    is_cancelled &= not row.difference > self._rows[now].difference / _CANCELS
+                    is_cancelled &= not row.difference > self._rows[now].difference / CANCELS
                     continue
                 are_alike &= not is_beside and _are_alike(reader, row)
                 if row.difference <= bound:

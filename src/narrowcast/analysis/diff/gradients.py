@@ -79,6 +79,18 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     return replace(row, difference=after.relative / change, measured_by=UPDATES)
 
 
+def trains_exactly_alike(values: Values, rows: Sequence[GradientRow]) -> bool:
+    """Return whether steps have given all weights that are compared the same values, by the same gradients."""
+    for row in rows:
+        both = zip(values.sides, (row.a, row.b), strict=True)
+        known = [side.runs[0].parameters[name] for side, names in both for name in names]
+        if row.difference or len(known) != 2 or any("before" not in one for one in known):
+            return False
+        if values.between(*(one["value"] for one in known)).relative != 0:
+            return False
+    return bool(rows)
+
+
 def _largest_of_modules(values: Values) -> dict[str, float]:
     """Return the root mean square of the largest gradient of each module of the first run, by its path."""
     largest: dict[str, float] = {}

@@ -153,7 +153,10 @@ class Outcomes:
         """
         least = _PLAIN * band
         kept = {b: d for b, d in of_unpaired.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
-        steps = (_differs(row, True) and row.a not in of_inputs and row.difference > least for row in rows)
+        steps = (
+            _differs(row, True) and row.a not in of_inputs and (row.difference > least or row.why == OF_OTHERS)
+            for row in rows
+        )
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
 
 

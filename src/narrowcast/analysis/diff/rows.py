@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, module_calls_of
+from narrowcast.analysis.diff.aligned_values import BAND, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.effects import Effects
+from narrowcast.analysis.diff.effects import CANCELS, Effects
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     OF_OTHERS,
@@ -279,6 +279,19 @@ class Judging:
         read_by = {bundle: {pair.a[0].id.direction for pair in self.read_by.get(bundle, ())} for bundle in backward}
         return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
 
+    def leave_out_compensated(self, rows: Sequence[RunRow]) -> None:
+        """Leave out the calls of a backward without a partner whose readers give the same again: one program scales
+        before a call what the other scales in it.
+        """
+        by_call = {row.a: row for row in rows}
+        for bundle, difference in list(self.unpaired.items()):
+            readers = [by_call[_ids(pair.a)] for pair in self.read_by.get(bundle, [])]
+            is_cancelled = [
+                row.verdict in (EQUAL, ROUND_OFF) and row.difference <= difference / CANCELS for row in readers
+            ]
+            if bundle.id.direction == BACKWARD and readers and all(is_cancelled):
+                del self.unpaired[bundle]
+
     def _returned(self) -> list[EndDifference]:
         """Compare what both models returned, one by one; nothing unless all of it can be compared."""
         numbers, found = [side.runs[0].returned for side in self.values.sides], list[EndDifference]()
@@ -290,6 +303,13 @@ class Judging:
                 return []
             found.append(EndDifference(seen.relative, band_of_all(self.widest, OUTPUTS), self.widest))
         return found
+
+    def are_returned_alike(self) -> bool:
+        """Return whether what both models returned is alike; also if they were called in other numbers, for which what
+        they returned last is not the same.
+        """
+        times = {max(len(x.module_calls) for x in side.bundles) for side in self.values.sides}
+        return len(times) > 1 or all(one.difference <= one.band for one in self._returned())
 
     def returned_apart(self) -> float:
         """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
@@ -358,15 +378,6 @@ class Judging:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""
         calls: set[object] = set(self._makers[0].of_inputs | self._makers[1].of_inputs)
         return calls | {_ids(pair.a) for pair in pairs if any(x in calls for x in (*pair.a, *pair.b))}
-
-    def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
-        """Return how much log-probabilities may differ: as much as the logits, which are the last results compared."""
-        forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
-        if not forward:
-            return math.inf
-        last = max((x for x in self._paired[0] if x.id == forward[-1].a[0]), key=lambda x: x.position)
-        largest = max(1.0, abs(last.low), abs(last.high))
-        return largest * (forward[-1].round_off_bound + GAIN * max(row.difference for row in forward))
 
     def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
         """Return whether its partner is an output, too."""
