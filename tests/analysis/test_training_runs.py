@@ -205,3 +205,61 @@ def test_a_low_format_bounds_what_its_calls_without_a_partner_make():
     b, wrong = (nc.capture(Ensemble(True, factor), (x,), under="bf16") for factor in (1.0, 1.5))
     assert nc.diff(a, b).verdict != "values differ", str(nc.diff(a, b))
     assert nc.diff(a, wrong).verdict == "values differ"
+
+
+def adapted(_, x, y, dtype, by_function, rate=0.2):
+    """Steps of a layer by the gradient of a loss after an inner step (MAML), by torch.autograd.grad or torch.func."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+
+    def loss(parameters, rows):
+        with region(dtype):
+            return (torch.func.functional_call(model, parameters, (x[rows],)).float() - y[rows]).square().mean()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        if by_function:
+            own = dict(model.named_parameters())
+            inner = torch.func.grad(loss)(own, slice(0, 6))
+            loss({name: p - rate * inner[name] for name, p in own.items()}, slice(6, 12)).backward()
+        else:
+            with region(dtype):
+                first = F.mse_loss(model(x[:6]).float(), y[:6])
+            w, b = torch.autograd.grad(first, [model.weight, model.bias], create_graph=True)
+            with region(dtype):
+                out = F.linear(x[6:], model.weight - rate * w, model.bias - rate * b).float()
+                second = F.mse_loss(out, y[6:])
+            second.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_calls_inside_of_training_are_other_steps_where_all_weights_end_the_same(dtype):
+    """Inner steps are made of other calls, and which is whose partner is not known; another rate is told."""
+    a = captured(adapted, dtype, False)
+    same = nc.diff(a, captured(adapted, dtype, True))
+    assert same.verdict == "round-off" and max(row.difference for row in same.gradients) < 1e-6
+    assert nc.diff(a, captured(adapted, dtype, True, 0.05)).verdict == "values differ"
+
+
+@pytest.mark.parametrize("formats", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_a_scale_before_a_call_of_the_backward_or_in_it_is_one(formats):
+    """Dropout by hand divides after it multiplies; a mask without the scale is told."""
+
+    def trains(model, x, y, dtype, by_hand, share=0.75):
+        with region(dtype):
+            hidden = model[0](x).relu()
+            torch.manual_seed(5)
+            if by_hand:
+                keep = torch.empty_like(hidden).bernoulli_(0.75)
+                hidden = hidden * keep / share
+            else:
+                hidden = F.dropout(hidden, 0.25, True)
+            out = model[2](hidden)
+        F.mse_loss(out.float(), y).backward()
+
+    a = captured(trains, formats[0], False)
+    expected = "formats differ" if formats[0] is torch.float32 else "round-off"
+    assert nc.diff(a, captured(trains, formats[1], True)).verdict == expected
+    assert nc.diff(a, captured(trains, formats[1], True, 1.0)).verdict == "values differ"

@@ -14,7 +14,7 @@ from narrowcast.analysis.diff.gradients import (
     gradients,
     gradients_are_alike,
     in_one_alone,
-    trains_exactly_alike,
+    trains_the_same,
 )
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.outcomes import (
@@ -182,7 +182,7 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        is_same = trains_exactly_alike(judging.values, result.gradients) and judging.are_returned_alike()
+        is_same = trains_the_same(judging.values, result.gradients) and judging.are_returned_alike()
         if are_others and (is_same or is_in_another_order(judging.values, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
@@ -14,6 +14,8 @@ from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 UPDATES = "updates"
 _OF_SGD = {"value", "gradient", "before", "momentum_buffer"}
+_SAME, _SAME_STEP = 2e-6, 1e-3
+"""So far apart are gradients whose sums are rounded in another order in fp32, and what steps by them change."""
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
@@ -67,28 +69,31 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     """Return the row, by what the steps have changed of the weight where that is alike: a decay may be a part of the
     loss or the optimizer's, and gradients may be clipped in place. Not where an optimizer divides by their size.
     """
+    apart = _moved_apart(values, row, _OF_SGD)
+    return replace(row, difference=apart, measured_by=UPDATES) if apart <= row.round_off_bound else row
+
+
+def trains_the_same(values: Values, rows: Sequence[GradientRow]) -> bool:
+    """Return whether steps have made the same of all weights that are compared, by gradients that are the same, but for
+    the order of sums in fp32.
+    """
+    return bool(rows) and all(row.difference <= _SAME and _moved_apart(values, row) <= _SAME_STEP for row in rows)
+
+
+def _moved_apart(values: Values, row: GradientRow, only: Container[str] | None = None) -> float:
+    """Return the difference of a weight after the steps of both runs, in parts of what they changed of it; infinity
+    where that is not known. only: the states that an optimizer may have.
+    """
     both = zip(values.sides, (row.a, row.b), strict=True)
     rows = [side.runs[0].parameters[name] for side, names in both for name in names]
-    if len(rows) != 2 or any("before" not in known or known.keys() - _OF_SGD for known in rows):
-        return row
+    if len(rows) != 2 or any("before" not in known for known in rows):
+        return math.inf
+    if only is not None and any(name not in only for known in rows for name in known):
+        return math.inf
     after = values.between(*(known["value"] for known in rows))
     side, moved = values.sides[0], rows[0]
     change = distance(side.piece(0, moved["before"]), side.piece(0, moved["value"])).relative
-    if not change > 0 or not after.relative / change <= row.round_off_bound:
-        return row
-    return replace(row, difference=after.relative / change, measured_by=UPDATES)
-
-
-def trains_exactly_alike(values: Values, rows: Sequence[GradientRow]) -> bool:
-    """Return whether steps have given all weights that are compared the same values, by the same gradients."""
-    for row in rows:
-        both = zip(values.sides, (row.a, row.b), strict=True)
-        known = [side.runs[0].parameters[name] for side, names in both for name in names]
-        if row.difference or len(known) != 2 or any("before" not in one for one in known):
-            return False
-        if values.between(*(one["value"] for one in known)).relative != 0:
-            return False
-    return bool(rows)
+    return after.relative / change if change > 0 and after.is_known else math.inf
 
 
 def _largest_of_modules(values: Values) -> dict[str, float]:

@@ -105,7 +105,7 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
     below = exponents.max(axis=-1, keepdims=True) - exponents
     zeros = np.count_nonzero(is_zero, axis=(1, 2)).tolist()
     keep = ~is_zero.reshape(len(alike), -1) if any(zeros) else None
-    flat = values.reshape(len(alike), -1).astype(np.float64)
+    flat = _wide(values.reshape(len(alike), -1))
     means = (flat.sum(axis=1) / inspected).tolist()
     squares = (np.einsum("ij,ij->i", flat, flat) / inspected).tolist()
     counted = zip(
@@ -174,9 +174,14 @@ def _histogram(first: int, counts: Any) -> Histogram:
     return Histogram(first + start, tuple(counts[start:stop].tolist()))
 
 
+def _wide(values: Any) -> Any:
+    with np.errstate(invalid="ignore"):  # memory that nothing wrote may hold signaling NaN
+        return values.astype(np.float64)
+
+
 def _sketches(rows: Any) -> Iterator[str]:
     """Yield the sums and the length of each row, as a run keeps them."""
-    values = rows.astype(np.float64)
+    values = _wide(rows)
     with np.errstate(all="ignore"):
         lengths = np.sqrt(np.einsum("nij,nij->ni", values, values))
         sums = np.stack([each @ _sums_of(values.shape[2]) for each in values])  # one by one: a product's sums may
