@@ -281,6 +281,20 @@ def test_a_loss_of_two_parts_is_no_sum() -> None:
     is_right(lambda loop: loop.train(loop.low_loss().to(BF16) + loop.low_loss().to(BF16)), Loop(BF16, lr=0.3))
 
 
+def test_a_loss_of_many_parts_in_one_line_is_no_sum_and_a_loop_in_one_line_is() -> None:
+    """Each operator that is written out adds once; `sum` and a comprehension add by one operator again and again."""
+
+    def in_parts(loop: Loop) -> None:
+        a, b, c, d, e = (loop.low_loss().to(BF16) for _ in range(5))
+        loop.train(a + b * 0.001 + c + d + e)
+
+    def in_a_loop(loop: Loop) -> None:
+        loop.train(sum(loop.low_loss().to(BF16) for _ in range(5)))  # HERE
+
+    is_right(in_parts, Loop(BF16, lr=0.3))
+    found_at(in_a_loop, Loop(BF16, lr=0.3), SUM)
+
+
 def accumulated_in_bf16(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     for rows in HALVES:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,22 +13,31 @@ from narrowcast.core.ops import named
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.runtime.sites.python_stack import instruction_of
 from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 
 SUM = "a sum in a low format"
 _TERMS = 3
-"""How many additions at one line, within a step, make a sum; a loss of a few parts is none."""
+"""How many additions by one operator, within a step, make a sum; a loss of parts that are written out is none."""
 
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that is accumulated at one line: how many additions, and the step of the first of them."""
+    """A sum that is accumulated at one line: how many additions, the step of the first of them, and how many by each
+    operator of the line.
+    """
 
     at: tuple[str, str, int]
     additions: int
     since: int
+    operators: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def in_a_loop(self) -> int:
+        """The most additions by one operator."""
+        return max(self.operators.values(), default=0)
 
 
 class Sums:
@@ -63,9 +73,8 @@ class Sums:
                 continue
             additions = self._again(call, total, term, result, over_steps=True)
             known = self._sums.get(result)
-            if known is None or additions < (2 if known.since < self._step else _TERMS):
-                continue
-            return _low_sum(call, result)
+            if known is not None and (additions > 1 if known.since < self._step else known.in_a_loop >= _TERMS):
+                return _low_sum(call, result)
         return finding
 
     def _of_numbers(self, call: SeenCall) -> Found | None:
@@ -96,7 +105,7 @@ class Sums:
         if known is None or known.at != at or not (over_steps or known.since == self._step):
             is_old = over_steps and (self._was_there(total) or self._was_there(term))
             known = _Sum(at, 0, self._step - is_old)
-        now = _Sum(at, known.additions + 1, known.since)
+        now = _Sum(at, known.additions + 1, known.since, known.operators + Counter([instruction_of(call.site)]))
         self._sums.put(result, now)
         return now.additions
 
