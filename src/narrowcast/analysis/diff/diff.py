@@ -176,13 +176,13 @@ def _compare_ends(
         judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others), judging.widest
     )
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    are_gradients_alike = gradients_are_alike(result.gradients, parameters)
+    is_same = trains_the_same(judging.values, result.gradients, parameters) and judging.are_returned_alike()
+    are_gradients_alike = is_same or gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not (are_others and are_gradients_alike))
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        is_same = trains_the_same(judging.values, result.gradients) and judging.are_returned_alike()
         if are_others and (is_same or is_in_another_order(judging.values, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True

@@ -73,11 +73,19 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     return replace(row, difference=apart, measured_by=UPDATES) if apart <= row.round_off_bound else row
 
 
-def trains_the_same(values: Values, rows: Sequence[GradientRow]) -> bool:
-    """Return whether steps have made the same of all weights that are compared, by gradients that are the same, but for
-    the order of sums in fp32.
+def trains_the_same(values: Values, rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
+    """Return whether steps have made the same of all weights, by gradients that are the same, but for the order of sums
+    in fp32. parameters: names of those with a gradient; what one run alone has, such as a replica, does not count.
     """
-    return bool(rows) and all(row.difference <= _SAME and _moved_apart(values, row) <= _SAME_STEP for row in rows)
+    compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
+    others = (side.runs[0].parameters for side in values.sides[::-1])
+    are_all = all(
+        name in known or name not in there
+        for names, known, there in zip(parameters, compared, others, strict=True)
+        for name in names
+    )
+    is_same = (row.difference <= _SAME and _moved_apart(values, row) <= _SAME_STEP for row in rows)
+    return bool(rows) and are_all and all(is_same)
 
 
 def _moved_apart(values: Values, row: GradientRow, only: Container[str] | None = None) -> float:

@@ -75,7 +75,8 @@ class Judging:
         before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
             before = max(before, self._largest)
-        if pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
+        is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values()) and result.by in (SKETCHES, TENSORS)
+        if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
         self._read[pair] = before
         chosen_by = max(self._chosen_by(pair), default=0.0)
