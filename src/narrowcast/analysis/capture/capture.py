@@ -285,8 +285,8 @@ class _Capture(Observer):
         return result
 
     def _note_returned(self, result: Any) -> None:
-        known = (t for t in tensors_in(result) if is_floating(t) and self._table.known_as(t) >= 0)
-        self._run.returned += [self._table.number(t) for t in known]  # in the shape in which it is returned
+        floats = filter(is_floating, tensors_in(result))
+        self._run.returned += [self._table.number(t) for t in floats]  # in the shape in which it is returned
 
     @property
     def follows(self) -> bool:

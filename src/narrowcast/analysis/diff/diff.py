@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
-from narrowcast.analysis.diff.alignment import Aligned, align, is_by_values, mapping_of
+from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, is_by_values, mapping_of, place_of
 from narrowcast.analysis.diff.gradients import (
     band_along,
     gradients,
@@ -29,7 +29,7 @@ from narrowcast.analysis.diff.outcomes import (
     is_in_another_order,
 )
 from narrowcast.analysis.diff.pieces import Distance
-from narrowcast.analysis.diff.rows import Judging, formats_of, place_of
+from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy

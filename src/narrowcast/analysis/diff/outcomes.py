@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
-from narrowcast.analysis.diff.pieces import UNLIKE
+from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
@@ -158,6 +158,23 @@ class Outcomes:
             for row in rows
         )
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
+
+
+def returned(values: Values) -> list[tuple[int, int]]:
+    """Return the numbers of what both models returned, if they returned as much."""
+    a, b = (side.runs[0].returned for side in values.sides)
+    return list(zip(a, b, strict=True)) if len(a) == len(b) else []
+
+
+def returned_apart(values: Values, are_compared: Sequence[bool]) -> float:
+    """Return the largest difference of what the models returned in one shape, but for what is compared as results."""
+    largest = 0.0
+    for numbers, is_compared in zip(returned(values), are_compared, strict=True):
+        shapes = {side.runs[0].tensors[n].shape for side, n in zip(values.sides, numbers, strict=True)}
+        seen = values.between(*numbers)
+        if not is_compared and len(shapes) == 1 and seen.by in (SKETCHES, TENSORS):
+            largest = max(largest, seen.relative)
+    return largest
 
 
 def is_in_another_order(values: Values, widest: float) -> bool:

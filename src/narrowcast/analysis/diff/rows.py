@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN_OF_PASSING, Values, module_calls_of
-from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
 from narrowcast.analysis.diff.effects import CANCELS, Effects
 from narrowcast.analysis.diff.outcomes import (
@@ -18,6 +18,8 @@ from narrowcast.analysis.diff.outcomes import (
     WIDEST,
     EndDifference,
     band_of_all,
+    returned,
+    returned_apart,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
@@ -90,6 +92,8 @@ class Judging:
         band *= result.growth
         reason = next(filter(None, reads_other), "")
         is_proved = bool(given) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
+        if inputs and math.isnan(input_difference) and self._largest:  # of calls before it, which may be low
+            before = max(before, self.widest)
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
         verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason, is_among_others)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
@@ -121,9 +125,19 @@ class Judging:
             is_by_place = is_among_others and not self._largest
             self._has_chosen = True
             return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
+        if self._has_moved(pair, result, band):
+            return INHERITED, "steps of the loop have moved its weight"
         if is_among_others and all(x.elements == len(x.module_calls) for x in (*pair.a, *pair.b)):
             return NOT_COMPARED, "each is a number of its own part: a loss over one micro-batch, or over all"
         return DIFFERS, UNEXPLAINED
+
+    def _has_moved(self, pair: Aligned, result: Distance, band: float) -> bool:
+        """Return whether a call of a loop reads a weight, and differs by what steps in these formats may move it."""
+        first, reads = module_calls_of(pair)[0], any(bundle.weight is not None for bundle in (*pair.a, *pair.b))
+        if not reads or not all(side.moves_weights for side in self.values.sides):
+            return False
+        is_alike = first == pair or self.values.results(first).relative <= band
+        return is_alike and result.relative <= band_of_all(self.widest, OUTPUTS)
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
@@ -295,8 +309,8 @@ class Judging:
 
     def _returned(self) -> list[EndDifference]:
         """Compare what both models returned, one by one; nothing unless all of it can be compared."""
-        numbers, found = [side.runs[0].returned for side in self.values.sides], list[EndDifference]()
-        for a, b in zip(*numbers, strict=True) if len(numbers[0]) == len(numbers[1]) else ():
+        found = list[EndDifference]()
+        for a, b in returned(self.values):
             seen = self.values.between(a, b)
             made = [makers.of(number) for makers, number in zip(self._makers, (a, b), strict=True)]
             shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, (a, b), strict=True)}
@@ -313,22 +327,13 @@ class Judging:
         return len(times) > 1 or all(one.difference <= one.band for one in self._returned())
 
     def returned_apart(self) -> float:
-        """Return the largest difference of tensors of one shape that the models returned, and whose calls are no pair
-        that was compared.
-        """
-        returned = [side.runs[0].returned for side in self.values.sides]
-        if len(returned[0]) != len(returned[1]):
-            return 0.0
-        largest = 0.0
-        for numbers in zip(*returned, strict=True):
-            made = [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
-            pairs = [self._paired[n].get(bundle) for n, bundle in enumerate(made) if bundle is not None]
-            shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, numbers, strict=True)}
-            is_compared = len(set(pairs)) == 1 and pairs[0] is not None and bool(self._by.get(pairs[0]))
-            seen = self.values.between(*numbers)
-            if len(pairs) == 2 and not is_compared and len(shapes) == 1 and seen.by in (SKETCHES, TENSORS):
-                largest = max(largest, seen.relative)
-        return largest
+        """Return how far apart is what the models returned, and no compared pair of calls made."""
+        made = [[makers.of(n) for makers, n in zip(self._makers, numbers, strict=True)]
+                for numbers in returned(self.values)]  # fmt: skip
+        pairs = [[of.get(x) for of, x in zip(self._paired, both, strict=True) if x is not None] for both in made]
+        return returned_apart(
+            self.values, [len(x) == 2 and x[0] is x[1] and bool(x[0] and self._by.get(x[0])) for x in pairs]
+        )
 
     def name_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], apart: float) -> None:
         """Note the calls without a partner before the first pair whose results differ visibly, or else before what the
@@ -388,13 +393,3 @@ class Judging:
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
     return tuple(bundle.id for bundle in bundles)
-
-
-def formats_of(bundles: Sequence[Bundle]) -> str:
-    """Return the formats in which calls compute."""
-    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.input_formats for bundle in bundles))
-
-
-def place_of(bundles: Sequence[Bundle]) -> str:
-    """Return the line of the first of them."""
-    return f"{bundles[0].call.file}:{bundles[0].call.line}" if bundles[0].call.file else ""

@@ -119,6 +119,11 @@ class Side:
             self._pieces[key] = piece_of(self.runs[rank].tensors[number])
         return self._pieces[key]
 
+    @cached_property
+    def moves_weights(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return any("before" in row for row in self.runs[0].parameters.values())
+
     def value(self, parameter: str) -> Piece:
         """Return the value of a parameter of the first rank's run, by its name: before any step, if there were some."""
         row = self.runs[0].parameters[parameter]
