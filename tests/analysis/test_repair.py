@@ -322,6 +322,23 @@ class TestLeftBehind:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
+    def test_random_numbers_are_as_they_were_where_the_model_raises(self, x):
+        """The call that raised is tried alone, and draws random numbers itself."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.generator = nn.Linear(16, 16), torch.Generator().manual_seed(1)
+
+            def forward(self, x):
+                drawn = torch.bernoulli(torch.full((16,), 0.5), generator=self.generator)
+                return nn.functional.rrelu(self.a(x) + drawn.to(torch.float16), training=True)
+
+        model, state = Model(), torch.get_rng_state()
+        own = model.generator.get_state()
+        assert nc.repair(model, (x,), under="fp16").verdict == "repaired"
+        assert torch.equal(torch.get_rng_state(), state) and torch.equal(model.generator.get_state(), own)
+
     def test_the_user_s_policy_is_extended_and_never_changed(self, x, tmp_path):
         """New rules form a second layer on top of the user's, whose comments are kept and whose file is not written."""
         file = tmp_path / "mine.toml"

@@ -338,3 +338,22 @@ def test_an_op_whose_kernel_calls_listed_ops_computes_in_their_format(dtype):
     assert (call.input_formats, call.computes) == ("fp32", dtype)
     assert is_sound(nc.compare(model, x, under=dtype, backward=True))
     assert nc.diff(nc.capture(model, x), low).verdict == "formats differ"
+
+
+class ConstantRows(nn.Module):
+    """A layer norm of rows of one value: what fp32 gives is 0, and what is computed is the error of the mean."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.norm, self.width = nn.Linear(64, 1), nn.LayerNorm(width), width
+
+    def forward(self, x):
+        return self.norm(self.a(x).expand(-1, self.width))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("width", [1, 8])
+def test_what_is_zero_but_for_rounding_is_no_fault(low, width):
+    """An error of a result that is zero has no size relative to it."""
+    found = nc.compare(ConstantRows(width), X, under=low)
+    assert is_sound(found) and max(output.relative_error for output in found.outputs) < 1e-4

@@ -234,12 +234,11 @@ class _Comparing:
 
     def _find_not_finite(self, expected: Outcome) -> None:
         """Find, where an output is not finite, the first call that makes it so here, and not in the reference."""
-        result, has_nan_itself = self._result, has_nan(expected.output)
-        floating = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
+        result, floating = self._result, [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
         is_itself = any(not bool(torch.isfinite(t).all()) for t in floating)
         if is_itself:
             result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")
-        is_here = has_nan_itself or any(math.isnan(error.sqnr_db) for error in result.outputs)
+        is_here = has_nan(expected.output) or any(math.isnan(error.sqnr_db) for error in result.outputs)
         if not (is_itself or is_here):
             return
         reference, here = watch(at="op"), watch(at="op")
@@ -324,11 +323,12 @@ class _Comparing:
         """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""
         result, bands = self._result, self._bands
         with quietly():
-            result.outputs, result.round_off_bound = output_errors(expected.output, actual.output), bands.output
+            result.outputs = output_errors(expected.output, actual.output)
+            result.round_off_bound = judging.bound_of(result.outputs, bands.output, self._region.fast_dtype)
             result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
         worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
-        is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, judging.TINY)
-        return is_beyond or any(g.verdict == verdicts.FAULT for g in result.gradients)
+        bound = max(OUTPUT_FACTOR * result.round_off_bound, judging.TINY) if bands.runs else math.inf
+        return worst > bound or any(g.verdict == verdicts.FAULT for g in result.gradients)
 
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome, unseen: list[CallId]) -> None:
         result = self._result

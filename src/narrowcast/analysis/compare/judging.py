@@ -5,7 +5,7 @@ rounding bounds that are measured (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from narrowcast.observation.trial.output_errors import (
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError
+from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, OutputError
 from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon
@@ -37,6 +37,13 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
+
+
+def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:
+    """Return the bound of outputs. One that is zero in the reference stays so when it is perturbed: a unit in the last
+    place at one is round-off there.
+    """
+    return max(band, FORMATS[low].epsilon) if any(o.sqnr_db == -math.inf for o in outputs) else band
 
 
 def judge_call(

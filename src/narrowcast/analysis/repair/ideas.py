@@ -22,6 +22,7 @@ from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.observation.trial.raising import Raising
 from narrowcast.observation.trial.trial import tensors_of
 from narrowcast.reports.results.findings import CAST, FORMAT, Finding
+from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS, find_op, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
@@ -76,8 +77,9 @@ def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
     if raising.called is None:
         return False
     args, kwargs = tree_map_only(torch.Tensor, own, (raising.args, raising.kwargs))
+    args, kwargs = tree_map_only(torch.Generator, torch.Generator.clone_state, (args, kwargs))
     try:
-        with torch.no_grad(), region:
+        with random_state_kept(), torch.no_grad(), region:
             outputs = tensors_of(raising.called(*args, **kwargs))
     except Exception:  # whatever it raises: it does not run
         return False

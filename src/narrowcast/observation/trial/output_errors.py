@@ -37,8 +37,12 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """Return ||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
-    return error_of([found.detach().double()], [reference.detach().double()])
+    """Return ||x - ref|| / ||ref|| in fp64; 0 if equal. Of a reference of zeros, which has no size of its own, the root
+    mean square of x: x is taken to be of size one.
+    """
+    ref, x = reference.detach().double(), found.detach().double()
+    error = error_of([x], [ref])
+    return error if math.isfinite(error) or bool(ref.any()) else float(x.square().mean().sqrt())
 
 
 def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

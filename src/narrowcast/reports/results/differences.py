@@ -23,7 +23,8 @@ OUTPUT_FACTOR = 4.0
 class OutputError:
     """How far one output tensor is from the fp32 reference.
 
-    sqnr_db: 10 log10(sum ref^2 / sum (ref - x)^2), infinity if equal. relative_error: ||x - ref|| / ||ref||.
+    sqnr_db: 10 log10(sum ref^2 / sum (ref - x)^2), infinity if equal. relative_error: ||x - ref|| / ||ref||; of a
+    reference of zeros the root mean square of x.
     """
 
     name: str
