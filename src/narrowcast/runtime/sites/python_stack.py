@@ -192,16 +192,6 @@ def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
     return NOWHERE if caller is None else Site(file=caller.f_code.co_filename, line=caller.f_lineno)
 
 
-def instruction_of(site: Site) -> int:
-    """Return which instruction of its function runs at this place now: calls of one line are told apart; -1 where the
-    line is not on the stack.
-    """
-    for frame, line in walk_stack(sys._getframe(1)):
-        if line == site.line and frame.f_code.co_filename == site.file:
-            return frame.f_lasti
-    return -1
-
-
 @cache
 def _runs_loops(module: str) -> bool:
     """Return whether a module, by its name, is a training framework's."""

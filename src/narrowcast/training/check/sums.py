@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
-from narrowcast.runtime.sites.python_stack import instruction_of
+from narrowcast.output.words import number_text
 from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 
 SUM = "a sum in a low format"
-_TERMS = 3
-"""How many additions by one operator, within a step, make a sum; a loss of parts that are written out is none."""
+_LOST = 4.0
+"""Terms are lost where a sum is this many units off, relatively: more than a few roundings, which low formats have."""
+_LARGEST = 4096
+"""The most elements of a sum whose value is followed."""
 
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that is accumulated at one line: how many additions, the step of the first of them, and how many by each
-    operator of the line.
+    """A sum that is accumulated at one line: how many additions, the step of the first of them, and, where its value is
+    followed, what it is and what it would be in fp64.
     """
 
     at: tuple[str, str, int]
     additions: int
     since: int
-    operators: Counter[int] = field(default_factory=Counter)
+    value: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
 
     @property
-    def in_a_loop(self) -> int:
-        """The most additions by one operator."""
-        return max(self.operators.values(), default=0)
+    def error(self) -> float:
+        """The relative error (L2) of the sum; 0 where it is not followed, or would not be finite in fp64 either."""
+        if self.value is None or self.exact is None or not bool(self.exact.isfinite().all()):
+            return 0.0
+        off = float((self.value - self.exact).norm())
+        return off / float(self.exact.norm()) if off else 0.0
 
 
 class Sums:
@@ -61,21 +67,44 @@ class Sums:
             return None
         for total, term, result in _additions(call):
             is_sum = self._is_gradient(term, is_gradient) and not self._is_gradient(total, is_gradient)
-            if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
+            if result.numel() > 1 and is_sum and self._again(call, total, term, result).additions > 1:
                 return result.dtype
         return None
 
     def of_losses(self, call: SeenCall) -> Found | None:
-        """Return a finding if a call adds a number to a sum in a low format: of many terms, or from step to step."""
+        """Return a finding if a call adds to a low sum that has lost terms, or to a number from step to step."""
         finding = self._of_numbers(call)
         for total, term, result in _additions(call):
-            if result.numel() != 1 or term.numel() != 1:
+            is_number = result.numel() == term.numel() == 1
+            has_gradient = total.requires_grad or term.requires_grad
+            if not is_number and (has_gradient or call.id.direction == BACKWARD):
                 continue
-            additions = self._again(call, total, term, result, over_steps=True)
-            known = self._sums.get(result)
-            if known is not None and (additions > 1 if known.since < self._step else known.in_a_loop >= _TERMS):
-                return _low_sum(call, result)
+            if term.shape != result.shape or result.numel() > _LARGEST:
+                continue
+            now = self._follow(call, total, term, result)
+            if is_number and now.since < self._step and now.additions > 1:
+                return _low_sum(call, result, has_gradient)
+            if not now.error <= _LOST * FORMATS[result.dtype].epsilon:
+                return _low_sum(call, result, has_gradient, now.error)
         return finding
+
+    def _follow(self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor) -> _Sum:
+        """Return the sum after a call, with its value; another one where something else was written in between."""
+        known = self._sums.get(total) or self._sums.get(term)
+        now, value = self._again(call, total, term, result, over_steps=True), result.detach().double()
+        added = term.detach().double() * call.kwargs.get("alpha", 1)
+        is_in_place = dispatch.op_name(call.facts.op).endswith("_")
+        before = known.value if known is not None and now.additions > 1 else None
+        if before is not None and (
+            before.shape != value.shape or not torch.equal((before + added).to(result.dtype), result.detach())
+        ):
+            now.additions, now.since, before = 1, self._step, None
+        if before is None:
+            now.exact = value if is_in_place else total.detach().double() + added
+        elif known is not None and known.exact is not None:
+            now.exact = known.exact + added
+        now.value = value
+        return now
 
     def _of_numbers(self, call: SeenCall) -> Found | None:
         """Return a finding if a number is added again to a counter that no longer changes; else it may begin a sum."""
@@ -89,7 +118,7 @@ class Sums:
             is_again = known is not None and known.at == call.site.at and known.since < self._step
             self._sums.put(result, known if known is not None and is_again else _Sum(call.site.at, 1, self._step))
             if is_again and result.dtype in LOW and result.numel() == 1 and bool(result + term == result) and term:
-                return _low_sum(call, result)
+                return _low_sum(call, result, False)
         return None
 
     def _is_gradient(self, tensor: Any, is_gradient: Callable[[torch.Tensor], bool]) -> bool:
@@ -98,26 +127,28 @@ class Sums:
 
     def _again(
         self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
-    ) -> int:
-        """Return how many times this line has added to a sum, this one included."""
+    ) -> _Sum:
+        """Return the sum with how many times this line has added to it, this one included."""
         at = call.site.at
         known = self._sums.get(total) or self._sums.get(term)
         if known is None or known.at != at or not (over_steps or known.since == self._step):
             is_old = over_steps and (self._was_there(total) or self._was_there(term))
             known = _Sum(at, 0, self._step - is_old)
-        now = _Sum(at, known.additions + 1, known.since, known.operators + Counter([instruction_of(call.site)]))
+        now = _Sum(at, known.additions + 1, known.since)
         self._sums.put(result, now)
-        return now.additions
+        return now
 
 
-def _low_sum(call: SeenCall, result: torch.Tensor) -> Found:
-    is_lost = bool(torch.isfinite(result).all())
-    why = "a term that is less than half a unit of the sum is lost, so that the sum no longer changes"
+def _low_sum(call: SeenCall, result: torch.Tensor, has_gradient: bool, error: float = 0.0) -> Found:
+    why = "a term that is less than half a unit of the sum is lost"
+    why += f": it is {number_text(error)} off" if error else ", so that in the end the sum no longer changes"
+    if not bool(torch.isfinite(result).all()):
+        why = f"the sum is not finite; the largest number there is {FORMATS[result.dtype].max:g}"
+    term = "loss.float()" if has_gradient else "loss.detach().float()"
     return (
         SUM,
-        f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: "
-        + (why if is_lost else f"the sum is not finite; the largest number there is {FORMATS[result.dtype].max:g}"),
-        "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
+        f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: {why}",
+        f"Add up in fp32: total = total + {term}, from a total that is a number or fp32.",
         call.site,
     )
 
