@@ -182,6 +182,27 @@ def test_losses_that_are_never_finite_and_skipped_by_hand_are_found(factor: floa
     assert nc.check_training(step).kinds == kinds
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_a_scale_of_the_loop_s_own_may_fall_for_a_while(factor: float) -> None:
+    """More steps are run while losses are finite and gradients are not; a scale that never falls is told."""
+    loop = Loop()
+    scale = torch.tensor(2.0**30)
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = cross_entropy(loop.net(loop.x), loop.y)
+        (loss * scale).backward()
+        if all(p.grad.isfinite().all() for p in loop.weights):
+            for p in loop.weights:
+                p.grad /= scale
+            loop.optimizer.step()
+        else:
+            scale.mul_(factor)
+
+    assert nc.check_training(step).kinds == (() if factor < 1 else ("every step is skipped",))
+
+
 def test_weights_that_lie_in_one_memory_are_cast_once_each() -> None:
     """As after vector_to_parameters, whose weights are views of a vector; rounded, it is told by its line."""
     loop = Loop()
@@ -198,7 +219,7 @@ def test_weights_that_lie_in_one_memory_are_cast_once_each() -> None:
 
 
 def test_what_costs_time_alone_comes_after_what_is_wrong() -> None:
-    """Each micro-batch casts the weights again, and the sum of losses is in bf16."""
+    """Each micro-batch casts the weights again, and the sum of many parts of losses is in bf16."""
     loop = Loop()
 
     def step() -> None:
@@ -208,7 +229,8 @@ def test_what_costs_time_alone_comes_after_what_is_wrong() -> None:
             with region():
                 loss = cross_entropy(loop.net(loop.x), loop.y)
             loss.backward()
-            total += loss.detach().bfloat16()
+            for part in (loss.detach() / 100).bfloat16().expand(100):
+                total += part
         loop.optimizer.step()
 
     assert nc.check_training(step).kinds == ("a sum in a low format", "weights cast again")

@@ -276,11 +276,18 @@ class Backwards:
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
             self._moved(loop_line())
 
-    def end_of_round(self) -> None:
-        """Report, once the step function has returned, weights whose memory is a sum with scaled gradients."""
-        self._unused.end_of_round()
+    def end_of_round(self) -> bool:
+        """Report, once the step function has returned, weights whose memory is a sum with scaled gradients; return
+        whether the loop has skipped its step.
+        """
         for power in self._powers.moved_weights():
             self._moved(power.site)
+        return self._unused.end_of_round()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the loop has skipped all its steps, and may yet take one."""
+        return self._unused.is_stuck
 
     def _moved(self, site: Site) -> None:
         self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))

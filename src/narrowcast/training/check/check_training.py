@@ -77,7 +77,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
         stack.enter_context(told_of_optimizer_steps(has_stepped))
         stack.enter_context(looking.observing())
         ran = 0
-        while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
+        while ran < steps or (looking.is_stuck and ran < steps + _MORE):
             _refuse_what_has_not_run(step(*args, **kwargs))
             ran += 1
             door.run("a step as a whole", looking.end_of_round)

@@ -339,11 +339,17 @@ class LoopObserver(Observer):
         self._gradients.forget()
         self._sums.end_of_step()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all steps so far were skipped, and a scale may yet be small enough."""
+        return self.updates.is_stuck or self._backwards.is_stuck
+
     def end_of_round(self) -> None:
         """Report what is known once the step function has returned."""
         self._gradients.used()
         self.updates.end_of_round()
-        self._backwards.end_of_round()
+        if self._backwards.end_of_round():
+            self._casts.clear()
         self._powers.end_of_step()
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())

@@ -86,13 +86,19 @@ class Unused:
         self._cleared.clear()
         self._by_gradient = None
 
-    def end_of_round(self) -> None:
-        """Note whether gradients that nobody used are finite."""
+    def end_of_round(self) -> bool:
+        """Return whether gradients that nobody used are not finite: the loop skips the step."""
         self._rounds += 1
         with quietly():
-            if not self.is_used and not all(map(has_finite_gradient, self._fresh.values())):
-                self._broken.append(self._line)
+            is_broken = not self.is_used and not all(map(has_finite_gradient, self._fresh.values()))
+        self._broken += [self._line] * is_broken
         self.is_used = False
+        return is_broken
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all steps so far were skipped although losses are finite: a scale of the loop's own may decrease."""
+        return len(self._broken) == self._rounds > 0 and not self._not_finite
 
     def judge(self) -> Found | None:
         """Return a finding if no step was taken, as gradients were never finite; or if the loss is never finite."""
@@ -100,8 +106,7 @@ class Unused:
             return self._judge_losses()
         return (
             "every step is skipped",
-            f"in {self._rounds} steps no optimizer steps, and no scale changes: the gradients of this backward are not "
-            "finite",
+            f"in {self._rounds} steps no optimizer steps: the gradients of this backward are not finite",
             "Call scaler.update() in each step: it lowers a scale that is too large. If none helps, nc.watch() names "
             "the first call that gives NaN or infinity.",
             self._broken[0],
