@@ -482,7 +482,7 @@ def test_each_mistake_is_found_with_its_line():
 
 
 def test_what_is_right_is_not_found():
-    """A clip after unscale_, a clip of scaled gradients at a scaled limit, a step left out for an overflow."""
+    """A clip after unscale_, one of scaled gradients at a scaled limit, a step left out for an overflow, one by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, steps, _ = iteration()
@@ -498,7 +498,9 @@ def test_what_is_right_is_not_found():
                 scaler.unscale_(steps)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-            if way != 2:
+            if way == 3:
+                steps.step()  # as after `if norm.isfinite()`
+            elif way != 2:
                 scaler.step(steps)
             scaler.update()
     assert scaler.findings == () and [row.skipped for row in scaler.history] == [False, False, True, False]

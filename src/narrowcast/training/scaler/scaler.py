@@ -115,8 +115,8 @@ class Scaler(ScalerState):
     def _unscale(self, optimizer: Any, state: dict[str, Any]) -> None:
         self._findings.to_be_unscaled(optimizer)
         super().unscale_(optimizer)
-        gradient = next((p.grad for p in optimized_by(optimizer) if p.grad is not None), None)
-        state["unscaled"] = None if gradient is None else (gradient, version_of(gradient))
+        first = next(((p, g) for p in optimized_by(optimizer) if (g := p.grad) is not None), None)
+        state["weight"], state["unscaled"] = (None, None) if first is None else ((t, version_of(t)) for t in first)
         flags = state["found_inf_per_device"].values()
         # What the user does next may spread NaN over all gradients, as a clip does: they are looked at before, where
         # the host knows that some are not finite, or steps are being skipped one after the other.
@@ -276,10 +276,12 @@ class Scaler(ScalerState):
                 self._steps.waiting.append(EndedStep(number, *numbers, results, HostNumbers(loss.found), name, watched))
             loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         if not self._named:
-            unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
-            left = [flag for flags in unscaled for flag in flags.values()]
+            unscaled = [state for state in self.states() if state["stage"] is UNSCALED]
+            left = [flag for state in unscaled for flag in state["found_inf_per_device"].values()]
             found = HostNumbers(in_one(left, scale.device)) if left else None
-            tell = partial(self._findings.not_stepped, loop_line()) if left else None
+            weights = [state["weight"] for state in unscaled if state.get("weight") is not None]
+            by_itself = any(version_of(weight) != version for weight, version in weights)  # optimizer.step()
+            tell = partial(self._findings.not_stepped, loop_line()) if left and not by_itself else None
             self._steps.waiting.append(EndedStep(number, HostNumbers(scale), floor, results, found, "", watched, tell))
         if self._named and new_scale is None:
             self.forget_states()
