@@ -357,3 +357,14 @@ def test_what_is_zero_but_for_rounding_is_no_fault(low, width):
     """An error of a result that is zero has no size relative to it."""
     found = nc.compare(ConstantRows(width), X, under=low)
     assert is_sound(found) and max(output.relative_error for output in found.outputs) < 1e-4
+
+
+@pytest.mark.parametrize("verb", ["compare", "explain", "repair", "capture"])
+def test_a_part_that_is_compiled_as_one_graph_runs_and_is_not_compiled_again_by_each_call(verb):
+    """torch.compile(fullgraph=True) raises where a hook cannot be traced, and where it has compiled too often."""
+    part = torch.compile(nn.Sequential(nn.Linear(64, 32), nn.GELU()), backend="eager", fullgraph=True)
+    model = nn.Sequential(part, nn.Linear(32, 8))
+    options = {"run": True} if verb == "explain" else {}
+    for _ in range(6):
+        found = getattr(nc, verb)(model, X, under="bf16", **options)
+    assert found.verdict in (ROUND_OFF, EXACT, NOT_COMPARED, "repaired", "nothing to repair", "finite")

@@ -482,7 +482,7 @@ def test_each_mistake_is_found_with_its_line():
 
 
 def test_what_is_right_is_not_found():
-    """A clip after unscale_, one of scaled gradients at a scaled limit, a step left out for an overflow, one by itself."""
+    """A clip after unscale_, one of scaled gradients at a scaled limit, a step left out, one of the optimizer alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, steps, _ = iteration()

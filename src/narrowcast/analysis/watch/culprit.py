@@ -113,7 +113,7 @@ def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
     """Return the rule that keeps the call in fp32; advice in its place where none can."""
     asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
     if any(FORMATS[dtype].bits < 32 for dtype in asked):
-        return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there.", ()
+        return f"The code asks for {FORMATS[asked[0]]} itself: ask for torch.float32 there.", ()
     target = next((t for t in written_tensors(call.facts, call.args, call.kwargs) if t.dtype in LOW), None)
     if call.facts.writes and target is not None:
         advice = (

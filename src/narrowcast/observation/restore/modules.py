@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from narrowcast.frontends.scripts.state import ScriptState
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_surface.dispatch import without_modes
+from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.fx import FakeTensor
+from narrowcast.runtime.torch_surface.modules import compiled_of, hook_on_all_modules
 
 
 class _Modules(ExitStack):
@@ -26,12 +27,17 @@ class _Modules(ExitStack):
         self._kept: set[int] = set()
         self.callback(self._restore_buffers)
 
-    def called(self, module: Module, args: Any) -> None:
-        """Keep the state of a module that is about to be called."""
-        if id(module) not in self._kept:
-            self.keep(module)
-            if isinstance(module, torch.jit.ScriptModule):
-                self.enter_context(ScriptState(module))
+    def called(self, module: Module) -> None:
+        """Keep the state of a module that is about to be called. Dynamo follows the hook into what it compiles: what is
+        inside of a compiled module is kept with it.
+        """
+        if id(module) in self._kept:
+            return
+        compiled = compiled_of(module)
+        for one in (module, *(() if compiled is None else compiled.modules())):
+            self.keep(one)
+        if isinstance(module, torch.jit.ScriptModule):
+            self.enter_context(ScriptState(module))
 
     def keep(self, module: Module) -> None:
         """Keep a module, not those in it."""
@@ -49,15 +55,28 @@ class _Modules(ExitStack):
                     buffer.copy_(value)
 
 
+_keeping: list[_Modules] = []
+
+
+def _called(module: Module, args: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        for kept in tuple(_keeping):
+            kept.called(module)
+
+
+never_trace(_called)
+
+
 @contextmanager
 def restored_when_called() -> Iterator[None]:
     """Restore attributes (caches that a forward kept) and buffers of all modules that are called."""
     with _Modules() as kept:
-        hook = register_module_forward_pre_hook(kept.called)
+        _keeping.append(kept)
         try:
-            yield
+            with hook_on_all_modules(_called):
+                yield
         finally:
-            hook.remove()
+            _keeping.remove(kept)
 
 
 @contextmanager

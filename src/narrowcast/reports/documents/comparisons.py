@@ -169,14 +169,14 @@ def advice_todos(result: Differences) -> list[Todo]:
 
 
 def _lines_to_change(remedy: Remedy) -> list[Todo]:
-    """Return the lines whose code asks for a low format itself, which no rule changes."""
+    """Return the lines whose code asks for a low format itself."""
     if not remedy.asked:
         return []
     first = remedy.asked[0]
     most = 2 ** (FORMATS[first.format].mantissa_bits + 1)
-    why = f"it rounds whole numbers beyond {most}" if first.rounds_whole else "no rule changes that"
+    why = f"it rounds whole numbers beyond {most}; " if first.rounds_whole else ""
     what = f"Ask for fp32 at {_lines(a.at for a in remedy.asked)}, where the code asks for {first.format} itself"
-    return [Todo(what, f"{why}; {_reached(remedy)}")]
+    return [Todo(what, f"{why}{_reached(remedy)}")]
 
 
 def _rules_to_add(remedy: Remedy) -> list[Todo]:

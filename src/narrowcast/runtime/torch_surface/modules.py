@@ -23,6 +23,26 @@ has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 """Whether hooks on all modules are set."""
 
 
+_HOOKS: dict[Any, Any] = torch.nn.modules.module._global_forward_pre_hooks
+_KEY = -1
+_hooked: list[Any] = []
+
+
+@contextmanager
+def hook_on_all_modules(hook: Callable[[Module, Any], None]) -> Iterator[None]:
+    """Call one function before each call of a module, as `register_module_forward_pre_hook` does, under one key: Dynamo
+    guards on the keys of such hooks, and compiles again where another is there.
+    """
+    _hooked.append(hook)
+    _HOOKS[_KEY] = hook
+    try:
+        yield
+    finally:
+        _hooked.remove(hook)
+        if not _hooked:
+            _HOOKS.pop(_KEY, None)
+
+
 STACK = "nn_module_stack"
 """What Dynamo and torch.export note beside a node of a graph: the modules that were being called, outermost first."""
 COMPILED = "_orig_mod"
