@@ -46,7 +46,11 @@ class Effects:
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
     def _of(self, pair: Aligned) -> str:
-        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged."""
+        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged, and
+        in a backward, which is not followed.
+        """
+        if pair.a[0].id.direction == BACKWARD:
+            return UNKNOWN
         both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
         results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
         if len(results) < 2 or range_difference(*results) <= self._rows[pair].round_off_bound:

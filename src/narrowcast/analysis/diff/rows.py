@@ -295,16 +295,20 @@ class Judging:
         return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
 
     def leave_out_compensated(self, rows: Sequence[RunRow]) -> None:
-        """Leave out the calls of a backward without a partner whose readers give the same again: one program scales
-        before a call what the other scales in it.
+        """Leave out the calls without a partner whose readers give the same again: one program scales before a call
+        what the other scales in it. In the forward of a low format sums with larger values would give the same, too.
         """
         by_call = {row.a: row for row in rows}
         for bundle, difference in list(self.unpaired.items()):
             readers = [by_call[_ids(pair.a)] for pair in self.read_by.get(bundle, [])]
+            is_backward = bundle.id.direction == BACKWARD
             is_cancelled = [
-                row.verdict in (EQUAL, ROUND_OFF) and row.difference <= difference / CANCELS for row in readers
+                row.verdict in (EQUAL, ROUND_OFF)
+                and row.difference <= difference / CANCELS
+                and (is_backward or row.round_off_bound < BAND_OF_LOW)
+                for row in readers
             ]
-            if bundle.id.direction == BACKWARD and readers and all(is_cancelled):
+            if readers and all(is_cancelled):
                 del self.unpaired[bundle]
 
     def _returned(self) -> list[EndDifference]:
@@ -328,8 +332,9 @@ class Judging:
 
     def returned_apart(self) -> float:
         """Return how far apart is what the models returned, and no compared pair of calls made."""
-        made = [[makers.of(n) for makers, n in zip(self._makers, numbers, strict=True)]
-                for numbers in returned(self.values)]  # fmt: skip
+        made = [
+            [makers.of(n) for makers, n in zip(self._makers, numbers, strict=True)] for numbers in returned(self.values)
+        ]
         pairs = [[of.get(x) for of, x in zip(self._paired, both, strict=True) if x is not None] for both in made]
         return returned_apart(
             self.values, [len(x) == 2 and x[0] is x[1] and bool(x[0] and self._by.get(x[0])) for x in pairs]
