@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from importlib.metadata import version
@@ -55,6 +56,8 @@ DIFFERENCES = """\
 - **2.15** goes on capturing after a call that Dynamo leaves to Python (an LSTM): what follows in the same
   `forward` is a graph of its own and is placed, where earlier it was eager code and was timed op by op. `explain`
   shows such a call with line and reason in all versions.
+  It follows `torch.autograd.grad` in a compiled forward, too, which earlier ones refuse without
+  `backward="same_as_forward"`; and linear layers of batches are two calls on fake tensors, which move more bytes.
 - **2.14 and later** say by FutureWarning that TorchScript is deprecated, earlier ones by DeprecationWarning.
   `nc.script` and `nc.trace` repeat neither.
 - **Since 2.14 torch asks another question** to recognize a registered backend; ours answers both, so weights can be
@@ -137,8 +140,9 @@ def page(rows: dict[str, dict]) -> str:
     earlier = [row for row in rows.values() if "parts" in row and row not in tested]
     if earlier:
         sums = [(row["torch"], sum(counts.get("passed", 0) for counts in row["parts"].values())) for row in earlier]
-        lines += ["", "Run with an earlier layout of the tests, and not since: "
-                  + "; ".join(f"{torch}, {passed:,} passed" for torch, passed in sums) + "."]  # fmt: skip
+        said = "; ".join(f"{torch}, {passed:,} passed" for torch, passed in sums)
+        text = f"Run with an earlier layout of the tests, and not since: {said}."
+        lines += ["", *textwrap.wrap(text, 120, break_long_words=False)]
     failed = [f"- {row['torch']}: `{name}`" for row in tested for name in row["failed"]]
     ran = f"Run on {platform.machine()}, {os.cpu_count()} cores, without a GPU. Expected failures count as skipped."
     shown = [INTRODUCTION, *lines, "", ran, "", "## What differs", "", DIFFERENCES, *section(rows)]

@@ -251,7 +251,7 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
         and short.outputs == whole.outputs
         and short.differences.round_off_bound == whole.round_off_bound
     )
-    worst, those = ([replace(row, line=0) for row in rows] for rows in (short.worst, whole.worst))  # two lines call it
+    worst, those = ([str(replace(row, line=0)) for row in rows] for rows in (short.worst, whole.worst))  # NaN, too
     assert worst == those[:5] and len(those) == 7
     assert (short.differences.verdict, short.differences.runs) == ("round-off", 6)
     text = " ".join(nc.explain(model, (x,), under="bf16", run=True).to_text(every=True).split())

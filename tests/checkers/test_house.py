@@ -13,7 +13,7 @@ import grimp
 import networkx
 import pytest
 
-from narrowcast.core.policy import Policy
+from narrowcast.core.policy import Policy, installed_torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,8 @@ def test_the_command_line_s_page_is_what_its_help_says():
 def test_the_picture_of_an_explanation_is_what_is_drawn():
     """Drift of docs/pictures/explanation.svg, the README's, is an error; `make docs` draws it."""
     done = run(sys.executable, "tools/draw_explanation.py", "--check")
+    if done.returncode and not installed_torch().startswith("2.13."):
+        pytest.xfail("drawn with torch 2.13: others make a linear of other calls, which move other bytes")
     assert done.returncode == 0, done.stdout
 
 

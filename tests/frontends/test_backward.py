@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.core.policy import installed_torch
 from narrowcast.errors import BackwardError, RegionError
 from narrowcast.frontends.graphs.compiled import watch_graphs
 
@@ -120,8 +121,12 @@ def test_gradients_inside_a_forward_are_those_of_eager_code(fresh_dynamo, backen
     compiled = nc.compile(model, under=policy, backend=backend, backward="same_as_forward")
     assert all(map(torch.equal, compiled(x), expected))
     torch._dynamo.reset()
+    compiled = nc.compile(model, under=policy, backend=backend)
+    if installed_torch() >= "2.15":  # which follows autograd.grad itself
+        assert all(map(torch.equal, compiled(x), expected))
+        return
     with pytest.raises(BackwardError, match=r"torch\.autograd\.grad in a model") as caught:
-        nc.compile(model, under=policy, backend=backend)(x)
+        compiled(x)
     assert not re.search("maia|mtia|ipu|quint|'off'", str(caught.value))
 
 
