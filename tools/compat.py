@@ -4,6 +4,7 @@
     python tools/compat.py --only 2.15          one version; the rows of the others stay
     python tools/compat.py --keep FOLDER        keep the environments there, and use those that are there
     python tools/compat.py --runs               no tests; models are captured and compared (version_runs.py) alone
+    python tools/compat.py --again              only the tests that failed in the last run, with this commit
 
 torch comes in its default build, which runs on a CPU and brings some gigabytes. What was found is kept beside the page,
 in docs/reference/compatibility.json. Models are compared with the torch of the interpreter that runs this: 2.13.0.
@@ -22,8 +23,10 @@ import tempfile
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from version_runs import REFERENCE, capture_with, compare_versions, section
 
@@ -93,28 +96,49 @@ def _base(version: str) -> str:
     return sys.executable
 
 
-def test(python: Path) -> dict[str, object]:
-    """What the tests gave with one interpreter, by part, and the names of those that failed."""
+def test(python: Path, only: Sequence[str] = ()) -> dict[str, object]:
+    """What the tests gave with one interpreter, by part, and the names of those that failed. only: of these files."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += only
         settings = {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=False)
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     parts: dict[str, Counter[str]] = {}
-    failed = []
+    failed, skipped = [], []
     for case in cases:
         part = case.get("classname", "").split(".")[1]
         outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
         parts.setdefault(part, Counter())[outcome] += 1
-        if outcome in ("failure", "error"):
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        name = f"{case.get('classname')}::{case.get('name')}"
+        failed += [name] * (outcome in ("failure", "error"))
+        skipped += [name] * (outcome == "skipped")
     head = subprocess.run(["git", "log", "-1", "--format=%h %cs"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
         "commit": head.stdout.strip(),
         "failed": failed,
+        "skipped": skipped,
         "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())},
     }
+
+
+def again(python: Path, row: dict[str, Any]) -> dict[str, object]:
+    """What a row becomes where the files of tests that failed are run again, with this commit."""
+    names = [name.rpartition("::")[0].split(".") for name in row["failed"]]
+    files = {next(f for n in range(len(name), 0, -1) if (f := ROOT / ("/".join(name[:n]) + ".py")).is_file())
+             for name in names}  # fmt: skip
+    if not files:
+        return {}
+    found = test(python, sorted(map(str, files)))
+    parts = {part: dict(counts) for part, counts in row["parts"].items()}
+    for name in row["failed"]:
+        counts, is_right = parts[name.split(".")[1]], name not in found["failed"]
+        now = "skipped" if name in found["skipped"] else "passed"
+        counts["failure" if counts.get("failure") else "error"] -= is_right
+        counts[now] = counts.get(now, 0) + is_right
+    left = [name for name in row["failed"] if name in found["failed"]]
+    return {"failed": left, "parts": parts, "again": found["commit"]}
 
 
 def versions_of(python: Path) -> dict[str, str]:
@@ -136,7 +160,8 @@ def page(rows: dict[str, dict]) -> str:
             counts = row["parts"].get(part, {})
             bad = counts.get("failure", 0) + counts.get("error", 0)
             cells.append(f"{counts.get('passed', 0)} passed" + (f", **{bad} failed**" if bad else ""))
-        lines.append(f"| {row['torch']} | {row['python']} | {row['commit']} | " + " | ".join(cells) + " |")
+        commit = row["commit"] + (f"; what failed again with {row['again']}" if "again" in row else "")
+        lines.append(f"| {row['torch']} | {row['python']} | {commit} | " + " | ".join(cells) + " |")
     earlier = [row for row in rows.values() if "parts" in row and row not in tested]
     if earlier:
         sums = [(row["torch"], sum(counts.get("passed", 0) for counts in row["parts"].values())) for row in earlier]
@@ -155,6 +180,7 @@ def main() -> None:
     parser.add_argument("--only", help="one version, 2.15 or 2.15.0")
     parser.add_argument("--keep", type=Path, help="a folder for the environments, which then stay")
     parser.add_argument("--runs", action="store_true", help="capture and compare models, and run no tests")
+    parser.add_argument("--again", action="store_true", help="run only what failed in the last run")
     given = parser.parse_args()
     if version("torch").partition("+")[0] != REFERENCE:
         raise SystemExit(f"Models are compared with torch {REFERENCE}; here is {version('torch')}. Run make compat.")
@@ -165,6 +191,10 @@ def main() -> None:
                 continue
             sys.stdout.write(f"== torch {torch}\n")
             sys.stdout.flush()
+            if given.again:
+                row = json.loads(DATA.read_text(encoding="utf-8"))[torch]
+                _write(torch, again(environment(torch, given.keep or Path(tempfile.mkdtemp())), row))
+                continue
             folder = given.keep or Path(tempfile.mkdtemp(prefix="narrowcast-compat-"))
             try:
                 python = environment(torch, folder)
