@@ -68,7 +68,7 @@ class Backwards:
         self._infinite: list[torch.Tensor] = []  # and the leaves of those that were not
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
-        self._unused = Unused()
+        self.unused = Unused()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Backwards:
         if is_answer and self._asked is None:
             self._asked = loop_line()
             with quietly():
-                self._infinite = self._unused.not_finite()
+                self._infinite = self.unused.not_finite()
 
     def scales(self, tensors: list[torch.Tensor], power: Power, scales: dict[int, float]) -> Found | None:
         """Inspect an op of the forward that may scale a loss; return a finding if it was scaled before. tensors: the
@@ -130,7 +130,7 @@ class Backwards:
             self._next = PLAIN if known.power == 0 else UNKNOWN
         self._next_by = met[0] if len(set(met)) == 1 else None
         self._judge_loss(root)
-        self._unused.begins_at(root)
+        self.unused.begins_at(root)
 
     def _judge_loss(self, root: torch.Tensor) -> None:
         """Report a loss computed from scaled gradients together with values that are not scaled."""
@@ -168,7 +168,7 @@ class Backwards:
                 what = "gradients that are not finite are cleared, or replaced, while they are multiplied by the loss "
                 what += "scale: the scaler no longer sees that its scale is too large"
                 self.found.append((kind, what, todo, self._asked))
-                self._unused.used()
+                self.unused.used()
         self._asked, self._infinite = None, []
 
     def _judge_divided(self, gradients: list[torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class Backwards:
         leaf = getattr(autograd.current_autograd_node(), "variable", None)
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
-            self._unused.reaches(leaf, self._line)
+            self.unused.reaches(leaf, self._line)
         if leaf is not None and id(leaf) in self._reaches:
             self._scaled_by.reaches_unscaled(leaf, self._line, bool(self._power.power))
         elif leaf is not None and (mixed := self._scaled_by.reaches(leaf, self._by, self._line)):
@@ -256,7 +256,7 @@ class Backwards:
         """Note that a call outside of backwards is about to write: it may clear gradients."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
         if op_name(call.facts.op) in named("gradients.clear"):
-            self._unused.cleared(list(targets), call.site)
+            self.unused.cleared(list(targets), call.site)
         for tensor in targets:
             known = self._gradients.get(tensor)
             if known is not None and (clears or (known.is_used and known.added is None)):
@@ -265,7 +265,7 @@ class Backwards:
     def written_by_hand(self, targets: list[torch.Tensor]) -> None:
         """Note that a user's op writes to tensors: gradients may have been used by weights' own updates."""
         if any(map(self._powers.is_weight, targets)):
-            self._unused.used()
+            self.unused.used()
 
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""
@@ -277,28 +277,21 @@ class Backwards:
             self._moved(loop_line())
 
     def end_of_round(self) -> bool:
-        """Report, once the step function has returned, weights whose memory is a sum with scaled gradients; return
-        whether the loop has skipped its step.
-        """
+        """Report weights whose memory is a sum with scaled gradients; return whether the loop has skipped its step."""
         for power in self._powers.moved_weights():
             self._moved(power.site)
-        return self._unused.end_of_round()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the loop has skipped all its steps, and may yet take one."""
-        return self._unused.is_stuck
+        return self.unused.end_of_round()
 
     def _moved(self, site: Site) -> None:
         self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def judge(self) -> Found | None:
         """Return a finding about gradients that nobody uses, or a loss that is not finite, in all steps."""
-        return self._unused.judge()
+        return self.unused.judge()
 
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
-        self.found += self._unused.steps(optimizer)
+        self.found += self.unused.steps(optimizer)
         gradients = [gradient for gradient in gradients_of(optimizer) if has_storage(gradient)]
         known = [seen for g in gradients if (seen := self._gradients.get(g)) is not None]
         is_reported = any(seen.is_reported for seen in known)  # what follows has the same cause
@@ -342,7 +335,7 @@ class Backwards:
         """
         self._judge_added([seen for g in self._used if (seen := self._gradients.get(g)) is not None])
         self._used = []
-        self._unused.used()
+        self.unused.used()
         with quietly():
             if not all(map(is_finite, self._broken)):
                 what = "gradients are not finite in this step, and neither are the weights after it"
@@ -373,8 +366,8 @@ class Backwards:
         is_skipped: their step was skipped.
         """
         self.found += self._scaled_by.updated(scale, is_known)
-        self._unused.is_used = True
-        self._unused.has_skipped |= is_skipped
+        self.unused.is_used = True
+        self.unused.has_skipped |= is_skipped
         for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
         self._lines.clear()

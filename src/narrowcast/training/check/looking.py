@@ -342,7 +342,7 @@ class LoopObserver(Observer):
     @property
     def is_stuck(self) -> bool:
         """Whether all steps so far were skipped, and a scale may yet be small enough."""
-        return self.updates.is_stuck or self._backwards.is_stuck
+        return self.updates.is_stuck or self._backwards.unused.is_stuck
 
     def end_of_round(self) -> None:
         """Report what is known once the step function has returned."""
