@@ -230,6 +230,13 @@ def test_a_call_on_the_cpu_gives_the_format_that_its_list_says(name):
         assert call(lambda *shape, dtype=FP: torch.ones(shape, dtype=dtype)).dtype is dtype
 
 
+ON_XPU = pytest.mark.xfail(
+    torch.cuda.is_available() and torch.__version__.startswith("2.11."),
+    reason="beside a GPU, fake tensors of torch 2.11 ask the driver of the device that they fake",
+)
+
+
+@ON_XPU
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "gru_cell"])  # no fake kernel for its fused form
 def test_a_call_on_xpu_gives_the_same(name):
     """On fake tensors, through the kernels that stand at that device's key."""
@@ -238,6 +245,7 @@ def test_a_call_on_xpu_gives_the_same(name):
         assert call(lambda *shape, dtype=FP: torch.empty(shape, dtype=dtype, device="xpu")).dtype is dtype
 
 
+@ON_XPU
 @pytest.mark.parametrize("low", [BF, HF], ids=str)
 def test_the_net_has_the_same_formats_on_xpu(low):
     """Forward and loss on fake tensors."""
