@@ -10,7 +10,7 @@ import narrowcast
 from narrowcast.core.policy import Policy, Rule
 from narrowcast.core.policy.known_ops import declared_ops, in_range, listed_ops, unknown_op
 from narrowcast.core.policy.text import SCHEMA
-from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
+from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError, first_line
 
 TEXT = """\
 # Our training policy.
@@ -436,3 +436,17 @@ def test_a_policy_without_a_schema_is_of_this_one():
     policy = Policy.parse('[[rule]]\nop = "aten.mm"\naction = "full"\n', "p.toml")
     written = Policy("p", policy.layers).to_toml()
     assert written.startswith(f'schema = "{SCHEMA}"') and Policy.parse(written, "p.toml").layers == policy.layers
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("two\nlines"), "ValueError: two"),
+        (AssertionError(), "AssertionError"),
+        (RuntimeError(" \n"), "RuntimeError"),
+        (KeyError("x" * 300), "KeyError: " + repr("x" * 300)[:160]),
+    ],
+)
+def test_the_first_line_of_an_error_may_be_empty(error, expected):
+    """`assert` without a message, kernels without one."""
+    assert first_line(error) == expected
