@@ -112,3 +112,29 @@ def test_results_of_other_shapes_are_compared_as_they_are_returned(under):
     conv, x = nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 12, 12)
     assert found(conv, Unfolded(conv, "constant"), x, under).verdict != "values differ"
     assert found(conv, Unfolded(conv, "reflect"), x, under).verdict == "values differ"
+
+
+class Slices(nn.Module):
+    """Writes into empty memory, part by part, or joins the parts; without the head's term if `is_wrong`."""
+
+    def __init__(self, is_written, is_wrong=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.tail, self.is_written, self.is_wrong = nn.Linear(8, 4), nn.Linear(8, 4), is_written, is_wrong
+
+    def forward(self, x):
+        head, tail = self.head(x).log_softmax(-1), self.tail(x).log_softmax(-1)
+        if not self.is_written:
+            return torch.cat([head[:, :3], tail if self.is_wrong else tail + head[:, 3:]], -1)
+        out = torch.empty(x.shape[0], 7)
+        out[:, :3], out[:, 3:] = head[:, :3], tail + head[:, 3:]
+        return out
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_a_model_writes_into_its_output_is_compared(is_wrong):
+    """No call of the run makes the output as a whole."""
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = nc.diff(nc.capture(Slices(True), x), nc.capture(Slices(False, is_wrong), x))
+    assert found.verdict == "values differ" if is_wrong else found.verdict in ("alike", "round-off"), str(found)
