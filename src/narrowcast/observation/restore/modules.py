@@ -13,9 +13,8 @@ from narrowcast.frontends.scripts.state import ScriptState
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_surface.dispatch import without_modes
-from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.fx import FakeTensor
-from narrowcast.runtime.torch_surface.modules import compiled_of, hook_on_all_modules
+from narrowcast.runtime.torch_surface.modules import compiled_of, told_of_module_calls
 
 
 class _Modules(ExitStack):
@@ -28,8 +27,8 @@ class _Modules(ExitStack):
         self.callback(self._restore_buffers)
 
     def called(self, module: Module) -> None:
-        """Keep the state of a module that is about to be called. Dynamo follows the hook into what it compiles: what is
-        inside of a compiled module is kept with it.
+        """Keep the state of a module that is about to be called, with all inside of a compiled one: nobody is told of
+        the calls there.
         """
         if id(module) in self._kept:
             return
@@ -55,28 +54,11 @@ class _Modules(ExitStack):
                     buffer.copy_(value)
 
 
-_keeping: list[_Modules] = []
-
-
-def _called(module: Module, args: Any) -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        for kept in tuple(_keeping):
-            kept.called(module)
-
-
-never_trace(_called)
-
-
 @contextmanager
 def restored_when_called() -> Iterator[None]:
     """Restore attributes (caches that a forward kept) and buffers of all modules that are called."""
-    with _Modules() as kept:
-        _keeping.append(kept)
-        try:
-            with hook_on_all_modules(_called):
-                yield
-        finally:
-            _keeping.remove(kept)
+    with _Modules() as kept, told_of_module_calls(kept.called):
+        yield
 
 
 @contextmanager

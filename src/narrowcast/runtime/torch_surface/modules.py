@@ -14,6 +14,8 @@ import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 
+from narrowcast.runtime.torch_surface.dynamo import never_trace
+
 CALL = "_call_impl"
 """The method of `torch.nn.Module` that every call of a module goes through."""
 
@@ -25,21 +27,30 @@ has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 
 _HOOKS: dict[Any, Any] = torch.nn.modules.module._global_forward_pre_hooks
 _KEY = -1
-_hooked: list[Any] = []
+_told: list[Callable[[Module], None]] = []
+
+
+def _tell(module: Module, args: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling():  # which follows hooks into what it compiles
+        for tell in tuple(_told):
+            tell(module)
+
+
+never_trace(_tell)
 
 
 @contextmanager
-def hook_on_all_modules(hook: Callable[[Module, Any], None]) -> Iterator[None]:
-    """Call one function before each call of a module, as `register_module_forward_pre_hook` does, under one key: Dynamo
-    guards on the keys of such hooks, and compiles again where another is there.
+def told_of_module_calls(tell: Callable[[Module], None]) -> Iterator[None]:
+    """Call a function with each module that is about to be called. By one hook under one key, whoever asks: Dynamo
+    guards on the keys of hooks, and compiles again where another is there.
     """
-    _hooked.append(hook)
-    _HOOKS[_KEY] = hook
+    _told.append(tell)
+    _HOOKS[_KEY] = _tell
     try:
         yield
     finally:
-        _hooked.remove(hook)
-        if not _hooked:
+        _told.remove(tell)
+        if not _told:
             _HOOKS.pop(_KEY, None)
 
 

@@ -27,23 +27,23 @@ _LARGEST = 4096
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that is accumulated at one line: how many additions, the step of the first of them, and, where its value is
+    """A sum that is accumulated at one line: how many additions, the step of the first of them, and, where it is
     followed, what it is and what it would be in fp64.
     """
 
     at: tuple[str, str, int]
     additions: int
     since: int
-    value: torch.Tensor | None = None
-    exact: torch.Tensor | None = None
+    followed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def error(self) -> float:
         """The relative error (L2) of the sum; 0 where it is not followed, or would not be finite in fp64 either."""
-        if self.value is None or self.exact is None or not bool(self.exact.isfinite().all()):
+        if self.followed is None or not bool(self.followed[1].isfinite().all()):
             return 0.0
-        off = float((self.value - self.exact).norm())
-        return off / float(self.exact.norm()) if off else 0.0
+        value, exact = self.followed
+        off = float((value - exact).norm())
+        return off / float(exact.norm()) if off else 0.0
 
 
 class Sums:
@@ -94,16 +94,16 @@ class Sums:
         now, value = self._again(call, total, term, result, over_steps=True), result.detach().double()
         added = term.detach().double() * call.kwargs.get("alpha", 1)
         is_in_place = dispatch.op_name(call.facts.op).endswith("_")
-        before = known.value if known is not None and now.additions > 1 else None
+        before = known.followed if known is not None and now.additions > 1 else None
         if before is not None and (
-            before.shape != value.shape or not torch.equal((before + added).to(result.dtype), result.detach())
+            before[0].shape != value.shape or not torch.equal((before[0] + added).to(result.dtype), result.detach())
         ):
             now.additions, now.since, before = 1, self._step, None
-        if before is None:
-            now.exact = value if is_in_place else total.detach().double() + added
-        elif known is not None and known.exact is not None:
-            now.exact = known.exact + added
-        now.value = value
+        if before is not None:
+            exact = before[1] + added
+        else:
+            exact = value if is_in_place else total.detach().double() + added
+        now.followed = value, exact
         return now
 
     def _of_numbers(self, call: SeenCall) -> Found | None:
