@@ -166,15 +166,11 @@ def returned(values: Values) -> list[tuple[int, int]]:
     return list(zip(a, b, strict=True)) if len(a) == len(b) else []
 
 
-def returned_apart(values: Values, are_compared: Sequence[bool]) -> float:
-    """Return the largest difference of what the models returned in one shape, but for what is compared as results."""
-    largest = 0.0
-    for numbers, is_compared in zip(returned(values), are_compared, strict=True):
-        shapes = {side.runs[0].tensors[n].shape for side, n in zip(values.sides, numbers, strict=True)}
-        seen = values.between(*numbers)
-        if not is_compared and len(shapes) == 1 and seen.by in (SKETCHES, TENSORS):
-            largest = max(largest, seen.relative)
-    return largest
+def difference_as_returned(values: Values, numbers: tuple[int, int]) -> float | None:
+    """Return the difference of two tensors of one shape; None of others, and where statistics alone show it."""
+    shapes = {side.runs[0].tensors[n].shape for side, n in zip(values.sides, numbers, strict=True)}
+    seen = values.between(*numbers)
+    return seen.relative if len(shapes) == 1 and seen.by in (SKETCHES, TENSORS) else None
 
 
 def is_in_another_order(values: Values, widest: float) -> bool:

@@ -18,8 +18,8 @@ from narrowcast.analysis.diff.outcomes import (
     WIDEST,
     EndDifference,
     band_of_all,
+    difference_as_returned,
     returned,
-    returned_apart,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
@@ -314,31 +314,31 @@ class Judging:
     def _returned(self) -> list[EndDifference]:
         """Compare what both models returned, one by one; nothing unless all of it can be compared."""
         found = list[EndDifference]()
-        for a, b in returned(self.values):
-            seen = self.values.between(a, b)
-            made = [makers.of(number) for makers, number in zip(self._makers, (a, b), strict=True)]
-            shapes = {side.runs[0].tensors[n].shape for side, n in zip(self.values.sides, (a, b), strict=True)}
-            if len(shapes) > 1 or seen.by not in (SKETCHES, TENSORS) or None in made:
+        for numbers in returned(self.values):
+            difference = difference_as_returned(self.values, numbers)
+            if difference is None or None in self._made(numbers):
                 return []
-            found.append(EndDifference(seen.relative, band_of_all(self.widest, OUTPUTS), self.widest))
+            found.append(EndDifference(difference, band_of_all(self.widest, OUTPUTS), self.widest))
         return found
 
     def are_returned_alike(self) -> bool:
-        """Return whether what both models returned is alike; also if they were called in other numbers, for which what
-        they returned last is not the same.
-        """
+        """Return whether what both models returned is alike, or of other calls: they were called in other numbers."""
         times = {max(len(x.module_calls) for x in side.bundles) for side in self.values.sides}
         return len(times) > 1 or all(one.difference <= one.band for one in self._returned())
 
     def returned_apart(self) -> float:
-        """Return how far apart is what the models returned, and no compared pair of calls made."""
-        made = [
-            [makers.of(n) for makers, n in zip(self._makers, numbers, strict=True)] for numbers in returned(self.values)
-        ]
-        pairs = [[of.get(x) for of, x in zip(self._paired, both, strict=True) if x is not None] for both in made]
-        return returned_apart(
-            self.values, [len(x) == 2 and x[0] is x[1] and bool(x[0] and self._by.get(x[0])) for x in pairs]
-        )
+        """Return how far apart is what the models returned in one shape, and no compared pair of calls made."""
+        largest = 0.0
+        for numbers in returned(self.values):
+            made = zip(self._paired, self._made(numbers), strict=True)
+            a, b = (None if bundle is None else of.get(bundle) for of, bundle in made)
+            if a is None or a is not b or not self._by.get(a):
+                largest = max(largest, difference_as_returned(self.values, numbers) or 0.0)
+        return largest
+
+    def _made(self, numbers: tuple[int, int]) -> list[Bundle | None]:
+        """Return the calls that made two tensors."""
+        return [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
 
     def name_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], apart: float) -> None:
         """Note the calls without a partner before the first pair whose results differ visibly, or else before what the
