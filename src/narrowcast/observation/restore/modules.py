@@ -27,8 +27,8 @@ class _Modules(ExitStack):
         self.callback(self._restore_buffers)
 
     def called(self, module: Module) -> None:
-        """Keep the state of a module that is about to be called, with all inside of a compiled one: nobody is told of
-        the calls there.
+        """Keep the state of a module that is about to be called, with all inside of a compiled one, where no hook
+        runs.
         """
         if id(module) in self._kept:
             return

@@ -41,7 +41,7 @@ never_trace(_tell)
 
 @contextmanager
 def told_of_module_calls(tell: Callable[[Module], None]) -> Iterator[None]:
-    """Call a function with each module that is about to be called. By one hook under one key, whoever asks: Dynamo
+    """Call a function with each module that is about to be called. By one hook under one key: Dynamo
     guards on the keys of hooks, and compiles again where another is there.
     """
     _told.append(tell)
