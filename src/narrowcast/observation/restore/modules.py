@@ -20,10 +20,11 @@ from narrowcast.runtime.torch_surface.modules import compiled_of, told_of_module
 class _Modules(ExitStack):
     """The modules that are kept have afterwards what they had; scripts are parts of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, but: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: set[int] = set()
+        self._but = but
         self.callback(self._restore_buffers)
 
     def called(self, module: Module) -> None:
@@ -41,6 +42,8 @@ class _Modules(ExitStack):
     def keep(self, module: Module) -> None:
         """Keep a module, not those in it."""
         self._kept.add(id(module))
+        if id(module) in self._but:
+            return
         self.enter_context(Attributes(vars(module)))
         with without_modes():
             own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
@@ -55,9 +58,12 @@ class _Modules(ExitStack):
 
 
 @contextmanager
-def restored_when_called() -> Iterator[None]:
-    """Restore attributes (caches that a forward kept) and buffers of all modules that are called."""
-    with _Modules() as kept, told_of_module_calls(kept.called):
+def restored_when_called(model: Any = None, copied: Any = None) -> Iterator[None]:
+    """Restore attributes (caches that a forward kept) and buffers of all modules that are called; but for those that
+    `copied` alone has, a deep copy of `model` that nobody sees afterwards.
+    """
+    own, copies = [{id(m) for m in one.modules()} if isinstance(one, Module) else set() for one in (model, copied)]
+    with _Modules(frozenset(copies - own)) as kept, told_of_module_calls(kept.called):
         yield
 
 

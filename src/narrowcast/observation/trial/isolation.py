@@ -51,12 +51,12 @@ def isolated(
     stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
-        if through is None:
-            stack.enter_context(restored_when_called())  # by a hook and a mode, which Dynamo could not pass
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
+        if through is None:  # by a hook and a mode, which Dynamo could not pass
+            stack.enter_context(restored_when_called(model, own_model))
         if mode is not None:
             stack.enter_context(without_kept_fakes(model))
             logger = logging.getLogger(FAKE_TENSOR_LOGGER)
