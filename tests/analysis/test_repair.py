@@ -452,3 +452,22 @@ class TestCompiledParts:
                 mended = model(x)
             torch.testing.assert_close(mended, model(x), rtol=1e-4, atol=1e-4)  # the budget
         assert found.verdict == "repaired" and not [r for r in found.rules if "tensordot" in str(r) and r.rule.module]
+
+
+class TestWhatIsLeft:
+    """A repaired policy keeps what was asked for, and what else is wrong is mentioned."""
+
+    def test_gradients_that_underflow_and_an_output_that_is_far_off(self, x):
+        """A scale of 1e-9 loses all in fp16: the overflow is repaired, and the notes name the rest."""
+        found = nc.repair(
+            Layer(lambda y: y * 1e-9 + (y * 300 @ (y * 300).mT).mean() * 0), (x,), under="fp16", backward=True
+        )
+        far, lost = found.notes[:2]
+        assert found.verdict == "repaired" and "nothing is wrong" not in str(found)
+        assert far.startswith("It is finite, but the output is 1.0e+00 from fp32's: budget=")
+        assert lost.startswith("The gradients of 2 parameters of 2 are zero (first first.weight), and not in fp32")
+
+    def test_nothing_where_nothing_is(self, x):
+        """Neither note where outputs and gradients are near fp32's."""
+        found = nc.repair(Layer(lambda y: y * 300 @ (y * 300).mT), (x,), under="fp16", backward=True)
+        assert found.verdict == "repaired" and not any("from fp32's" in n or "gradients" in n for n in found.notes)

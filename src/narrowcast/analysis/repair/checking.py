@@ -31,6 +31,8 @@ from narrowcast.runtime.torch_surface.dispatch import quietly
 HIGHER, LOWER = "higher", "lower"
 DEFAULT_TOLERANCE = 0.01
 """How much worse than in fp32 a metric may be unless a tolerance is given: this fraction of fp32's."""
+FAR_OFF = 0.1
+"""An output with a larger relative error is mentioned where no budget was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,17 @@ class Checks:
             return math.nan
         errors = [e.relative_error for e in output_errors(expected.outcome.output, ran.outcome.output)]
         return max((math.inf if math.isnan(e) else e for e in errors), default=math.nan)
+
+    def lost_gradients(self, ran: Ran) -> tuple[list[str], int]:
+        """Return the names of parameters whose gradients are all zero, and not in fp32; and how many have one there."""
+        if self.expected is None or self.expected.outcome is None or ran.outcome is None:
+            return [], 0
+        with quietly():
+            in_fp32, here = (
+                {name for name, gradient in outcome.gradients.items() if bool(gradient.any())}
+                for outcome in (self.expected.outcome, ran.outcome)
+            )
+        return [name for name in ran.outcome.gradients if name in in_fp32 - here], len(in_fp32)
 
     def judge(self, ran: Ran) -> Problem | None:
         """Return what is wrong with a run; None if nothing is. Findings that fp32 has, too, do not count."""

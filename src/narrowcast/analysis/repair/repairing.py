@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
-from narrowcast.analysis.repair.checking import Checks, Problem, Ran
+from narrowcast.analysis.repair.checking import FAR_OFF, Checks, Problem, Ran
 from narrowcast.analysis.repair.ideas import RegionWith, rules_about_low, rules_for_not_finite, rules_for_raised
 from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
 from narrowcast.analysis.repair.rules import folded, with_repairs
@@ -311,15 +311,27 @@ class Repairing:
             cost = _cost_of(lifted, low, prices) if lifted else math.nan
             result.rules.append(RepairRule(rule, cause, share, len(lifted), cost, self._needed.get(rule, "")))
         result.rules.sort(key=lambda rule: -rule.share)
-        self._note(prices is None)
+        self._note(ran, prices is None)
 
-    def _note(self, is_unpriced: bool) -> None:
+    def _note(self, ran: Ran, is_unpriced: bool) -> None:
         result, expected = self._result, self._checks.expected
         if expected is not None and expected.findings:
             first = expected.findings[0]
             result.notes.append(
                 f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line}). No policy "
                 "is to blame, and none fixes it."
+            )
+        if ran.relative > FAR_OFF and not self._checks.wanted.compares and math.isfinite(ran.relative):
+            result.notes.append(
+                f"It is finite, but the output is {number_text(ran.relative)} from fp32's: budget=0.01, for "
+                "one, also finds rules about that."
+            )
+        lost, count = self._checks.lost_gradients(ran)
+        if lost:
+            result.notes.append(
+                f"The gradients of {counted(len(lost), 'parameter')} of {count} are zero (first {lost[0]}), and not in "
+                f"fp32: they underflow in {result.low}. No rule about an op is sought for that: scale the loss "
+                "(nc.Scaler), or use bf16."
             )
         if self._worth is not None and not self._worth.by_gradient and self._rules:
             result.notes.append("The model's output has no gradients: rules are ranked by the local errors of calls.")

@@ -40,7 +40,7 @@ def repair_verdict(result: Repair) -> str:
     elif result.verdict == BEYOND:
         text = before.found
     else:
-        end = "nothing is wrong" if result.verdict == REPAIRED else after.found
+        end = "what was asked for holds" if result.verdict == REPAIRED else after.found
         rules = counted(len(result.rules), "rule") if result.rules else "no rule"
         text = f"{before.found}{_measured(result, before)}; with {rules}, {end}{_measured(result, after)}"
     return f"{result.verdict.capitalize()}: {text}"
