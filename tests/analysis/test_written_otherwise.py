@@ -138,3 +138,135 @@ def test_what_a_model_writes_into_its_output_is_compared(is_wrong):
     with torch.no_grad():
         found = nc.diff(nc.capture(Slices(True), x), nc.capture(Slices(False, is_wrong), x))
     assert found.verdict == "values differ" if is_wrong else found.verdict in ("alike", "round-off"), str(found)
+
+
+class Heads(nn.Module):
+    """Attention of four heads, by sdpa."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return self.out(self.mixed(*(layer(x) for layer in (self.q, self.k, self.v))))
+
+    @staticmethod
+    def mixed(*parts):
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Permuted(Heads):
+    """The same heads in another order, which the last layer undoes."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.load_state_dict(other.state_dict())
+
+    def forward(self, x):
+        order = (torch.tensor([2, 0, 3, 1])[:, None] * 8 + torch.arange(8)).flatten()
+        parts = (F.linear(x, layer.weight[order], layer.bias[order]) for layer in (self.q, self.k, self.v))
+        return F.linear(self.mixed(*parts), self.out.weight[:, order], self.out.bias)
+
+
+@pytest.mark.parametrize("under", [None, "bf16", "fp16"])
+def test_a_permutation_that_is_undone_is_no_difference(under):
+    """Also where one run alone is in a low format: unrelated values that give the same outputs are no fault."""
+    torch.manual_seed(0)
+    model, x = Heads(), 2 * torch.randn(4, 10, 32)
+    result = nc.diff(nc.capture(model, (x,)), nc.capture(Permuted(model), (x,), **({"under": under} if under else {})))
+    assert result.verdict in ("round-off", "formats differ") and not result.producers and not result.alone
+
+
+class Recurrent(nn.Module):
+    """Linear attention as products of whole sequences, or step by step; perhaps with a normalizer that decays."""
+
+    def __init__(self, other=None, decay=1.0):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.steps, self.decay = other is not None, decay
+        if other is not None:
+            self.load_state_dict(other.state_dict())
+
+    def forward(self, x):
+        q, k, v = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1, self.v(x)
+        if not self.steps:
+            weights = (q @ k.mT).tril()
+            return self.out((weights @ v) / weights.sum(-1, keepdim=True))
+        state, norm, results = torch.zeros(len(x), 16, 16), torch.zeros(len(x), 16), []
+        for t in range(x.shape[1]):
+            state = state + k[:, t, :, None] * v[:, t, None, :]
+            norm = norm * self.decay + k[:, t]  # the fault
+            given = (q[:, t, None] @ state).squeeze(1)
+            results.append(given / (q[:, t] * norm).sum(-1, keepdim=True))
+        return self.out(torch.stack(results, 1))
+
+
+def test_calls_of_one_op_with_unrelated_results_are_no_pair():
+    """The products of a step are no pair of those of a sequence: all lines between what agrees are named."""
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 8, 16)
+    assert found(model, Recurrent(model), x).verdict in ("alike", "round-off")
+    wrong = found(model, Recurrent(model, decay=0.5), x)
+    line = Recurrent.forward.__code__.co_firstlineno + 8
+    assert wrong.verdict == "values differ" and any(one.place.endswith(f":{line}") for one in wrong.alone)
+
+
+class Turned(nn.Module):
+    """A rotation by complex numbers, or by sines and cosines; perhaps with another sign."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.kind = nn.Linear(32, 32), nn.Linear(32, 32), kind
+
+    def forward(self, x):
+        x = self.first(x).float()
+        angle = torch.arange(12.0)[:, None] * 10.0 ** -torch.arange(0, 2, 1 / 8)
+        if self.kind == "complex":
+            turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)
+            return self.last(torch.view_as_real(turned).flatten(-2))
+        a, b = x[..., 0::2], x[..., 1::2]
+        sine = angle.sin() * (-1 if self.kind == "wrong" else 1)
+        return self.last(torch.stack([a * angle.cos() - b * sine, a * angle.sin() + b * angle.cos()], -1).flatten(-2))
+
+
+def test_complex_numbers_choose_nothing():
+    """They are neither floats nor whole numbers: a fault that is visible in bf16 is reported."""
+    x = 2 * torch.randn(3, 12, 32)
+    runs = {kind: nc.capture(Turned(kind), (x,), under="bf16") for kind in ("real", "wrong")}
+    exact = nc.capture(Turned("complex"), (x,))
+    assert nc.diff(exact, runs["real"]).verdict == "formats differ"
+    assert nc.diff(exact, runs["wrong"]).verdict == "values differ"
+
+
+class Silu(torch.autograd.Function):
+    """With a backward that lacks a term."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x * torch.sigmoid(x) * (1 - torch.sigmoid(x))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_gradients_that_are_far_off_are_reported_in_low_formats(wrong):
+    """Their bound along a backward in bf16 is above 1: together they are near, unless a backward is wrong."""
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(32, 32), nn.Linear(32, 4), torch.randn(16, 32)
+    right = nn.Sequential(first, nn.SiLU(), last)
+
+    class Other(nn.Sequential):
+        def forward(self, x):
+            h = first(x)
+            return last(Silu.apply(h) if wrong else h * torch.sigmoid(h))
+
+    runs = nc.capture(right, (x,), backward=True), nc.capture(Other(*right), (x,), backward=True, under="bf16")
+    result = nc.diff(*runs)
+    assert result.verdict == ("values differ" if wrong else "formats differ")
+    assert any("backward of your own" in todo.why for todo in result.todos) is wrong

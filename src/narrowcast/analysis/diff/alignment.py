@@ -273,6 +273,15 @@ def is_by_values(pair: Aligned) -> bool:
     return a.id.op != b.id.op and not is_known
 
 
+def are_of_one_weight(pair: Aligned) -> bool:
+    """Return whether calls read the same weights."""
+    a, b = (
+        stacked([x.weight for x in side]) if all(x.weight is not None for x in side) else None  # type: ignore[misc]
+        for side in (pair.a, pair.b)
+    )
+    return _same_weight(a, b)
+
+
 def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
     """Return entries that yield the same pairs: modules, and the calls that these do not pair."""
     votes = Counter((_paths(pair.a), _paths(pair.b)) for pair in pairs)

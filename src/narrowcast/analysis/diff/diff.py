@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
-from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, is_by_values, mapping_of, place_of
+from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of, place_of
 from narrowcast.analysis.diff.gradients import (
+    apart_as_a_whole,
     band_along,
     gradients,
     gradients_are_alike,
@@ -31,7 +32,8 @@ from narrowcast.analysis.diff.outcomes import (
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.core.ledger.identity import BACKWARD, FORWARD
+from narrowcast.analysis.diff.without_partner import leave_out_compensated, no_pairs
+from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
@@ -52,6 +54,10 @@ _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of s
 _VISIBLE, _FAR = 0.01, 4.0
 """Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
 not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
+"""
+_FAR_OF_GRADIENTS = 0.3
+"""In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
+pairs.
 """
 
 
@@ -107,15 +113,15 @@ def diff(
         if judging.as_read:
             as_read |= judging.as_read
             continue
-        differ = [row.verdict == DIFFERS and is_by_values(pair) for pair, row in zip(pairs, result.rows, strict=True)]
-        if not any(differ):
+        none = no_pairs(judging, pairs, result.rows, left_out)
+        if not none:
             break
-        pairs = [pair for pair, is_none in zip(pairs, differ, strict=True) if not is_none]  # ranges alone paired them
+        pairs = [pair for pair in pairs if pair not in none]
     apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], _band_of_tokens(pairs, result.rows))
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
-    is_explained = bool(result.formats) and (not result.is_written_otherwise or judging.widest >= WIDEST)
+    is_explained = _explain_formats(result, judging, left_out)
     is_far = apart > max(_VISIBLE, _FAR * judging.widest)
     if is_far and not (is_explained or judging.has_chosen or is_of_ranks):
         result.outputs_apart = apart
@@ -167,9 +173,8 @@ def _compare_ends(
     how far apart outputs are, as far as that is known.
     """
     sides = judging.values.sides
-    judging.leave_out_compensated(result.rows)
-    known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
-    unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
+    leave_out_compensated(judging, result.rows)
+    unpaired = judging.counts_of_unpaired(left_out)
     has_low = _has_low(result)
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
     result.gradients = gradients(
@@ -179,7 +184,7 @@ def _compare_ends(
     is_same = trains_the_same(judging.values, result.gradients, parameters) and judging.are_returned_alike()
     are_gradients_alike = is_same or gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
-    ends = judging.outputs(result.rows, are_others, not (are_others and are_gradients_alike))
+    ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
@@ -200,7 +205,7 @@ def _compare_ends(
             judging.of_inputs(pairs),
             min(judging.widest, max(g.difference for g in result.gradients)),
         )
-    elif not _is_unexplained(result, judging):
+    elif not _is_unexplained(result, judging, left_out):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values)
@@ -208,11 +213,23 @@ def _compare_ends(
     return max([returned, *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
-def _is_unexplained(result: RunDifferences, judging: Judging) -> bool:
-    """Return whether gradients differ visibly in fp32, and nothing that was found makes that."""
-    found = judging.unpaired or judging.has_chosen or any(row.verdict == DIFFERS for row in result.rows)
-    is_far = any(row.is_beyond and row.difference > _VISIBLE for row in result.gradients)
-    return is_far and not found and judging.widest < BAND_OF_LOW
+def _explain_formats(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:
+    """Return whether other formats explain outputs and gradients, however far apart they are: of one program, or in
+    formats so low that anything may be rounding.
+    """
+    return bool(result.formats) and (not any(judging.counts_of_unpaired(left_out)) or judging.widest >= WIDEST)
+
+
+def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:
+    """Return whether gradients differ visibly in fp32, or by much in a low format, and nothing that was found makes
+    that.
+    """
+    if judging.unpaired or judging.has_chosen or any(row.verdict == DIFFERS for row in result.rows):
+        return False
+    if judging.widest < BAND_OF_LOW:
+        return any(row.is_beyond and row.difference > _VISIBLE for row in result.gradients)
+    apart = apart_as_a_whole(judging.values, result.gradients)
+    return apart > _FAR_OF_GRADIENTS and not _explain_formats(result, judging, left_out)
 
 
 def _name_of(value: Any, otherwise: str) -> str:

@@ -125,6 +125,21 @@ def _gradient_size(values: Values, name: str) -> float:
     return side.piece(0, side.runs[0].parameters[name]["gradient"]).rms
 
 
+def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
+    """Return the difference of all gradients together, relative to their size in the first run: small ones, which may
+    be rounding alone, weigh little in it.
+    """
+    sizes = [math.hypot(*(_norm_of_gradient(values, name) for name in row.a)) for row in rows]
+    off = math.hypot(*(min(row.difference, 1.0) * size for row, size in zip(rows, sizes, strict=True)))
+    return off / math.hypot(*sizes) if any(sizes) else 0.0
+
+
+def _norm_of_gradient(values: Values, name: str) -> float:
+    side = values.sides[0]
+    piece = side.piece(0, side.runs[0].parameters[name]["gradient"])
+    return piece.rms * math.sqrt(piece.elements)
+
+
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:
     """Pair the parameters that have one value; then one of either side with several of the other, next to each other
     there, whose values it has: weights are fused, in whatever order.

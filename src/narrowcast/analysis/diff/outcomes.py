@@ -121,8 +121,10 @@ class Outcomes:
         """
         if self.are_exact and not is_low:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
-        if not self.are_alike or not (self._are_others or self._are_equal):
+        if not self.are_alike:
             return of_unpaired
+        if not (self._are_others or self._are_equal):  # what reads unrelated values is no pair
+            return {bundle: one for bundle, one in of_unpaired.items() if one <= UNLIKE or bundle in of_backward}
         least = _PLAIN * (self._band if self._are_others else self._widest)
         return {
             bundle: one

@@ -70,6 +70,11 @@ class Piece:
         return max(abs(self.low), abs(self.high))
 
 
+def is_whole(format: str) -> bool:
+    """Return whether a format is of whole numbers or flags: complex numbers are neither these nor floats."""
+    return format.startswith(("i", "u", "bool"))
+
+
 def piece_of(facts: TensorFacts) -> Piece:
     """Return one tensor as a piece."""
     rows, columns = sketch.rows_and_columns(facts.shape)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.aligned_values import BAND, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.effects import CANCELS, Effects
+from narrowcast.analysis.diff.effects import Effects
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     OF_OTHERS,
@@ -92,8 +92,8 @@ class Judging:
         band *= result.growth
         reason = next(filter(None, reads_other), "")
         is_proved = bool(given) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
-        if inputs and math.isnan(input_difference) and self._largest:  # of calls before it, which may be low
-            before = max(before, self.widest)
+        if math.isnan(input_difference):  # of calls before it, which may be low
+            before = max(before, self.widest if inputs and self._largest else self._band_of_alone(pair))
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
         verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason, is_among_others)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
@@ -102,6 +102,13 @@ class Judging:
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, result.relative,
             input_difference, band, result.by, result.is_part, given, why,
         )  # fmt: skip
+
+    def counts_of_unpaired(self, left_out: Collection[Bundle]) -> list[int]:
+        """Return how many calls of each forward have no partner, and are not left out by hand."""
+        return [
+            sum(x.id.direction == FORWARD and x not in paired and x not in left_out for x in side.bundles)
+            for side, paired in zip(self.values.sides, self._paired, strict=True)
+        ]
 
     def _verdict(
         self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str,
@@ -138,6 +145,11 @@ class Judging:
             return False
         is_alike = first == pair or self.values.results(first).relative <= band
         return is_alike and result.relative <= band_of_all(self.widest, OUTPUTS)
+
+    def _band_of_alone(self, pair: Aligned) -> float:
+        """Return the widest rounding bound of the calls without a partner that made what a pair reads."""
+        upstream = self._upstream([m.read(x[0]) for m, x in zip(self._makers, (pair.a, pair.b), strict=True)])
+        return max((self.values.band_of(n, x) for n, side in enumerate(upstream) for x in side.alone), default=0.0)
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
@@ -244,7 +256,7 @@ class Judging:
         paired, note them. Of programs that are written differently (are_others) only what the models returned is
         the outcome, where all of that can be compared: what else nothing reads is no result of theirs.
         """
-        returned = self._returned() if are_others else []
+        returned = self._returned(with_losses) if are_others else []
         ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self._makers]
         ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
@@ -294,27 +306,12 @@ class Judging:
         read_by = {bundle: {pair.a[0].id.direction for pair in self.read_by.get(bundle, ())} for bundle in backward}
         return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
 
-    def leave_out_compensated(self, rows: Sequence[RunRow]) -> None:
-        """Leave out the calls without a partner whose readers give the same again: one program scales before a call
-        what the other scales in it. In the forward of a low format sums with larger values would give the same, too.
-        """
-        by_call = {row.a: row for row in rows}
-        for bundle, difference in list(self.unpaired.items()):
-            readers = [by_call[_ids(pair.a)] for pair in self.read_by.get(bundle, [])]
-            is_backward = bundle.id.direction == BACKWARD
-            is_cancelled = [
-                row.verdict in (EQUAL, ROUND_OFF)
-                and row.difference <= difference / CANCELS
-                and (is_backward or row.round_off_bound < BAND_OF_LOW)
-                for row in readers
-            ]
-            if readers and all(is_cancelled):
-                del self.unpaired[bundle]
-
-    def _returned(self) -> list[EndDifference]:
+    def _returned(self, with_losses: bool = True) -> list[EndDifference]:
         """Compare what both models returned, one by one; nothing unless all of it can be compared."""
         found = list[EndDifference]()
         for numbers in returned(self.values):
+            if not with_losses and self.values.sides[0].piece(0, numbers[0]).elements == 1:
+                continue
             difference = difference_as_returned(self.values, numbers)
             if difference is None or None in self._made(numbers):
                 return []

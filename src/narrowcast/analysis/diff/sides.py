@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from narrowcast.analysis.diff.pieces import Piece, piece_of
+from narrowcast.analysis.diff.pieces import Piece, is_whole, piece_of
 from narrowcast.analysis.diff.repeated_steps import Key, keys_of, steps_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.ops import op_kind
@@ -21,7 +21,7 @@ from narrowcast.reports.results.run_records import CallRecord
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
 """Arguments that may be a weight, if they have few dimensions and no call made them."""
 _NAMED = ("weight", "bias", "running_mean", "running_var")
-_SUMS = frozenset(["aten.add.Tensor", "aten.add_.Tensor"])
+_SUMS, _SCALED = frozenset(["aten.add.Tensor", "aten.add_.Tensor"]), "aten.mul.Scalar"
 _READ = ("input", "mat1", "batch1", "query", "self")
 """The main input of a product or a norm, by the names of different ops; `self` of addmm is the bias."""
 
@@ -156,8 +156,7 @@ class Side:
 
     def are_whole(self, numbers: Iterable[int]) -> bool:
         """Return whether some of these tensors were cast from whole numbers or flags."""
-        formats = (self.runs[0].tensors[n].format for number in numbers for n in self._before(0, number))
-        return any(name.startswith(("i", "u", "bool")) for name in formats)
+        return any(is_whole(self.runs[0].tensors[n].format) for number in numbers for n in self._before(0, number))
 
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
         """Return casts that round to formats in which no call of the run computes, between these tensors and the calls
@@ -203,8 +202,12 @@ class Side:
         return sums
 
     def _is_bias(self, rank: int, number: int) -> bool:
-        shape = self.runs[rank].tensors[number].shape
-        return self.maker(rank, number) is None and sum(size > 1 for size in shape) == 1
+        """Return whether a tensor is a vector that no call made but steps, or one times a number (as of addmm)."""
+        *_, first = self._before(rank, number)
+        maker = self._makers[rank].get(first)
+        if maker is not None and maker.id.op == _SCALED and len(maker.inputs) == 1:
+            return self._is_bias(rank, maker.inputs[0][1])
+        return maker is None and sum(size > 1 for size in self.runs[rank].tensors[number].shape) == 1
 
     def is_given(self, placed: RankCall, name: str) -> bool:
         """Return whether an argument is a weight or a buffer: no call made it, and it has few dimensions. One that only
@@ -386,7 +389,7 @@ class Makers:
         waiting, seen = self.read(bundle), {bundle: False}
         while waiting:
             number = waiting.pop()
-            maker = None if self._is_floating(number) else self.of(number)
+            maker = self.of(number) if is_whole(self._tensors[number].format) else None
             if maker is not None and maker not in seen:
                 numbers = self.read(maker)
                 seen[maker] = any(self._is_floating(n) and self.of(n) is not None for n in numbers)

@@ -167,7 +167,11 @@ def _todos(result: RunDifferences) -> list[Todo]:
     elif not todos and result.outputs_apart:
         todos.append(_about_outputs(result))
     elif not todos and any(row.is_beyond for row in result.gradients):
-        todos.append(Todo("Inspect how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
+        beyond = [row for row in result.gradients if row.is_beyond]
+        worst = max(beyond, key=lambda row: (not row.a[0].endswith("bias"), row.difference))  # these may be rounding
+        why = f"that of {worst.a[0]} is {number_text(worst.difference)} apart, and no call was found to make that: look "
+        why += "at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
+        todos.append(Todo("Inspect how gradients are made", why))
     if format is not None:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
@@ -202,10 +206,10 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
         by_line.setdefault((one.run, one.place), []).append(one)
     texts = []
     for (run, place), calls in by_line.items():
-        more = f" and {counted(len(calls) - 1, 'call')} more" if len(calls) > 1 else ""
-        texts.append(f"{calls[0].id}{more} of {run} ({place})")
+        more = f" and {counted(len(calls) - 1, 'more call')}" if len(calls) > 1 else ""
+        texts.append(f"{calls[0].id}{more} of {run} ({Path(place).name})")
     left = len(texts) - LINES
-    return [*texts[:LINES], f"and {counted(left, 'line')} more"] if left > 0 else texts
+    return [*texts[:LINES], f"and {counted(left, 'more line')}"] if left > 0 else texts
 
 
 def _both_places(row: RunRow) -> str:

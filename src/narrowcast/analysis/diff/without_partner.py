@@ -1,0 +1,67 @@
+"""Calls without a partner: which pairs are none, and which calls do nothing that their readers do not undo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, are_of_one_weight, is_by_values
+from narrowcast.analysis.diff.effects import CANCELS
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
+from narrowcast.analysis.diff.pieces import UNLIKE
+from narrowcast.analysis.diff.rows import Judging
+from narrowcast.analysis.diff.sides import Bundle
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, RunRow
+from narrowcast.reports.results.verdicts import ROUND_OFF
+
+
+def no_pairs(
+    judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], left_out: Collection[Bundle]
+) -> set[Aligned]:
+    """Return the pairs that are none: that ranges alone paired, and differ; and, where each program has calls that the
+    other lacks, those of unrelated results that only the order of ops has paired. left_out: by hand.
+    """
+    differ = {pair for pair, row in zip(pairs, rows, strict=True) if row.verdict == DIFFERS}
+    by_ranges = {pair for pair in differ if is_by_values(pair)}
+    if not all(judging.counts_of_unpaired(left_out)):
+        return by_ranges
+    reading = {pair for read in judging.read_by.values() for pair in read}
+    unlike = {pair for pair, row in zip(pairs, rows, strict=True) if _is_unlike(judging, pair, row)}
+    return by_ranges | unlike & (differ | reading)
+
+
+def _is_unlike(judging: Judging, pair: Aligned, row: RunRow) -> bool:
+    """Return whether results are unrelated, or inputs where results are of other sizes, and neither a number nor a
+    weight that is read once shows that it is a pair.
+    """
+    numbers = {name for name, *_ in row.given} - {name for name, _ in pair.a[0].call.inputs}
+    is_sure = pair.by == BY_HAND or bool(numbers) or (are_of_one_weight(pair) and _reads_once(judging, pair))
+    unlike = row.inputs if row.is_part or math.isnan(row.difference) else row.difference
+    return pair.a[0].id.direction == FORWARD and unlike > UNLIKE and not is_sure
+
+
+def _reads_once(judging: Judging, pair: Aligned) -> bool:
+    """Return whether no other calls of these modules are of the same op, as those of the steps of a cell are."""
+    both = zip(judging.values.sides, (pair.a[0], pair.b[0]), strict=True)
+    return all(
+        sum(x.id.op == of.id.op for x in side.by_path[of.path] if x.id.direction == FORWARD) == 1 for side, of in both
+    )
+
+
+def leave_out_compensated(judging: Judging, rows: Sequence[RunRow]) -> None:
+    """Leave out the calls without a partner whose readers give the same again: one program scales before a call what
+    the other scales in it. In the forward of a low format sums with larger values would give the same, too.
+    """
+    by_call = {row.a: row for row in rows}
+    for bundle, difference in list(judging.unpaired.items()):
+        readers = [by_call[tuple(x.id for x in pair.a)] for pair in judging.read_by.get(bundle, [])]
+        is_backward = bundle.id.direction == BACKWARD
+        is_cancelled = [
+            row.verdict in (EQUAL, ROUND_OFF)
+            and row.difference <= difference / CANCELS
+            and (is_backward or row.round_off_bound < BAND_OF_LOW)
+            for row in readers
+        ]
+        if readers and all(is_cancelled):
+            del judging.unpaired[bundle]
