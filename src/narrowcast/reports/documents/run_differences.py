@@ -169,8 +169,8 @@ def _todos(result: RunDifferences) -> list[Todo]:
     elif not todos and any(row.is_beyond for row in result.gradients):
         beyond = [row for row in result.gradients if row.is_beyond]
         worst = max(beyond, key=lambda row: (not row.a[0].endswith("bias"), row.difference))  # these may be rounding
-        why = f"that of {worst.a[0]} is {number_text(worst.difference)} apart, and no call was found to make that: look "
-        why += "at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
+        why = f"that of {worst.a[0]} is {number_text(worst.difference)} apart, and no call was found to make that: "
+        why += "look at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
         todos.append(Todo("Inspect how gradients are made", why))
     if format is not None:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
