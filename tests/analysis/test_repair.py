@@ -471,3 +471,51 @@ class TestWhatIsLeft:
         """Neither note where outputs and gradients are near fp32's."""
         found = nc.repair(Layer(lambda y: y * 300 @ (y * 300).mT), (x,), under="fp16", backward=True)
         assert found.verdict == "repaired" and not any("from fp32's" in n or "gradients" in n for n in found.notes)
+
+
+class Normed(nn.Module):
+    """A root mean square of large values, written out, which overflows in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x) * 300
+        return self.last(h / h.pow(2).mean(-1, keepdim=True).sqrt())
+
+
+class TestLowModels:
+    """Models whose own weights are in a low format: the reference is a copy in fp32."""
+
+    def test_what_fp16_makes_is_not_taken_for_fp32_s(self, x):
+        """An overflow of a `.half()` model is repaired by one rule, and near fp32."""
+        model = Normed().half()
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        found = nc.repair(model, (x.half(),), under="fp16", backward=True)
+        assert rules_of(found) == ["aten.pow.Tensor_Scalar: full"] and found.verdict == "repaired"
+        assert 0 < found.after.error < 0.01 and math.isfinite(found.before.error)
+        assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+    def test_a_budget_is_against_fp32(self, x):
+        """Its output is not exact because it is low already."""
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).bfloat16()
+        found = nc.repair(model, (x.bfloat16(),), under="bf16", budget=1e-3)
+        assert found.verdict == "repaired" and found.before.error > 1e-3 > found.after.error
+
+    def test_a_metric_of_a_case_is_asked_of_a_copy_in_fp32(self, x):
+        """`evaluate` is given the copy; the model stays in bf16."""
+        model, asked = nn.Linear(16, 4).bfloat16(), []
+
+        def evaluate(model):
+            asked.append(model.weight.dtype)
+            return {"size": float(model(x.to(model.weight.dtype)).float().norm())}
+
+        found = nc.repair(nc.Case(model, (x.bfloat16(),), evaluate=evaluate), under="bf16", tolerance=1.0)
+        assert set(asked) == {torch.float32, torch.bfloat16} and found.verdict == "nothing to repair"
+
+    def test_code_that_names_the_format_runs_as_it_is(self, x):
+        """Its copy in fp32 does not run: the reference is then in the model's own format."""
+        layer = nn.Linear(16, 4).half()
+        found = nc.repair(Layer(lambda y: layer(y.to(torch.float16))).half(), (x.half(),), under="fp16", budget=0.1)
+        assert found.verdict == "nothing to repair"

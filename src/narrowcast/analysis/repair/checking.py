@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
+from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.output.progress import Step
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results.findings import Finding
@@ -118,23 +119,42 @@ _KEY = attrgetter("id.module_path", "id.op", "id.direction")
 class Checks:
     """Runs a model, counts the runs, and judges them."""
 
-    def __init__(self, trial: Trial, wanted: Wanted, step: Step) -> None:
-        self.trial, self.wanted, self.step = trial, wanted, step
+    def __init__(self, trial: Trial, wanted: Wanted, step: Step, device: str) -> None:
+        self.trial, self.wanted, self.step, self._device = trial, wanted, step, device
         self.count = 0
+        self._dtype = trial.fp32_for_low()
         self.expected: Ran | None = None
         self._weights = Weights(parameters_of(trial.model))
 
-    def run(
-        self, region: autocast, look: RepairObserver, functions: bool = False, backward: bool | Loss | None = None
+    def run_in_fp32(
+        self, make: Callable[[], RepairObserver], backward: Callable[[RepairObserver], Loss] | None = None
     ) -> Ran:
-        """Run the model in a region, its metric included. backward: a loss other than the trial's; no metric then."""
+        """Run the model in a region that casts nothing: a copy in fp32 of one in a low format, unless it does not run,
+        since its code names that format. make: makes what looks on; backward: gives the loss, as for `run`, of that.
+        """
+        look = make()
+        loss = None if backward is None else backward(look)
+        ran = self.run(Uncast(self._device), look, backward=loss, dtype=self._dtype)
+        if self._dtype is None or not isinstance(ran.error, RuntimeError):
+            return ran
+        self._dtype = None
+        return self.run_in_fp32(make, backward)
+
+    def run(
+        self, region: autocast, look: RepairObserver, functions: bool = False, backward: bool | Loss | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Ran:  # fmt: skip
+        """Run the model in a region, its metric included. backward: a loss other than the trial's; no metric then.
+        dtype: runs a copy in that format.
+        """
         ran = Ran(look)
         evaluates = self.wanted.evaluate is not None and backward is None
         if not (evaluates and self.wanted.error is None and not self.trial.backward):
-            self._run_model(ran, region, functions, backward)
+            self._run_model(ran, region, functions, backward, dtype)
         if evaluates and ran.error is None:
-            with self._counted(ran), restored(self.trial.model), self._seen(look, functions), region:
-                ran.metric = self.trial.measure()  # it runs the model, and is watched for it
+            with (self._counted(ran), restored(self.trial.model), self._converted(dtype) as model,
+                  self._seen(look, functions), region):  # fmt: skip
+                ran.metric = replace(self.trial, model=model).measure()  # it runs the model, and is watched for it
             ran.in_metric = ran.error is not None
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
@@ -182,13 +202,24 @@ class Checks:
             return Problem(ERROR, message, times if math.isfinite(times) else math.inf)
         return None
 
-    def _run_model(self, ran: Ran, region: autocast, functions: bool, backward: bool | Loss | None) -> None:
+    @contextmanager
+    def _converted(self, dtype: torch.dtype | None) -> Iterator[Any]:
+        """Yield the model, or a copy of it in a format."""
+        if dtype is None:
+            yield self.trial.model
+        else:
+            with self.trial.copied(dtype) as run:
+                yield run.model
+
+    def _run_model(
+        self, ran: Ran, region: autocast, functions: bool, backward: bool | Loss | None, dtype: torch.dtype | None
+    ) -> None:
         outputs: list[Any] = []
         trial = replace(self.trial, reads=outputs.append)
         if backward is not None:
             trial = replace(trial, backward=backward)
         with self._counted(ran):
-            ran.outcome = trial.run(region, self._seen(ran.look, functions))
+            ran.outcome = trial.run(region, self._seen(ran.look, functions), dtype)
         if self.wanted.metric is not None and ran.error is None:
             try:
                 with torch.no_grad():

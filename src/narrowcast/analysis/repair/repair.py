@@ -78,7 +78,7 @@ def repair(
     result = Repair(trial.name, opened.device, low, asked.policy.name, asked.policy, str(wanted))
     result.environment = environment(opened.device, asked.policy, low)
     with long_work(f"repairing {result.subject}", 8) as step:
-        Repairing(Checks(trial, wanted, step), region_with, result).run()
+        Repairing(Checks(trial, wanted, step, opened.device), region_with, result).run()
     return result
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
@@ -20,7 +21,6 @@ from narrowcast.core.policy import Rule
 from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import Format, fp32
 from narrowcast.observation.trial.trial import parameters_of
-from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.repair import (
@@ -50,7 +50,6 @@ class Repairing:
 
     def __init__(self, checks: Checks, region_with: RegionWith, result: Repair) -> None:
         self._checks, self._region_with, self._result = checks, region_with, result
-        self._fp32 = Uncast(result.device_type)
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()
@@ -110,7 +109,7 @@ class Repairing:
         if attributes and checks.wanted.evaluate is None and not checks.trial.backward:
             expected = self._attribute(first.look)
         else:
-            expected = checks.run(self._fp32, RepairObserver(ranges=True))
+            expected = checks.run_in_fp32(partial(RepairObserver, ranges=True))
             if attributes:
                 self._attribute_besides(first.look)
         self._check_runs(expected)
@@ -158,14 +157,18 @@ class Repairing:
 
     def _attribute(self, look: RepairObserver) -> Ran:
         """Run in fp32, and find the effects of low calls: local errors alone if the code raises with gradients."""
-        observer = Attribution(look.low)
+        observers: list[Attribution] = []
+
+        def attributing() -> Attribution:
+            observers.append(Attribution(look.low))
+            return observers[-1]
+
         with gradients_recorded(parameters_of(self._checks.trial.model)):
-            ran = self._checks.run(self._fp32, observer, backward=observer.probe)
+            ran = self._checks.run_in_fp32(attributing, lambda _: observers[-1].probe)
         if ran.error is not None:  # .numpy() of what requires grad, for one
             self._result.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
-            observer = Attribution(look.low)
-            ran = self._checks.run(self._fp32, observer)
-        self._worth = worth_of(observer.effects, look)
+            ran = self._checks.run_in_fp32(attributing)
+        self._worth = worth_of(observers[-1].effects, look)
         return ran
 
     def _attribute_besides(self, look: RepairObserver) -> None:
