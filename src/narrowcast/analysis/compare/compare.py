@@ -178,7 +178,8 @@ class _Comparing:
             with quietly():
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
-            self._conclude(is_beyond, expected, repeated, under.unseen)
+            draws = judging.about_draws(expected, actual, result.reference) if self._is_own else ""
+            self._conclude(is_beyond, expected, repeated, draws or judging.about_unseen(under.unseen))
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
@@ -256,7 +257,7 @@ class _Comparing:
         formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
         kept = {identity: kept.samples for identity, kept in reference.calls.items()}
         for seed in seeds:
-            moved = Moved(self._policies, formats, cast_formats(under), kept, seed, self._is_own, underflows)
+            moved = Moved(self._policies, formats, cast_formats(reference, under), kept, seed, self._is_own, underflows)
             try:
                 outcome = self._run_reference(moved)
             except Exception as error:
@@ -330,7 +331,7 @@ class _Comparing:
         bound = max(OUTPUT_FACTOR * result.round_off_bound, judging.TINY) if bands.runs else math.inf
         return worst > bound or any(g.verdict == verdicts.FAULT for g in result.gradients)
 
-    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome, unseen: list[CallId]) -> None:
+    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome, unknown: str) -> None:
         result = self._result
         is_lost = any(math.isnan(o.sqnr_db) for o in result.outputs)
         if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
@@ -357,12 +358,9 @@ class _Comparing:
         elif result.verdict == verdicts.ROUND_OFF and not self._bands.runs and result.outputs and worst > judging.TINY:
             result.verdict = verdicts.NOT_JUDGED
             self._note("No run says how far round-off carries to the output: only kernels were judged.")
-        elif result.verdict == verdicts.FAULT and unseen and verdicts.FAULT not in of_calls and not result.compiled:
+        elif result.verdict == verdicts.FAULT and unknown and verdicts.FAULT not in of_calls and not result.compiled:
             result.verdict = verdicts.NOT_JUDGED
-            self._note(
-                f"{counted(len(unseen), 'call')} returned nested or sparse tensors, which are not compared "
-                f"(first {unseen[0]}): how far their rounding carries to the output is not known."
-            )
+            self._note(unknown)
         elif result.verdict == verdicts.EXACT and is_low and result.reference in REFERENCES:
             result.verdict = verdicts.NOT_COMPARED
             self._note(

@@ -52,7 +52,8 @@ def judge_call(
     """Return the errors of one call under the policy (`kept`) against the reference, and the verdict.
 
     band: the rounding bound of the call; None without one. is_own: both are the same program: then other shapes are due
-    to other values, and other numbers as arguments are a fault only if the result is beyond the rounding bound.
+    to other values, as those of a backward are to other formulas, and other numbers as arguments are a fault only if
+    the result is beyond the rounding bound.
     """
     r = [s.double() for s in expected.samples]
     call = kept.call
@@ -62,7 +63,7 @@ def judge_call(
     )  # fmt: skip
     if not has_same_shapes(kept, expected):
         why = "its results have other shapes than in the reference"
-        return replace(row, verdict=verdicts.NOT_JUDGED if is_own else verdicts.FAULT, why=why)
+        return replace(row, verdict=verdicts.NOT_JUDGED if is_own or call.forward else verdicts.FAULT, why=why)
     got = [x for x in _at_places_of(kept, expected) if x is not None]
     total = error_of(got, r)
     row = replace(row, total=total, propagated=total, sqnr_db=decibels(1.0, total * total))
@@ -99,7 +100,7 @@ def _verdict(
     if alone is not None and not alone.is_same:
         return verdicts.NONDETERMINISTIC, ""
     is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
-    is_formula = is_own and kept.call.forward is not None  # of autograd, which sums other axes in other formats
+    is_formula = kept.call.forward is not None  # of autograd, which sums other axes in other formats and in graphs
     other = other_arguments(kept, expected) if row.total and (is_far or not is_own) and not is_formula else []
     if other:
         (name, was), (_, now) = other[0]
@@ -147,6 +148,28 @@ def _about_kernel(judged: Judged) -> str:
     return (
         f"its kernel is off by {judged.error:.1e} from the same op in fp64 on the same inputs: of one element by "
         f"{judged.share:.1f} times what its formats and sums allow"
+    )
+
+
+def about_draws(expected: Outcome, actual: Outcome, reference: str) -> str:
+    """Return a note where two runs have drawn other random numbers, as `randn_like` does in another format; empty
+    without.
+    """
+    if expected.random_state == actual.random_state:
+        return ""
+    return (
+        f"The model draws other random numbers in {reference}, in the format of a tensor (randn_like): nothing can be "
+        "said of what is computed from them."
+    )
+
+
+def about_unseen(unseen: list[CallId]) -> str:
+    """Return a note on calls whose results are not compared; empty without one."""
+    if not unseen:
+        return ""
+    return (
+        f"{counted(len(unseen), 'call')} returned nested or sparse tensors, which are not compared "
+        f"(first {unseen[0]}): how far their rounding carries to the output is not known."
     )
 
 

@@ -22,6 +22,7 @@ from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.output.words import counted
+from narrowcast.runtime.devices.device import random_state
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -33,10 +34,14 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a run: the output, detached, and gradients by the names of parameters (`input.0` of arguments)."""
+    """The result of a run: the output, detached, and gradients by the names of parameters (`input.0` of arguments).
+
+    random_state: of torch's generators after the forward.
+    """
 
     output: Any
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    random_state: tuple[bytes, ...] = ()
 
 
 def check_reference(outcome: Outcome, name: str) -> None:
@@ -149,6 +154,7 @@ class Trial:
         with self.copied(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
             with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
                 output = self._forward(run, region or nullcontext(), gradients)
+                state = random_state()
                 # what a generator yielded is differentiated already
                 if self.backward and not (isinstance(output, list) and output and not _requiring(output)):
                     self._go_back(output, gradients)
@@ -157,7 +163,7 @@ class Trial:
             by_name = gradients.found()
         if self.scale != 1.0:
             by_name = {name: gradient.double() / self.scale for name, gradient in by_name.items()}
-        return Outcome(detached(output), by_name)
+        return Outcome(detached(output), by_name, state)
 
     def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: GradientsAside) -> Any:
         """Return the output; of a generator what it yields, one by one, each differentiated before the next."""

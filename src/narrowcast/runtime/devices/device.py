@@ -69,9 +69,7 @@ def random_state_kept() -> Iterator[None]:
     """Restore random states at the end, torch's on the cpu and on the accelerator in use, numpy's and Python's, so that
     numbers drawn inside are not missing afterwards.
     """
-    device = accelerator_in_use()
-    module: Any = None if device is None else torch.get_device_module(device)
-    index = () if device is None or device.type == "mps" else (device.index or 0,)  # mps has one generator
+    module, index = _generator_in_use()
     state = module.get_rng_state(*index) if hasattr(module, "get_rng_state") else None
     python, common = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -82,6 +80,23 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(common)
             if state is not None:
                 module.set_rng_state(state, *index)
+
+
+def _generator_in_use() -> tuple[Any, tuple[int, ...]]:
+    """Return the module of the accelerator in use, or None, and the arguments that name its generator."""
+    device = accelerator_in_use()
+    if device is None:
+        return None, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device.index or 0,)  # mps has one
+
+
+def random_state() -> tuple[bytes, ...]:
+    """Return torch's random states, on the cpu and on the accelerator in use."""
+    module, index = _generator_in_use()
+    states = [torch.get_rng_state()]
+    if hasattr(module, "get_rng_state"):
+        states.append(module.get_rng_state(*index))
+    return tuple(state.numpy().tobytes() for state in states)
 
 
 def accelerator_in_use() -> torch.device | None:
