@@ -13,6 +13,8 @@ import torch
 from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ledger.pairing import pairs_of
+from narrowcast.core.ops import op_kind
+from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM
 from narrowcast.formats import Format, parse_format
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -33,16 +35,17 @@ def rounded_to(kept: KeptCall) -> list[torch.dtype]:
     return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
 
 
-def cast_formats(reference: Keep, under: Keep) -> dict[CallId, Format]:
+def cast_formats(reference: Keep, under: Keep, is_own: bool) -> dict[CallId, Format]:
     """Return of each call that casts arguments, by the policy or in its kernel, the coarsest format it casts to; of a
-    call in a graph, whose casts are calls of their own, that of arguments which the reference has in a finer one.
+    product in another program, as a graph whose casts are calls of their own, that of arguments which the reference has
+    in a finer one.
     """
     formats: dict[CallId, list[Format]] = {}
     for identity, kept in under.calls.items():
         planned = kept.call.plan.formats if kept.call.plan else ()
         formats[identity] = [*(f for f in planned if f is not None), *map(parse_format, kept.call.inside)]
     for identity, (expected, kept) in pairs_of(reference.calls, under.calls).both.items():
-        if kept.call.plan is None:
+        if not is_own and not formats[identity] and op_kind(identity.op).family in (GEMM, CONV, ATTENTION):
             both = zip(expected.dtypes, kept.dtypes, strict=False)
             known = [(FORMATS[a], FORMATS[b]) for a, b in both if a in FORMATS and b in FORMATS]
             formats[identity] += [here for there, here in known if here.epsilon > there.epsilon]

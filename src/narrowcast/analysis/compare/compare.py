@@ -255,9 +255,10 @@ class _Comparing:
         depend on values; the runs that are compared did not.
         """
         formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
+        casts = cast_formats(reference, under, self._is_own)
         kept = {identity: kept.samples for identity, kept in reference.calls.items()}
         for seed in seeds:
-            moved = Moved(self._policies, formats, cast_formats(reference, under), kept, seed, self._is_own, underflows)
+            moved = Moved(self._policies, formats, casts, kept, seed, self._is_own, underflows)
             try:
                 outcome = self._run_reference(moved)
             except Exception as error:
