@@ -246,3 +246,12 @@ def test_a_recording_does_not_stand_in_the_way_of_a_swap():
         torch.mm(torch.mm(a, a), b)
         torch.utils.swap_tensors(a, b)
     assert a.sum() == 0 and b.sum() == 4
+
+
+def test_a_rule_that_says_what_native_says_is_not_without_effect():
+    """Native keeps prod in fp32 already: the rule matches, whichever of the two is cited."""
+    policy = 'schema = "narrowcast.policy/1"\nname = "x"\nextends = ["native"]\n[[rule]]\nop = "{}"\naction = "full"\n'
+    for op, is_called in (("aten.prod.dim_int", True), ("aten.cumprod.default", False)):
+        with nc.record() as ledger, nc.autocast("cpu", torch.float16, policy=nc.Policy.parse(policy.format(op))):
+            torch.rand(4, 16).half().prod(-1)
+        assert ("rule without effect" in {advice.kind for advice in ledger.advice}) is not is_called

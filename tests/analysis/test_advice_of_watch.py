@@ -1,5 +1,6 @@
 """What `nc.watch` advises of an overflow: a rule where one helps, and what else where it does not."""
 
+import pytest
 import torch
 
 import narrowcast as nc
@@ -43,3 +44,50 @@ def test_zeros_of_whole_numbers_are_counted():
     x, lengths = torch.ones(3, 2, requires_grad=True), torch.tensor([[2], [0], [1]])
     found = first(lambda: (x / lengths).sum().backward())
     assert found.id.op == "aten.div.Tensor" and "1 of 3 elements of other are zero" in found.sentence
+
+
+class Large(torch.nn.Module):
+    """One layer, or one product, that overflows in fp16."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) if self.layer is not None else x @ x.mT
+
+
+def _filled(layer):
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, 30.0)
+    return layer.half()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "op"),
+    [
+        (lambda: torch.nn.Linear(64, 4), (2, 64), "aten.linear.default"),
+        (lambda: torch.nn.Linear(64, 4, bias=False), (2, 64), "aten.linear.default"),
+        (lambda: torch.nn.Linear(64, 4, bias=False), (2, 3, 64), "aten.linear.default"),
+        (lambda: None, (2, 3, 4096), "aten.matmul.default"),
+        (lambda: None, (3, 4096), "aten.matmul.default"),
+        (lambda: torch.nn.Conv1d(3, 4, 3), (1, 3, 8), "aten.conv1d.default"),
+        (lambda: torch.nn.Conv2d(3, 4, 3), (1, 3, 8, 8), "aten.conv2d.default"),
+        (lambda: torch.nn.Conv3d(3, 4, 3), (1, 3, 4, 4, 4), "aten.conv3d.default"),
+        (lambda: torch.nn.ConvTranspose1d(3, 4, 3), (1, 3, 8), "aten.conv_transpose1d.default"),
+        (lambda: torch.nn.ConvTranspose2d(3, 4, 3), (1, 3, 8, 8), "aten.conv_transpose2d.input"),
+    ],
+)
+def test_rules_printed_where_no_region_is_open_match_in_one(layer, shape, op):
+    """Without one a kernel calls addmm or convolution: programs call linear and conv2d, which a region sees."""
+    layer = layer()
+    model = Large(layer if layer is None else _filled(layer))
+    x = torch.full(shape, 300.0 if layer is not None else 8.0, dtype=torch.float16)
+    with nc.watch() as watched, torch.no_grad():
+        model(x)
+    (rule,) = watched.first.rules
+    assert rule.op == op and "No nc.autocast is open here, and rules hold in one" in watched.first.advice
+    policy = nc.Policy.native().with_rules(rule)
+    with nc.record() as ledger, torch.no_grad(), nc.autocast("cpu", torch.float16, policy=policy):
+        assert model(x).isfinite().all()
+    assert str(rule) in ledger.matches and "rule without effect" not in {advice.kind for advice in ledger.advice}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,7 +33,7 @@ from narrowcast.runtime.torch_surface.state import is_enabled
 class Adviser:
     """Advises on what a recording, or an observer of a loop, sees run. calls, casts: how many there have been."""
 
-    def __init__(self, advice: dict[Advice, int], door: Door, matches: Container[str] = ()) -> None:
+    def __init__(self, advice: dict[Advice, int], door: Door, matches: Collection[str] = ()) -> None:
         """advice: where it is noted, and how often. matches: labels of rules that have matched."""
         self.advice, self._door, self._matches = advice, door, matches
         self.calls = self.casts = 0
@@ -142,7 +142,10 @@ class Adviser:
     def _judge_rules(self, policy: Policy) -> None:
         """Advise on the user's rules that matched nothing in the whole recording."""
         for rule in policy.rules:
-            if rule.is_builtin or rule.label in self._matches or not self._sites:
+            says_the_same = any(
+                f"{label} ".startswith(f"{rule} ") for label in self._matches
+            )  # a built-in one, perhaps
+            if rule.is_builtin or says_the_same or not self._sites:
                 continue
             why = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
             site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE

@@ -26,6 +26,7 @@ from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
+_NO_REGION = "No nc.autocast is open here, and rules hold in one: open it, in the place of a torch.autocast"
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _POLES = ("finite.not_at_zero", "finite.not_below_zero", "growth.with_poles", "growth.steep")
 _NOTHING = 1e-30
@@ -123,7 +124,30 @@ def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
     of = call.forward or call.id
     if of.direction == BACKWARD:
         return "Keep in fp32 what it is the backward of.", ()
-    return "", (Rule(of.op, "full", naming(of.module_path)),)
+    op = of.op if call.policy is not None else _op_around(call)
+    return "", (Rule(op, "full", naming(of.module_path)),)
+
+
+def _op_around(call: SeenCall) -> str:
+    """Return the op that a region sees in the place of one that is seen where none is open: what programs call (linear,
+    matmul, conv2d), of which a kernel made it.
+    """
+    name, tensors = _name(call), tensors_in(call.args, call.kwargs)
+    if name in ("convolution", "_convolution"):
+        is_transposed = next((value for value in call.args if isinstance(value, bool)), False)
+        dimensions = tensors[1].dim() - 2
+        if is_transposed:
+            return f"aten.conv_transpose{dimensions}d.{'default' if dimensions == 1 else 'input'}"
+        return f"aten.conv{dimensions}d.default"
+    if name == "addmm" or (name == "mm" and _is_weight(tensors[1])):
+        return "aten.linear.default"
+    return "aten.matmul.default" if name in ("mm", "bmm") else call.id.op
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter, turned as `linear` turns it."""
+    base = tensor._base
+    return isinstance(base, torch.nn.Parameter) and tensor.stride() == base.stride()[::-1]
 
 
 def is_quotient(call: SeenCall) -> bool:
@@ -183,7 +207,7 @@ def find_culprit(
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         advice, rules = _keep_high(call)
         if rules and call.policy is None:
-            advice = "No region is open here, and rules hold in one: convert its inputs, x.float(), or open a region."
+            advice = f"{_NO_REGION}, or convert its inputs, x.float()."
         elif largest > format.max and rules:
             advice = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
             advice += "finds them."
@@ -217,7 +241,7 @@ def _advice(
         gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
         return (off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."), ()
     rules = dict.fromkeys(Rule(op, "full", naming(paths(module))) for op, module in makers)
-    where = "" if call.policy is not None else " No region is open here: rules hold in one."
+    where = "" if call.policy is not None else f" {_NO_REGION}."
     left = f"all but {counted(rounded.left, 'value')} are finite"
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
