@@ -141,9 +141,13 @@ class Checks:
         return self.run_in_fp32(make, backward)
 
     def run(
-        self, region: autocast, look: RepairObserver, functions: bool = False, backward: bool | Loss | None = None,
+        self,
+        region: autocast,
+        look: RepairObserver,
+        functions: bool = False,
+        backward: bool | Loss | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Ran:  # fmt: skip
+    ) -> Ran:
         """Run the model in a region, its metric included. backward: a loss other than the trial's; no metric then.
         dtype: runs a copy in that format.
         """
@@ -152,8 +156,8 @@ class Checks:
         if not (evaluates and self.wanted.error is None and not self.trial.backward):
             self._run_model(ran, region, functions, backward, dtype)
         if evaluates and ran.error is None:
-            with (self._counted(ran), restored(self.trial.model), self._converted(dtype) as model,
-                  self._seen(look, functions), region):  # fmt: skip
+            seen = self._seen(look, functions)
+            with self._counted(ran), restored(self.trial.model), self._converted(dtype) as model, seen, region:
                 ran.metric = replace(self.trial, model=model).measure()  # it runs the model, and is watched for it
             ran.in_metric = ran.error is not None
         if self.expected is not None:

@@ -24,6 +24,7 @@ from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, tensors_in, written_tensors
+from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 _NO_REGION = "No nc.autocast is open here, and rules hold in one: open it, in the place of a torch.autocast"
@@ -146,7 +147,7 @@ def _op_around(call: SeenCall) -> str:
 
 def _is_weight(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter, turned as `linear` turns it."""
-    base = tensor._base
+    base = base_of(tensor)
     return isinstance(base, torch.nn.Parameter) and tensor.stride() == base.stride()[::-1]
 
 

@@ -223,6 +223,11 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether the tensor is a view of another, to autograd."""
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of; None of one that is no view."""
+    return tensor._base
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often the tensor was written to, but through `.data`; -1 for one of inference mode."""
     return -1 if tensor.is_inference() else int(tensor._version)

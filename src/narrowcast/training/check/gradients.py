@@ -374,11 +374,11 @@ def _underflows(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost:
     if zeros > _HALF:
         what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
     else:
-        what = f"{lost:.0%} of it, by its norm, are lost below {_SMALLEST_NORMAL:.1e}"
+        what = f"{lost:.0%} of it, by its norm, is lost below {_SMALLEST_NORMAL:.1e}"
     return (
         "gradients underflow",
         f"the gradient of {call.forward} in fp16: {what}",
-        "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep this call in bf16 or fp32 by a "
-        "rule.",
+        "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep "
+        + ("what it converts in bf16 or fp32." if call.is_cast else "this call in bf16 or fp32 by a rule."),
         call.site,
     )
