@@ -319,3 +319,18 @@ def test_what_fakes_do_not_carry_runs_on_the_cpu_with_the_lists_of_the_device():
     found = nc.explain(net, (x,), under="fp16", device="cuda")
     assert found.ran_on == "the model itself, on the cpu with cuda's lists"
     assert found.note.startswith("Fake tensors do not carry it") and "fast units" not in found.note
+
+
+def test_what_costs_time_is_advised_before_what_nothing_helps():
+    """Of a model within round-off that is slower; and on a device that is not here, no run is advised."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)), torch.randn(4, 64)
+    found = nc.explain(model, (x,), under="fp16", run=True)
+    assert found.verdict == "round-off"
+    slower = replace(found, comparison=replace(found.comparison, time_ratio=2.0))
+    whats = [todo.what for todo in slower.todos]
+    at = next(n for n, what in enumerate(whats) if what.startswith("Choose formats by measured time"))
+    assert not any(what.startswith("Look at") for what in whats[:at])
+    assert not any(
+        "Run it for real" in todo.what for todo in nc.explain(model, (x,), under="fp16", device="cuda").todos
+    )
+    assert any("Run it for real" in todo.what for todo in nc.explain(model, (x,), under="fp16").todos)

@@ -206,3 +206,14 @@ def test_attention_that_is_fused_in_eager_code_alone_is_no_bug(fresh_dynamo):
     ):  # fmt: skip
         ledger.count_call(CallKind(op, path, "", 0, "fp32", "bf16", "bf16", "lower", "", "native"), 0)
     assert [d.module_path for d in decision_differences(eager, graph)] == ["ab"]
+
+
+@pytest.mark.parametrize("goal", [None, "fast"])
+def test_times_are_those_of_eager_code_and_said_to_be(goal, fresh_dynamo):
+    """What is compiled is not run: a goal that was asked for is not advised."""
+    asked = {} if goal is None else {"goal": goal}
+    with torch.no_grad():
+        found = nc.explain(Model(), (torch.randn(4, 8),), under="bf16", front_end="compile", run=True, **asked)
+    text = " ".join(str(found).split())
+    assert "as eager code it takes" in text.partition("VERDICT")[2]
+    assert not goal or "Choose formats by measured time" not in text

@@ -113,7 +113,8 @@ def _verdict(result: Explanation) -> tuple[str, str]:
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
-        text = f"{VERDICTS.get(verdict, verdict)}{joined} it takes {ratio:.2f} times the time of fp32 here"
+        how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
+        text = f"{VERDICTS.get(verdict, verdict)}{joined}{how} it takes {ratio:.2f} times the time of fp32 here"
         text += comparisons.share_of_output(comparison.differences, "the output error")
         return text, "bad" if verdict in AT_FAULT else "" if ratio > SLOWER else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))
@@ -161,9 +162,15 @@ def _todos(result: Explanation) -> list[Todo]:
     if failure is not None:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
         todos.append(Todo(runs[0] if runs else "Pin what raises in fp32.", failure.error, {}, failure.module_path))
+    unhelped: list[Todo] = []
     if comparison is not None:
-        advised = comparisons.advice_todos(comparison.differences)
-        todos += advised or comparisons.error_todos(comparison.worst, faults_only=True)
+        differences = comparison.differences
+        advised = comparisons.advice_todos(differences) or comparisons.error_todos(comparison.worst, faults_only=True)
+        is_sound = differences.verdict in comparisons.SOUND
+        if is_sound and differences.remedy is None:  # what costs time comes first
+            unhelped = advised
+        else:
+            todos += advised
     todos += _break_todos(result.graph_rows())
     for row in result.rules:
         if not row.calls:
@@ -173,18 +180,18 @@ def _todos(result: Explanation) -> list[Todo]:
             todos.append(Todo(f"Fix or delete the rule {row.rule}", f"{why} ({at})" if at else why))
     todos += ledgers.advice_todos(result.ledger, "rule without effect" if result.rules else "")
     of_casts = ledgers.cast_todos(result.ledger, result.front_end in ("compile", "export"), result.gradients)
-    if comparison is not None and comparison.time_ratio > SLOWER:
+    is_placed = bool(placements.placed_graphs(result.graphs))  # formats are chosen by time already
+    if comparison is not None and comparison.time_ratio > SLOWER and not is_placed:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
         fast = Todo('Choose formats by measured time: nc.compile(model, goal="fast").', f"{why}{on and ': '}{on}")
         more_ms = comparison.region_ms - comparison.reference_ms
         is_by_casts = (number(comparison.casts_ms) or 0.0) > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
-    todos += of_casts
-    if comparison is not None and not comparison.differences.tried:
-        is_sound = comparison.differences.verdict in comparisons.SOUND
-        todos += [] if is_sound else comparisons.error_todos(comparison.worst)[:1]
-    if comparison is None and failure is None:
+    todos += [*of_casts, *unhelped]
+    if comparison is not None and not comparison.differences.tried and not is_sound:
+        todos += comparisons.error_todos(comparison.worst)[:1]
+    if comparison is None and failure is None and not result.has_stand_in:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
         todos.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
     return todos

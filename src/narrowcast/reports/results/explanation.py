@@ -165,6 +165,11 @@ class Explanation(Result):
         """Return one line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
         return [graph.row for graph in self.graphs if graph.row is not None]
 
+    @property
+    def has_stand_in(self) -> bool:
+        """Whether the cpu stood in for a device that is not here."""
+        return "standing in" in self.ran_on or "on the cpu with" in self.ran_on
+
     def flows(self) -> list[GraphFlow]:
         """Return what flows between the calls of each captured graph, or of eager code on fake tensors."""
         captured = [graph.flow for graph in self.graphs if graph.flow.steps]
