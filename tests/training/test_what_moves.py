@@ -506,3 +506,91 @@ def test_a_scaler_made_in_each_step_is_told_where_all_steps_are_skipped(updates:
             loop.scaler.update()
 
     assert "a scaler made in each step" in nc.check_training(step).kinds
+
+
+# -- written in parts, and inside of a forward -------------------------------------------------------------------------
+
+
+class Book(Loop):
+    """A table of eight rows, and a counter, which the network's forward may update."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = torch.randn(8, 6).to(dtype)
+        self.seen = torch.tensor(512.0, dtype=dtype)
+        self.copy = copy.deepcopy(self.net).to(dtype)
+
+
+def rows_one_by_one(loop: Any) -> None:
+    loop.train(loop.loss())
+    for k in range(8):
+        loop.table[k] = loop.table[k] * 0.999 + loop.x[k, :6].to(loop.table.dtype) * 0.0005  # HERE
+
+
+def rows_by_index(loop: Any) -> None:
+    loop.train(loop.loss())
+    index = torch.arange(8) % 4 * 2
+    loop.table[index] = 0.999 * loop.table[index] + 0.0005  # HERE
+
+
+def copied_before_the_forward(loop: Any) -> None:
+    with torch.no_grad():
+        for weight, mean in zip(loop.net.parameters(), loop.copy.parameters(), strict=True):
+            mean.data = mean.data * 0.999 + weight.data.to(mean.dtype) * 0.001  # HERE
+        for weight in loop.net.parameters():
+            weight.mul_(1.01)
+    loop.train(loop.loss())
+
+
+@pytest.mark.parametrize("step", [rows_one_by_one, rows_by_index, copied_before_the_forward], ids=lambda s: s.__name__)
+def test_an_average_is_followed_in_each_of_its_parts(step: Callable[[Loop], None]) -> None:
+    """Each row is a value of its own, and a tensor that was made by the step before is kept from it."""
+    found_at(step, Book(BF16), AVERAGE)
+    is_right(step, Book(torch.float32))
+
+
+class Counting(torch.nn.Module):
+    """A forward that counts its calls, or averages what it gives, in buffers."""
+
+    def __init__(self, net: torch.nn.Module, dtype: torch.dtype, how: str) -> None:
+        super().__init__()
+        self.net, self.how = net, how
+        self.register_buffer("seen", torch.tensor(512.0, dtype=dtype))
+        self.register_buffer("mean", torch.ones(16, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.how == "in place":
+                self.seen += 1  # HERE
+            elif self.how == "anew":
+                self.seen = self.seen + 1  # HERE
+            else:
+                self.mean.copy_(self.mean * 0.999 + x[0, :16].to(self.mean.dtype) * 0.0005)  # HERE
+        return self.net(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "anew", "average"])
+def test_what_a_forward_keeps_in_its_buffers_is_followed(how: str) -> None:
+    """A counter at 512 in bf16 stays there, an average that is copied back loses what is added; not so in fp32."""
+
+    def loop_of(dtype: torch.dtype) -> tuple[Callable[[], None], Counting]:
+        torch.manual_seed(0)
+        model = Counting(torch.nn.Linear(16, 4), dtype, how)
+        optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 16)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with region():
+                loss = cross_entropy(model(x).float(), torch.arange(8) % 4)
+            loss.backward()
+            optimizer.step()
+
+        return step, model
+
+    step, model = loop_of(BF16)
+    check = nc.check_training(step)
+    lines = Path(__file__).read_text().split("\n")
+    kinds = {finding.kind: lines[finding.line - 1] for finding in check.findings}
+    assert list(kinds) == [AVERAGE if how == "average" else SUM] and all("# HERE" in line for line in kinds.values())
+    assert float(model.seen) == 512 and bool((model.mean == 1).all()), "the check leaves them as they were"
+    assert nc.check_training(loop_of(torch.float32)[0])

@@ -93,8 +93,8 @@ class Exact:
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Gradients) -> None:
         self._was_there, self._gradients = was_there, gradients
-        self._values: ByStorage[_ExactValue] = ByStorage()
-        self._left: ByStorage[_ExactValue] = ByStorage()  # by the step before
+        self._values: ByStorage[list[_ExactValue]] = ByStorage()  # of parts of one memory that do not overlap
+        self._left: ByStorage[list[_ExactValue]] = ByStorage()  # by the step before
         self._overwritten: set[int] = set()  # in this step, in fp32, by weights in a low format
         self.is_careful = False
 
@@ -106,7 +106,7 @@ class Exact:
         args, kwargs = dispatch.tree_map(_part, (args, kwargs))
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
         targets = written(facts, args, kwargs)
-        known = [value for t in tensors if (value := self._values.get(t)) is not None]
+        known = [value for t in tensors if (value := self._value(t)) is not None]
         is_arithmetic = name in named("gradients.arithmetic")
         follows = is_arithmetic and all(has_storage(t) and t.dtype is not torch.float64 for t in tensors)
         if not follows or not all(t.is_floating_point() for t in targets):
@@ -143,8 +143,7 @@ class Exact:
             exact = written(begun.facts, begun.args, begun.kwargs) if begun.targets else tensors_in(wide)
             if (wide is None and not begun.targets) or len(exact) != len(results):
                 exact = []
-            for tensor in results:
-                self._values.drop(tensor)
+            self.forget(results)
             for tensor, value in zip(results, exact, strict=False):
                 if has_storage(tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                     self._put(tensor, value, begun.value)
@@ -152,7 +151,12 @@ class Exact:
     def forget(self, targets: list[torch.Tensor]) -> None:
         """Forget the values of tensors that are written to by an op that is not computed again."""
         for tensor in targets:
-            self._values.drop(tensor)
+            left = [value for value in self._values.get(tensor) or () if not _overlap(value.lies, _lies(tensor))]
+            self._values.put(tensor, left)
+
+    def _value(self, tensor: torch.Tensor) -> _ExactValue | None:
+        """Return the value of the memory that a tensor lies in, or of a part of it."""
+        return next((v for v in self._values.get(tensor) or () if _overlap(v.lies, _lies(tensor))), None)
 
     def drawn(self, result: Any) -> None:
         """Note that an op has drawn random numbers: sums with them are rounded stochastically, and not judged."""
@@ -170,7 +174,8 @@ class Exact:
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
             held = [t for t in held if dispatch.storage_key(t) not in self._overwritten]
             states = {dispatch.storage_key(t) for t in held} | self._gradients.lie_in()
-            values = [(v, now) for v in self._values.living() if (now := v.now()) is not None]
+            living = (value for values in self._values.living() for value in values)
+            values = [(v, now) for v in living if (now := v.now()) is not None]
             others = [t.float() for t in held]
             others += [now for value, now in values if value.memory.cdata not in self._overwritten]
             for value, now in values:
@@ -187,7 +192,7 @@ class Exact:
         return losses
 
     def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
-        value, key = self._values.get(tensor), dispatch.storage_key(tensor)
+        value, key = self._value(tensor), dispatch.storage_key(tensor)
         is_gradient = self._gradients.is_one(tensor)
         into.of_gradients |= is_gradient
         if value is not None:
@@ -202,10 +207,10 @@ class Exact:
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor persists from step to step."""
-        return self._was_there(tensor) if tensor.numel() > 1 else self._left.get(tensor) is not None
+        return bool(self._left.get(tensor)) or (tensor.numel() > 1 and self._was_there(tensor))
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = self._values.get(tensor)
+        value = self._value(tensor)
         if value is not None and value.lies == _lies(tensor):
             return value.exact.clone()
         if value is not None and tensor.numel() == value.exact.numel() == 1:
@@ -217,7 +222,8 @@ class Exact:
             dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
             dict(like.reads), [*like.terms], like.of_gradients, like.is_random,
         )  # fmt: skip
-        self._values.put(tensor, value)
+        others = [v for v in self._values.get(tensor) or () if not _overlap(v.lies, value.lies)]
+        self._values.put(tensor, [*others, value])
 
 
 def _part(value: Any) -> Any:
@@ -227,6 +233,16 @@ def _part(value: Any) -> Any:
 
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _overlap(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Return whether the memory between the first and the last element of two tensors overlaps."""
+    (first, one), (other, end) = _ends(*a), _ends(*b)
+    return first <= end and other <= one
+
+
+def _ends(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    return offset, offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
 
 
 def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
@@ -298,13 +314,13 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
             findings.append((
                 UPDATES, f"{what}the weight",
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
-                "or use an optimizer that rounds at random or holds what was rounded away (Kahan).",
+                "or use an optimizer with stochastic rounding, or one that holds what was rounded away (Kahan).",
                 most.site,
             ))  # fmt: skip
         else:
             findings.append((
                 AVERAGE, f"{what}the average",
-                "Keep the average in fp32: average = copy.deepcopy(model).float(), and add weight.float() to it.",
+                "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()) and add value.float() to it.",
                 most.site,
             ))  # fmt: skip
     return findings

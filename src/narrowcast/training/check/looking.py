@@ -57,14 +57,13 @@ class LoopObserver(Observer):
         self._casts: dict[int, dict[tuple[Any, ...], list[Site]]] = {}  # of weights, which may share memory
         self._fp16: tuple[str, Site] | None = None
         self._low: tuple[str, Site] | None = None
-        self.has_seen = self.has_lowered = False
+        self.has_seen = self.has_lowered = self.is_cast_beside = False
         self._scales: Site | None = None
         self._backwards = Backwards(self._powers)
         self._exact = Exact(kept.was_there, self._gradients)
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
         self._underflow = Underflow()
-        self.is_cast_beside = False
         self._reduced = Reduced()
         self._rounded = RoundedWeights()
 
@@ -204,7 +203,8 @@ class LoopObserver(Observer):
         if facts.op is dispatch.ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
             self._backwards.begins_at(args[0])
         trains = _trains(args, kwargs)
-        if not facts.is_view and not trains and (self._is_stepping or not (is_backward or self._depth)):
+        in_forward = self._depth and torch.is_grad_enabled()  # else it may be an average
+        if not (facts.is_view or trains) and (self._is_stepping or not (is_backward or in_forward)):
             return self._exact.begin(facts, args, kwargs, loop_line, self._is_stepping)
         if targets and not is_backward and all(t.dtype in LOW and self._kept.was_there(t) for t in targets):
             return self._exact.begin(facts, args, kwargs, loop_line, steps=False)  # a buffer that a forward updates
@@ -363,7 +363,7 @@ class LoopObserver(Observer):
         dtype = self._sums.of_gradients(call, self._gradients.is_one)
         if dtype is not None:
             self._backwards.low_sum(dtype, call.site)
-        elif not self._depth:
+        elif not self._depth or (not torch.is_grad_enabled() and self._sums.counts(call)):
             self._say(self._sums.of_losses(call))
 
     def _say(self, finding: Found | None) -> None:

@@ -14,7 +14,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.output.words import number_text
-from narrowcast.runtime.torch_bridge import FORMATS, LOW
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.training.check.gradients import Found
 
@@ -70,6 +70,11 @@ class Sums:
             if result.numel() > 1 and is_sum and self._again(call, total, term, result).additions > 1:
                 return result.dtype
         return None
+
+    def counts(self, call: SeenCall) -> bool:
+        """Return whether a call adds to a number that is kept, such as a buffer."""
+        tensors = tensors_in(call.args, call.kwargs)
+        return all(t.numel() == 1 for t in tensors) and any(self._was_there(t) or self._sums.get(t) for t in tensors)
 
     def of_losses(self, call: SeenCall) -> Found | None:
         """Return a finding if a call adds to a low sum that has lost terms, or to a number from step to step."""
