@@ -519,6 +519,9 @@ def test_a_scale_that_is_too_high_is_said_once_a_step():
         scaled(torch.amp.GradScaler("cpu", init_scale=2.0**20), steps=3)
     [(why, times)] = w.intentional.items()
     assert why == "the scale is too high, the scaler skips this step" and times == 3
+    text = " ".join(str(w).split())
+    assert "VERDICT: No NaN or infinity was made but in steps that the scaler skipped" in text
+    assert "skipped steps 3 by a scaler" in text and "nc.check_training(step) says which" in text
 
 
 def test_an_optimizer_that_steps_beside_one_that_is_skipped_tells_nothing_of_it():

@@ -20,7 +20,7 @@ from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import ReadFlags
-from narrowcast.reports.results.findings import GIVEN, OP, Finding
+from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, OP, Finding
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
 
@@ -32,7 +32,6 @@ Place = tuple[str | int, ...]
 _EXACT = "an exact limit, masked before it was used"
 _MISSING = "NaN in what was given, masked before it was used"
 _INEXACT = "more than its format holds, with a reader to whom that is the same"
-FOR_SCALER = "the scale is too high, the scaler skips this step"
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial import finiteness
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
 from narrowcast.output.words import counted
-from narrowcast.reports.results.findings import GIVEN, Finding, Watching
+from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
@@ -195,7 +195,7 @@ class WatchCalls(Observer):
         finding = replace(finding, step=self._watching.steps + 1)
         if len(self._watching.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = replace(finding, replay=Replay.of(call))
-        why = history.FOR_SCALER if self._is_skipped and culprit.is_overflow(finding) else ""
+        why = FOR_SCALER if self._is_skipped and culprit.is_overflow(finding) else ""
         is_fault = not (culprit.waits(finding) or (call.args and culprit.overflows_by_mask(call, finding)))
         cause = self._history.cause(why, call, finding, is_fault=is_fault)
         self._carry(results, [*besides, cause], call)
@@ -241,7 +241,7 @@ class WatchCalls(Observer):
                 cause.became = cause.became or f"it became NaN in {call.id} ({call.site.file}:{call.site.line})"
         elif has_nan and not had_nan and not self._is_allowed(call):
             why = next(iter(causes)).why
-            if why != history.FOR_SCALER:
+            if why != FOR_SCALER:
                 finding = self._culprit(call, results)
                 finding = replace(finding, sentence=f"NaN computed from intentional infinities: {why}")
                 self._make(call, finding, results, causes)
@@ -362,7 +362,7 @@ class WatchCalls(Observer):
     def _skips_step(self) -> None:
         self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
-            self._count_intentional(history.FOR_SCALER)
+            self._count_intentional(FOR_SCALER)
 
     def _read_later(self, is_skipped: bool) -> None:
         """Read the flags that were put off, in one transfer."""
@@ -379,4 +379,4 @@ class WatchCalls(Observer):
                 sentence = f"{why}; nc.watch(at='op') proves who made it"
                 self._make(put_off.call, culprit.finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
         if skips:
-            self._count_intentional(history.FOR_SCALER)
+            self._count_intentional(FOR_SCALER)

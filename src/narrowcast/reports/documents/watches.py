@@ -10,7 +10,7 @@ from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Se
 from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.findings import FOR_SCALER, Finding, Watching
 from narrowcast.reports.results.run_records import tensor_text
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import TREND
@@ -26,15 +26,21 @@ def watch_document(result: Watching) -> Document:
         seen = {**dict(finding.inputs), **dict(finding.outputs)}
         node.facts = tuple((name, tensor_text(facts)) for name, facts in seen.items())
         nodes.append(node)
-    bad = [n for n in nodes if n.verdict != TREND]
+    bad, skipped = [n for n in nodes if n.verdict != TREND], result.intentional.get(FOR_SCALER, 0)
     page = Document("watch", "A watched run", *watch_verdict(result), graph=Graph(nodes, [], note=ORDER))
     page.facts = [("inspected", counted(result.calls, "call")), ("steps", str(result.steps))]
     page.figures = [
         Figure("findings", len(bad), counted(len(nodes) - len(bad), "trend"), "bad" if bad else "good"),
         Figure("passed on", result.spread, "later calls"),
-        Figure("intentional", sum(result.intentional.values()), "infinities, such as those of masks"),
+        Figure("intentional", sum(result.intentional.values()) - skipped, "infinities, such as those of masks"),
     ]
     page.notes = list(result.notes)
+    if skipped:
+        page.figures.append(Figure("skipped steps", skipped, "by a scaler, whose scale was too high"))
+        page.notes.append(
+            "A scaler skips steps whose gradients overflow, and lowers its scale until they do not. If it skips all of "
+            "them, the loss or the backward overflows by itself: nc.check_training(step) says which."
+        )
     page.todos = [todo for finding in findings for todo in _todos(finding)]
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
@@ -62,6 +68,8 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
         return f"No NaN or infinity was seen, but inspecting failed {often}: see the notes", ""
     if result.findings:
         return "No NaN or infinity was made, but see the trends", ""
+    if FOR_SCALER in result.intentional:
+        return "No NaN or infinity was made but in steps that the scaler skipped", ""
     return "No NaN or infinity was made", "good"
 
 

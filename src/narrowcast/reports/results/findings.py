@@ -97,6 +97,10 @@ class InspectedStep:
     scale: float | None = None
 
 
+FOR_SCALER = "the scale is too high, the scaler skips this step"
+"""Why a gradient's infinity is intentional: a scaler looks for the scale that fits."""
+
+
 @dataclass(slots=True, repr=False)
 class Watching(Result):
     """The result of `nc.watch`.
