@@ -91,3 +91,29 @@ def test_rules_printed_where_no_region_is_open_match_in_one(layer, shape, op):
     with nc.record() as ledger, torch.no_grad(), nc.autocast("cpu", torch.float16, policy=policy):
         assert model(x).isfinite().all()
     assert str(rule) in ledger.matches and "rule without effect" not in {advice.kind for advice in ledger.advice}
+
+
+def test_whole_numbers_that_a_cast_makes_infinite_are_named_by_their_own_type():
+    """Their largest magnitude is that before the cast."""
+    with nc.watch() as watched:
+        torch.arange(0, 80000, 10000).to(torch.float16).cos()
+    assert "the cast from i64 to fp16 overflows: its largest magnitude is 7e+04" in watched.first.sentence
+
+
+def test_what_a_low_product_has_made_zero_is_kept_in_fp32_though_fp32_gives_infinity_of_it():
+    """A reciprocal of a product that fell below fp16: fp32 of the zeros is infinite, of the exact product it is not."""
+    with nc.watch() as watched, nc.autocast("cpu", torch.float16):
+        base = torch.nn.functional.linear(torch.full((4, 8), 0.05), 2 * torch.eye(8))
+        low = base.cumprod(-1)
+        low.reciprocal()
+    assert [rule.op for rule in watched.first.rules] == ["aten.cumprod.default"]
+
+
+def test_one_rule_for_several_calls_stands_once():
+    """A screen whose rules are pasted loads."""
+    x = torch.full((4,), 300.0, dtype=torch.float16)
+    with nc.watch() as watched, nc.autocast("cpu", torch.float16):
+        x * x
+        x * (2 * x)
+    rules = [str(todo.rule) for todo in watched.todos if todo.rule]
+    assert len(watched.findings) == 2 and len(rules) == len(set(rules)) == 1

@@ -23,7 +23,7 @@ from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
-from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, tensors_in, written_tensors
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, short_type, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -179,13 +179,14 @@ def find_culprit(
     if overflowed:
         return replace(cast_finding(call, overflowed), what=what)
     if call.is_cast:
-        source = inputs[-1][1] if inputs else results[0]
+        read = [value for value in call.args if isinstance(value, torch.Tensor)]  # of whole numbers, too
+        source = inputs[-1][1] if inputs else (read or results)[-1]
         dst = FORMATS[results[0].dtype]
         sentence = (
-            f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
-            f"{largest_of([source]):.4g}, the maximum of {dst} is {dst.max:.6g}"
+            f"the cast from {short_type(source.dtype)} to {dst} overflows: its largest magnitude is "
+            f"{largest_of([source.double()]):.4g}, the maximum of {dst} is {dst.max:.6g}"
         )
-        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
+        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or convert it to a wider format in the code.")
     if not rerun.can_run_again(call):
         why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
         return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
@@ -198,6 +199,8 @@ def find_culprit(
             of, both = count_not_finite(results), _beyond_fp32(in_fp32, rerun.run_in(call, torch.float64))
             sentence = f"in fp32, on the same inputs, {of - left} of {counted(of, 'value')} that are not finite here "
             sentence += f"are finite, and {left} are not{both}"
+            if rounded is not None and rounded.makers and rounded.proof()[0]:
+                return finding_of(call, inputs, what, FORMAT, sentence, *_advice(call, inputs, rounded, paths))
             advice = "fp32 does not hold it either: scale its inputs, or compute in logarithms."
             return finding_of(call, inputs, what, FORMAT, sentence, advice)
         largest = largest_of(in_fp32)

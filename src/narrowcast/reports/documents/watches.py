@@ -41,7 +41,8 @@ def watch_document(result: Watching) -> Document:
             "A scaler skips steps whose gradients overflow, and lowers its scale until they do not. If it skips all of "
             "them, the loss or the backward overflows by itself: nc.check_training(step) says which."
         )
-    page.todos = [todo for finding in findings for todo in _todos(finding)]
+    todos = {(todo.what, str(todo.rule)): todo for finding in reversed(findings) for todo in reversed(_todos(finding))}
+    page.todos = list(reversed(todos.values()))  # each rule once, as of the first finding that has it
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += _gradient_table(result) + table(
