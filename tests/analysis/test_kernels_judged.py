@@ -234,3 +234,18 @@ def test_what_is_left_out_shifts_no_format():
         x, y = torch.rand(2, 4, 3)
         nn.functional.binary_cross_entropy_with_logits(x, y, pos_weight=torch.ones(3))
     assert read == [torch.bfloat16, torch.bfloat16, None, torch.bfloat16], look.door.notes
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_softmax_that_is_off_in_fp32_too_is_named(low):
+    """Its sum is too large in every format but fp64: what fp32 is off by serves as no bound then."""
+
+    def softmax(x, dim, half_to_float=False):
+        wide = x.double() if x.dtype is torch.float64 else x.float()
+        powers = (wide - wide.amax(dim, keepdim=True)).exp()
+        return (powers / (powers.sum(dim, keepdim=True) + 0.2 * (wide.dtype is torch.float32))).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)).to(getattr(torch, {"bf16": "bfloat16", "fp16": "half"}[low]))
+    with kernel("_softmax", softmax):
+        found = nc.compare(model, (torch.randn(12, 8, dtype=model[0].weight.dtype),), under="fp16", isolate=0)
+    assert KERNEL in {row.verdict for row in found.rows if "softmax" in row.id.op}

@@ -79,6 +79,8 @@ _BLOCK = 32
 """A block has at least this many rows of scores; what each block adds to a gradient is rounded."""
 _LOST = 1.0
 """With a larger error of scores, nothing is left of the weights, which their differences determine."""
+_SOFTMAX, _ZERO_AT = ("_softmax", "softmax", "special_softmax", "_safe_softmax"), 104.0
+"""The exponential of less than minus that is zero in fp32."""
 _MOVED = 4 * fp32.epsilon
 """Inputs are perturbed by this much to see what cancels."""
 
@@ -146,6 +148,17 @@ def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples
     return [exact[0].abs() * bounds.gamma(steps, bounds.unit(format)) + format.smallest]
 
 
+def _largest_of_softmax(inputs: Inputs) -> float:
+    """Return how far softmax in fp32 is off at most, whose results are at most 1: an exponential magnifies the rounding
+    of its argument by that, down to where it is zero, and the sum adds one rounding a term. Infinity for other ops.
+    """
+    x = inputs.args[0] if inputs.args else None
+    if op_kind(inputs.facts.id).name not in _SOFTMAX or not isinstance(x, torch.Tensor) or not x.numel():
+        return math.inf
+    spread = min(2 * float(x.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max()), _ZERO_AT)
+    return 4 * bounds.unit(fp32) * (spread + max(x.shape, default=1) + 8)
+
+
 def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
     """Return the largest error of the op in fp32 over all elements, with the effects of rounded numbers."""
     others = [inputs.run(torch.float32)]
@@ -160,6 +173,7 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
     for n, y64 in enumerate(exact):
         off = [_distance(run[n], y64) for run in others if run is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
+        largest = min(largest, _largest_of_softmax(inputs))  # the kernel in fp32 may be off, too
         slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
     if in_between := _rounding_in_between(inputs, results):
         slack[0] += in_between * _SIZE_IN_BETWEEN[op_kind(inputs.facts.id).name](inputs)
