@@ -331,8 +331,8 @@ class LoopObserver(Observer):
                 f"{counted(len(again), 'weight', 'are')} cast more than once before the optimizer steps, {name} "
                 f"{len(sites)} times",
                 "One region around all micro-batches of a step (with its weight cache on) casts each weight once; "
-                "switch it off around their backwards: with nc.autocast(device, enabled=False). The values are the "
-                "same, and nothing is wrong: this costs time alone.",
+                "switch it off around their backwards: with nc.autocast(device, enabled=False). Nothing is "
+                "wrong: this costs time alone.",
                 sites[1],
             )
         self._casts.clear()

@@ -151,7 +151,7 @@ class OutsideRegions:
                 "nc.autocast(device, enabled=False).",
                 site,
             ) if self.inside else (
-                "no region", f"{counted(len(outside), 'call', 'run')} in fp32, the first is {op}, and none in a region",
+                "no region", f"{counted(len(outside), 'call', 'run')} in fp32, first {op}, and none runs in a region",
                 "Open nc.autocast(device, dtype) around the forward and the loss.", site,
             ))  # fmt: skip
         elif self._off and not self.inside:
@@ -160,7 +160,7 @@ class OutsideRegions:
                 "a region without effect",
                 f"all {len(self._off)} calls that a region would lower, the first of them {op}, run in fp32: the "
                 "region around them is switched off, or is for another type of device than their tensors are on",
-                "Open it for the device of the model: nc.autocast(device, dtype), without enabled=False.", site,
+                "Open it for the device of the model, and switched on: nc.autocast(device, dtype).", site,
             ))  # fmt: skip
         other = next(
             (e for e in self._of_trained(trained) if e.low and self._low and not self._low & e.low.keys()), None

@@ -95,9 +95,9 @@ class Findings:
         if not self.losses and not self.was_asked:
             self.say(
                 MISSING,
-                "gradients are unscaled here, and no loss was scaled since the last update(): they are divided by the "
-                "scale for nothing",
-                "Write scaler.scale(loss).backward().",
+                "gradients are unscaled here, and no loss was scaled since the last update(): they are divided by a "
+                "scale that they were not multiplied by",
+                "Write scaler.scale(loss).backward(), and call update() once, after all optimizers have stepped.",
                 loop_line(),
             )
         if not self._has_seen_gradients:
