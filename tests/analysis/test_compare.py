@@ -87,3 +87,25 @@ def test_a_step_of_one_format_alone_is_what_to_inspect():
     found = nc.compare(Branch(), (2 * torch.randn(2, 6, 8),), under="bf16")
     assert found.verdict == "fault" and [todo.rule for todo in found.todos] == [{}], str(found)
     assert "aten.div.Tensor #1" in found.todos[0].why
+
+
+def test_of_compiled_code_that_is_not_finite_no_rule_is_printed_that_was_not_tried():
+    """A quotient by what has become zero is not at fault by itself: the model that was compiled is to be compared."""
+
+    class Ratio(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.layer(x).abs() * 1e-7 * 1e-3
+            return h / h.sum(-1, keepdim=True)
+
+    torch.manual_seed(0)
+    model, x = Ratio(), torch.randn(4, 8)
+    found = nc.compare(nc.compile(model, under="fp16", backend="aot_eager"), (x,))
+    assert found.verdict == "not finite" and not any(todo.rule for todo in found.todos), found
+    assert "compare the model that this one was made of" in found.todos[0].why
+    rules = [todo for todo in nc.compare(model, (x,), under="fp16").todos if todo.rule]
+    assert rules, "there they are tried"
+    torch._dynamo.reset()

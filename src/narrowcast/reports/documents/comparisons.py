@@ -149,7 +149,10 @@ def _todos(result: Differences) -> list[Todo]:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
-    return advice_todos(result) or error_todos(_worst(result.rows), faults_only=result.verdict in SOUND)
+    is_made = not result.policy
+    faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
+    todos = advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made)
+    return list({(todo.what, str(todo.rule)): todo for todo in reversed(todos)}.values())[::-1]  # each rule once
 
 
 def advice_todos(result: Differences) -> list[Todo]:
@@ -261,12 +264,19 @@ def output_figures(result: Differences) -> list[Figure]:
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]
 
 
-def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[Todo]:
-    """Keep the calls most to blame in fp32."""
+def error_todos(worst: Iterable[CallError], faults_only: bool = False, is_made: bool = False) -> list[Todo]:
+    """Keep the calls most to blame in fp32. is_made: of a model that has its casts in it, on which no rule was tried:
+    who made what is not finite may be another call.
+    """
     todos: list[Todo] = []
     for row in worst:
         at_fault = row.verdict in AT_FAULT
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
+            continue
+        if is_made and row.verdict == NOT_FINITE:
+            at = f"Look at {row.id.op} ({place(row.file, row.line)})"
+            why = "compare the model that this one was made of: there rules are tried, and the one that helps is named"
+            todos.append(Todo(at, f"{row.why}; {why}", path=row.id.module_path))
             continue
         alone = number(row.alone)
         why = f"its local error is {number_text(row.local)}"
