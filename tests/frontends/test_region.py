@@ -507,3 +507,13 @@ def test_inference_tensors_are_cast_and_not_cached():
         weight = torch.nn.Parameter(torch.randn(8))
     with torch.no_grad(), nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("aten.mul.Tensor", "lower"))):
         assert torch.mul(weight, x).dtype is BF
+
+
+@pytest.mark.parametrize("op", ["aten._to_copy.default", "aten.to.dtype", "aten.to", "aten.copy_.default"])
+def test_no_rule_is_about_conversions(op):
+    """The code asks for their format; a kernel of ours for them would call itself. Others are rules as before."""
+    policy = nc.Policy.native().with_rules(nc.Rule(op, "full"))
+    with pytest.raises(UnknownOpError, match="a conversion, whose format the code asks for"):
+        nc.autocast("cpu", policy=policy).__enter__()
+    with nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("aten.*", "full"))):
+        assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).float().dtype is torch.float32

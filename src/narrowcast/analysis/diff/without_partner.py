@@ -17,14 +17,15 @@ from narrowcast.reports.results.verdicts import ROUND_OFF
 
 
 def no_pairs(
-    judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], left_out: Collection[Bundle]
+    judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], left_out: Collection[Bundle], by_results: bool
 ) -> set[Aligned]:
     """Return the pairs that are none: that ranges alone paired, and differ; and, where each program has calls that the
-    other lacks, those of unrelated results that only the order of ops has paired. left_out: by hand.
+    other lacks, those of unrelated results that only the order of ops has paired. left_out: by hand. by_results:
+    whether the latter are wanted.
     """
     differ = {pair for pair, row in zip(pairs, rows, strict=True) if row.verdict == DIFFERS}
     by_ranges = {pair for pair in differ if is_by_values(pair)}
-    if not all(judging.counts_of_unpaired(left_out)):
+    if not by_results or not all(judging.counts_of_unpaired(left_out)):
         return by_ranges
     reading = {pair for read in judging.read_by.values() for pair in read}
     unlike = {pair for pair, row in zip(pairs, rows, strict=True) if _is_unlike(judging, pair, row)}

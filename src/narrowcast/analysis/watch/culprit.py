@@ -29,6 +29,9 @@ from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 _NO_REGION = "No nc.autocast is open here, and rules hold in one: open it, in the place of a torch.autocast"
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
+_LINEAR = "aten.linear.default"
+_AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}
+"""The op that programs call, by what a kernel makes of it where no region is open."""
 _POLES = ("finite.not_at_zero", "finite.not_below_zero", "growth.with_poles", "growth.steep")
 _NOTHING = 1e-30
 """Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
@@ -133,6 +136,8 @@ def _op_around(call: SeenCall) -> str:
     """Return the op that a region sees in the place of one that is seen where none is open: what programs call (linear,
     matmul, conv2d), of which a kernel made it.
     """
+    if call.forward is not None:  # a backward, whose forward has run
+        return _AROUND.get(call.forward.op, call.forward.op)
     name, tensors = _name(call), tensors_in(call.args, call.kwargs)
     if name in ("convolution", "_convolution"):
         is_transposed = next((value for value in call.args if isinstance(value, bool)), False)
@@ -140,9 +145,9 @@ def _op_around(call: SeenCall) -> str:
         if is_transposed:
             return f"aten.conv_transpose{dimensions}d.{'default' if dimensions == 1 else 'input'}"
         return f"aten.conv{dimensions}d.default"
-    if name == "addmm" or (name == "mm" and _is_weight(tensors[1])):
-        return "aten.linear.default"
-    return "aten.matmul.default" if name in ("mm", "bmm") else call.id.op
+    if name == "mm" and not _is_weight(tensors[1]):
+        return "aten.matmul.default"
+    return _AROUND.get(call.id.op, call.id.op)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from narrowcast.core.ops import named
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import Format, parse_format, tf32
 from narrowcast.output.words import did_you_mean
@@ -179,9 +178,6 @@ class Rule:
         if not (namespace and dot and name):
             found = "an op is written namespace.name or namespace.name.overload"
             raise self._wrong(f"op {self.op!r}", found, f"Write aten.{self.op.strip('.') or 'mm'}, for example.")
-        if namespace == "aten" and name.partition(".")[0] in named("computation.converts"):
-            advice = "Name the op that makes its input, or one that reads its result; or change the format in the code."
-            raise self._wrong(f"a rule about {self.op}", "a conversion, whose format the code asks for", advice)
         if self.torch is not None:
             from packaging.specifiers import InvalidSpecifier, SpecifierSet
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,33 @@ class _ExactValue:
 
 
 @dataclass(slots=True, eq=False)
+class _Parts:
+    """Values of parts of one memory, in order: from their first to their last elements they do not overlap."""
+
+    values: list[_ExactValue] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    lasts: list[int] = field(default_factory=list)
+
+    def get(self, lies: tuple[Any, ...]) -> _ExactValue | None:
+        """Return the first value that lies there, in part at least."""
+        _, _, first, end = self._range(lies)
+        return self.values[first] if first < end else None
+
+    def put(self, lies: tuple[Any, ...], value: _ExactValue | None = None) -> None:
+        """Replace what lies there, in part at least, with a value, or nothing."""
+        low, high, first, end = self._range(lies)
+        self.values[first:end] = [] if value is None else [value]
+        self.firsts[first:end] = [] if value is None else [low]
+        self.lasts[first:end] = [] if value is None else [high]
+
+    def _range(self, lies: tuple[Any, ...]) -> tuple[int, int, int, int]:
+        """Return the first and last element of a tensor, and which of the values it overlaps with."""
+        low, shape, strides = lies
+        high = low + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+        return low, high, bisect_left(self.lasts, low), bisect_right(self.firsts, high)
+
+
+@dataclass(slots=True, eq=False)
 class Begun:
     """An op that is about to run, with its arguments in fp32."""
 
@@ -93,8 +121,8 @@ class Exact:
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Gradients) -> None:
         self._was_there, self._gradients = was_there, gradients
-        self._values: ByStorage[list[_ExactValue]] = ByStorage()  # of parts of one memory that do not overlap
-        self._left: ByStorage[list[_ExactValue]] = ByStorage()  # by the step before
+        self._values: ByStorage[_Parts] = ByStorage()
+        self._left: ByStorage[_Parts] = ByStorage()  # by the step before
         self._overwritten: set[int] = set()  # in this step, in fp32, by weights in a low format
         self.is_careful = False
 
@@ -151,12 +179,14 @@ class Exact:
     def forget(self, targets: list[torch.Tensor]) -> None:
         """Forget the values of tensors that are written to by an op that is not computed again."""
         for tensor in targets:
-            left = [value for value in self._values.get(tensor) or () if not _overlap(value.lies, _lies(tensor))]
-            self._values.put(tensor, left)
+            known = self._values.get(tensor)
+            if known is not None:
+                known.put(_lies(tensor))
 
     def _value(self, tensor: torch.Tensor) -> _ExactValue | None:
         """Return the value of the memory that a tensor lies in, or of a part of it."""
-        return next((v for v in self._values.get(tensor) or () if _overlap(v.lies, _lies(tensor))), None)
+        known = self._values.get(tensor)
+        return None if known is None else known.get(_lies(tensor))
 
     def drawn(self, result: Any) -> None:
         """Note that an op has drawn random numbers: sums with them are rounded stochastically, and not judged."""
@@ -174,7 +204,7 @@ class Exact:
             held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
             held = [t for t in held if dispatch.storage_key(t) not in self._overwritten]
             states = {dispatch.storage_key(t) for t in held} | self._gradients.lie_in()
-            living = (value for values in self._values.living() for value in values)
+            living = (value for parts in self._values.living() for value in parts.values)
             values = [(v, now) for v in living if (now := v.now()) is not None]
             others = [t.float() for t in held]
             others += [now for value, now in values if value.memory.cdata not in self._overwritten]
@@ -207,7 +237,7 @@ class Exact:
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor persists from step to step."""
-        return bool(self._left.get(tensor)) or (tensor.numel() > 1 and self._was_there(tensor))
+        return self._left.get(tensor) is not None or (tensor.numel() > 1 and self._was_there(tensor))
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._value(tensor)
@@ -222,8 +252,9 @@ class Exact:
             dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
             dict(like.reads), [*like.terms], like.of_gradients, like.is_random,
         )  # fmt: skip
-        others = [v for v in self._values.get(tensor) or () if not _overlap(v.lies, value.lies)]
-        self._values.put(tensor, [*others, value])
+        parts = self._values.get(tensor) or _Parts()
+        parts.put(value.lies, value)
+        self._values.put(tensor, parts)
 
 
 def _part(value: Any) -> Any:
@@ -233,16 +264,6 @@ def _part(value: Any) -> Any:
 
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-def _overlap(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Return whether the memory between the first and the last element of two tensors overlaps."""
-    (first, one), (other, end) = _ends(*a), _ends(*b)
-    return first <= end and other <= one
-
-
-def _ends(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    return offset, offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
 
 
 def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
