@@ -55,8 +55,8 @@ _VISIBLE, _FAR = 0.01, 4.0
 """Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
 not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
 """
-_PASSES = 8
-"""How often pairs are left out, each of which may show others to be none."""
+_JUDGED = 1 << 15
+"""Pairs are judged again, as each that is left out may show others to be none, until so many were judged in all."""
 _FAR_OF_GRADIENTS = 0.3
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
 pairs.
@@ -109,17 +109,17 @@ def diff(
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     as_read: dict[Aligned, Distance] = {}
-    passes = 0
+    judged = 0
     while True:
         judging = Judging(Values(sides[0], sides[1], kept, as_read), pairs)
         result.rows = [judging.row(pair) for pair in pairs]
         if judging.as_read:
             as_read |= judging.as_read
             continue
-        none = no_pairs(judging, pairs, result.rows, left_out, passes < _PASSES)
+        judged += len(pairs)
+        none = no_pairs(judging, pairs, result.rows, left_out, judged < _JUDGED)
         if not none:
             break
-        passes += 1
         pairs = [pair for pair in pairs if pair not in none]
     apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
