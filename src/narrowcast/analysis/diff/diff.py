@@ -56,7 +56,7 @@ _VISIBLE, _FAR = 0.01, 4.0
 not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
 """
 _JUDGED = 1 << 15
-"""Pairs are judged again, as each that is left out may show others to be none, until so many were judged in all."""
+"""Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
 _FAR_OF_GRADIENTS = 0.3
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
 pairs.
