@@ -44,8 +44,9 @@ def cast_formats(reference: Keep, under: Keep, is_own: bool) -> dict[CallId, For
     for identity, kept in under.calls.items():
         planned = kept.call.plan.formats if kept.call.plan else ()
         formats[identity] = [*(f for f in planned if f is not None), *map(parse_format, kept.call.inside)]
-    for identity, (expected, kept) in pairs_of(reference.calls, under.calls).both.items():
-        if not is_own and not formats[identity] and op_kind(identity.op).family in (GEMM, CONV, ATTENTION):
+    pairs = {} if is_own else pairs_of(reference.calls, under.calls).both
+    for identity, (expected, kept) in pairs.items():
+        if not formats[identity] and op_kind(identity.op).family in (GEMM, CONV, ATTENTION):
             both = zip(expected.dtypes, kept.dtypes, strict=False)
             known = [(FORMATS[a], FORMATS[b]) for a, b in both if a in FORMATS and b in FORMATS]
             formats[identity] += [here for there, here in known if here.epsilon > there.epsilon]

@@ -110,34 +110,30 @@ def _largest_of_modules(values: Values) -> dict[str, float]:
     for name, row in values.sides[0].runs[0].parameters.items():
         if "gradient" in row:
             path = name.rpartition(".")[0]
-            largest[path] = max(largest.get(path, 0.0), _gradient_size(values, name))
+            largest[path] = max(largest.get(path, 0.0), _gradient(values, name).rms)
     return largest
 
 
 def _larger_beside(values: Values, largest: Mapping[str, float], names: tuple[str, ...]) -> float:
     """Return how many times larger the largest gradient of the same modules is, in the first run."""
-    own = max(_gradient_size(values, name) for name in names)
+    own = max(_gradient(values, name).rms for name in names)
     return max(largest[name.rpartition(".")[0]] for name in names) / own if own > 0 else 1.0
 
 
-def _gradient_size(values: Values, name: str) -> float:
+def _gradient(values: Values, name: str) -> Piece:
+    """Return the gradient of a parameter of the first run."""
     side = values.sides[0]
-    return side.piece(0, side.runs[0].parameters[name]["gradient"]).rms
+    return side.piece(0, side.runs[0].parameters[name]["gradient"])
 
 
 def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
     """Return the difference of all gradients together, relative to their size in the first run: small ones, which may
     be rounding alone, weigh little in it.
     """
-    sizes = [math.hypot(*(_norm_of_gradient(values, name) for name in row.a)) for row in rows]
+    pieces = [[_gradient(values, name) for name in row.a] for row in rows]
+    sizes = [math.hypot(*(piece.rms * math.sqrt(piece.elements) for piece in of_row)) for of_row in pieces]
     off = math.hypot(*(min(row.difference, 1.0) * size for row, size in zip(rows, sizes, strict=True)))
     return off / math.hypot(*sizes) if any(sizes) else 0.0
-
-
-def _norm_of_gradient(values: Values, name: str) -> float:
-    side = values.sides[0]
-    piece = side.piece(0, side.runs[0].parameters[name]["gradient"])
-    return piece.rms * math.sqrt(piece.elements)
 
 
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:

@@ -15,7 +15,7 @@ import torch
 
 from narrowcast.core.ledger import Advice, HidingBlock
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest_name
+from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Rule, Site, nearest_name
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.observation.observer.door import Door
@@ -142,10 +142,7 @@ class Adviser:
     def _judge_rules(self, policy: Policy) -> None:
         """Advise on the user's rules that matched nothing in the whole recording."""
         for rule in policy.rules:
-            says_the_same = any(
-                f"{label} ".startswith(f"{rule} ") for label in self._matches
-            )  # a built-in one, perhaps
-            if rule.is_builtin or says_the_same or not self._sites:
+            if rule.is_builtin or not self._sites or self._has_matched(rule):
                 continue
             why = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
             site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
@@ -155,6 +152,10 @@ class Adviser:
                 "Correct the name, or delete the rule, unless other inputs, or another part of the model, need it.",
                 site,
             )
+
+    def _has_matched(self, rule: Rule) -> bool:
+        """Return whether a rule has, or a built-in one that says the same."""
+        return any(f"{label} ".startswith(f"{rule} ") for label in self._matches)
 
     @property
     def _is_on(self) -> bool:

@@ -20,6 +20,7 @@ from narrowcast.reports.documents.model import (
     facts_of,
     label_of,
     node_of,
+    once,
 )
 from narrowcast.reports.documents.rules import glob_unescaped, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
@@ -151,8 +152,7 @@ def _todos(result: Differences) -> list[Todo]:
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
-    todos = advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made)
-    return list({(todo.what, str(todo.rule)): todo for todo in reversed(todos)}.values())[::-1]  # each rule once
+    return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 
 def advice_todos(result: Differences) -> list[Todo]:

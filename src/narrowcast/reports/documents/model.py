@@ -6,7 +6,7 @@ Every word that comes from a user (module paths, files, reasons) is text here an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -66,6 +66,12 @@ class Todo:
     rule: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
     together: int = 1
+
+
+def once(todos: Sequence[Todo]) -> list[Todo]:
+    """Return each recommendation, with its rule, once: the first of those that say the same."""
+    first = {(todo.what, str(todo.rule)): todo for todo in reversed(todos)}
+    return list(first.values())[::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import ORDER
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, node_of
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, node_of, once
 from narrowcast.reports.documents.rules import glob_unescaped, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
@@ -41,8 +41,7 @@ def watch_document(result: Watching) -> Document:
             "A scaler skips steps whose gradients overflow, and lowers its scale until they do not. If it skips all of "
             "them, the loss or the backward overflows by itself: nc.check_training(step) says which."
         )
-    todos = {(todo.what, str(todo.rule)): todo for finding in reversed(findings) for todo in reversed(_todos(finding))}
-    page.todos = list(reversed(todos.values()))  # each rule once, as of the first finding that has it
+    page.todos = once([todo for finding in findings for todo in _todos(finding)])
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += _gradient_table(result) + table(

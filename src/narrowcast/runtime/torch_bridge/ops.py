@@ -209,19 +209,18 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     """Return the overloads that a rule names: none if it is about modules. UnknownOpError if none exists."""
     if rule.is_module_call:
         return ()
-    if not rule.is_glob and rule.target.split(".")[:1] == ["aten"]:
-        if rule.target.split(".")[1] in named("computation.converts"):  # a kernel of ours for it would call itself
-            raise UnknownOpError(
-                asked=f"a rule about {rule.op}",
-                found="a conversion, whose format the code asks for",
-                where=_where(rule),
-                advice="Name the op that makes its input, or one that reads its result; or change the code there.",
-            )
+    namespace, name = rule.target.split(".")[:2]
+    if namespace == "aten" and name in named("computation.converts"):  # a kernel of ours for it would call itself
+        raise UnknownOpError(
+            asked=f"a rule about {rule.op}",
+            found="a conversion, whose format the code asks for",
+            where=_where(rule),
+            advice="Name the op that makes its input, or one that reads its result; or change the code there.",
+        )
     if not rule.is_pattern:
         op = find_op(rule.target)
         overloads: tuple[OpOverload, ...] = (op,) if op is not None else ()
     elif rule.is_glob:
-        namespace = rule.target.partition(".")[0]
         overloads = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
     else:
         overloads = overloads_of(rule.target)
