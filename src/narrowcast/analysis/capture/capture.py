@@ -182,6 +182,7 @@ class Capturing:
         self._names: dict[int, str] = {}  # of parameters, by id, as a step found them: their model may be gone later
         self._before: dict[int, int] = {}  # by the id of a parameter: its value before the first step
         self._stepped: dict[int, dict[str, int]] = {}  # by the id of a parameter: its gradient in the last step
+        self._first: dict[int, int] = {}  # by the id of a parameter: its gradient in the first step
 
     def __enter__(self) -> Run:
         if self._is_entered:
@@ -222,14 +223,19 @@ class Capturing:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
 
     def _note_before(self, optimizer: Any) -> None:
-        """Note the weights that a first step is about to change."""
+        """Note the weights that a first step is about to change, and the gradients that it uses."""
         with quietly():
-            self._door.run("weights before a step", self._note_weights, optimized_by(optimizer))
+            self._door.run("weights before a step", self._note_weights, list(optimized_by(optimizer)))
 
-    def _note_weights(self, parameters: Iterable[Any]) -> None:
+    def _note_weights(self, parameters: list[Any]) -> None:
         for parameter in parameters:
             if id(parameter) not in self._before:
                 self._before[id(parameter)] = self._table.number(parameter)
+        if not self.run.steps:
+            self.run.calls_before_step = len(self.run.calls)
+            used = [p for ps in (parameters, *(root.parameters() for root in self._observer.roots)) for p in ps]
+            self._first = {id(p): self._table.number(p.grad) for p in used if p.grad is not None}
+        self.run.steps += 1
 
     def _note_step(self, optimizer: Any) -> None:
         """Note the gradients that a step has used, which the program may clear."""
@@ -257,6 +263,8 @@ class Capturing:
         for parameter, numbers in self._stepped.items():
             if parameter in names:
                 self.run.parameters[names[parameter]] = numbers
+                if parameter in self._first:
+                    self.run.first_gradients[names[parameter]] = self._first[parameter]
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}

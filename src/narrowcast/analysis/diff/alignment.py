@@ -70,9 +70,10 @@ class _Aligner:
         return a, b
 
     def with_backward(self, kept: tuple[list[Bundle], list[Bundle]]) -> None:
-        """Pair the calls of backwards by the pairs of the forward: each engine has an order of its own."""
-        self._free_a.update(dict.fromkeys(kept[0]))
-        self._free_b.update(dict.fromkeys(kept[1]))
+        """Pair the calls of backwards by the pairs of the forward: each engine has an order of its own. What is left of
+        the forward has no partner: any other would be out of order.
+        """
+        self._free_a, self._free_b = dict.fromkeys(kept[0]), dict.fromkeys(kept[1])
         partner = {p.a[0].id: p.b[0].id for p in self.pairs if len(p.a) == len(p.b) == 1}
         waiting: dict[tuple[CallId | None, str, int, int], list[Bundle]] = {}
         for x in kept[1]:

@@ -12,6 +12,7 @@ from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mappi
 from narrowcast.analysis.diff.gradients import (
     apart_as_a_whole,
     band_along,
+    common_factor,
     gradients,
     gradients_are_alike,
     in_one_alone,
@@ -33,7 +34,7 @@ from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.without_partner import leave_out_compensated, no_pairs
-from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
 from narrowcast.errors import RunError
@@ -43,7 +44,14 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import DIFFERS, RunDifferences, RunRow, TokenDifference, Unaligned
+from narrowcast.reports.results.run_differences import (
+    DIFFERS,
+    GradientRow,
+    RunDifferences,
+    RunRow,
+    TokenDifference,
+    Unaligned,
+)
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
@@ -103,8 +111,21 @@ def diff(
             f"diff({', '.join(names)})", f"one is {kinds[0]}, the other {kinds[1]}",
             advice="Give two runs, two policies, two ledgers or two snapshots.",
         )  # fmt: skip
-    sides = _sides(_with_calls(runs[0], names[0]), _with_calls(runs[1], names[1]))
+    for run, name in zip(runs, names, strict=True):
+        _with_calls(run, name)
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
+    result = _compared(runs, names, asked)
+    if asked is None and result.verdict == VALUES_DIFFER and all(run.steps > 1 for side in runs for run in side):
+        first = _compared([[run.before_first_step() for run in side] for side in runs], names, None)
+        if first.verdict == VALUES_DIFFER:
+            first.notes.insert(0, "only what comes before the first step of an optimizer is compared: it differs "
+                               "already, and later steps start from other weights")  # fmt: skip
+            return first
+    return result
+
+
+def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMapping | None) -> RunDifferences:
+    sides = _sides(*runs)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
@@ -122,7 +143,7 @@ def diff(
             break
         pairs = [pair for pair in pairs if pair not in none]
     apart = _compare_ends(result, judging, pairs, left_out)
-    result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
+    result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], _band_of_tokens(pairs, result.rows))
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     is_explained = _explain_formats(result, judging, left_out)
@@ -130,9 +151,18 @@ def diff(
     if is_far and not (is_explained or judging.has_chosen or is_of_ranks):
         result.outputs_apart = apart
         if not (result.producers or result.alone):
-            judging.name_alone(pairs, result.rows, apart)
-            result.unaligned = _unaligned(sides, pairs, left_out, judging.unpaired)
+            if not judging.note_first_alone(pairs, result.rows, FORWARD):
+                judging.note_alone([side.runs[0].returned for side in sides], apart)
+    elif beyond := [row for row in result.gradients if row.is_beyond and not result.producers]:
+        if all(one.id.direction == BACKWARD for one in result.alone):
+            used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
+            if not (judging.note_alone(used, difference) or result.alone):
+                judging.note_first_alone(pairs, result.rows, BACKWARD)
+    result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
+    if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
+        result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: look at the scale of the loss, "
+                            "and at averages over a batch, micro-batches or ranks")  # fmt: skip
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     result.by_hand = asked or RunMapping()
@@ -217,6 +247,13 @@ def _compare_ends(
     return max([returned, *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
+def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:
+    """Return the numbers of the gradients of these rows in either run."""
+    names = [[name for row in rows for name in (row.a, row.b)[n]] for n in range(2)]
+    both = zip(sides, names, strict=True)
+    return [[side.runs[0].parameters[name]["gradient"] for name in own] for side, own in both]
+
+
 def _explain_formats(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:
     """Return whether other formats explain outputs and gradients, however far apart they are: of one program, or in
     formats so low that anything may be rounding.
@@ -258,7 +295,7 @@ def _with_calls(runs: list[Run], name: str) -> list[Run]:
 
 
 def _unaligned(
-    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], unpaired: dict[Bundle, float]
+    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], judging: Judging
 ) -> list[Unaligned]:
     rows = []
     has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
@@ -272,7 +309,9 @@ def _unaligned(
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle]}" if bundle in left_out else why
             format, before = formats_of([bundle]), "" if bundle.call.is_cast else after
-            rows.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, unpaired.get(bundle, 0.0)))
+            apart, readers = judging.unpaired.get(bundle, 0.0), judging.read_by.get(bundle, [])
+            read_by = readers[0].a[0].id if apart and readers else None
+            rows.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, apart, read_by))
     return rows
 
 

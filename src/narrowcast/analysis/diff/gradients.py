@@ -21,6 +21,10 @@ _PARTS = 64
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
 _MOST = 0.25
 """The largest bound for runs in the same formats, whatever their calls: a missing micro-batch makes more."""
+_OF_ONE_FACTOR, _OF_ONE_DIRECTION = 0.05, 0.15
+"""By how much the factors of one scale may differ from each other; and the distance of a multiple, which is estimated,
+from what the factor makes.
+"""
 
 
 def band_along(rows: list[RunRow]) -> float:
@@ -120,9 +124,9 @@ def _larger_beside(values: Values, largest: Mapping[str, float], names: tuple[st
     return max(largest[name.rpartition(".")[0]] for name in names) / own if own > 0 else 1.0
 
 
-def _gradient(values: Values, name: str) -> Piece:
-    """Return the gradient of a parameter of the first run."""
-    side = values.sides[0]
+def _gradient(values: Values, name: str, run: int = 0) -> Piece:
+    """Return the gradient of a parameter of a run."""
+    side = values.sides[run]
     return side.piece(0, side.runs[0].parameters[name]["gradient"])
 
 
@@ -134,6 +138,24 @@ def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
     sizes = [math.hypot(*(piece.rms * math.sqrt(piece.elements) for piece in of_row)) for of_row in pieces]
     off = math.hypot(*(min(row.difference, 1.0) * size for row, size in zip(rows, sizes, strict=True)))
     return off / math.hypot(*sizes) if any(sizes) else 0.0
+
+
+def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:
+    """Return the number by which all gradients of the second run are those of the first; 0 if there is none, or 1.
+
+    Two vectors have one direction if their distance is the difference of their norms; sketches estimate it.
+    """
+    factors = []
+    for row in rows:
+        sizes = [math.hypot(*(p.rms * math.sqrt(p.elements) for p in (_gradient(values, x, n) for x in names)))
+                 for n, names in enumerate((row.a, row.b))]  # fmt: skip
+        factor = sizes[1] / sizes[0] if sizes[0] else 0.0
+        if not abs(row.difference - abs(factor - 1) / max(1.0, factor)) <= _OF_ONE_DIRECTION:
+            return 0.0
+        factors.append(factor)
+    least, most = min(factors, default=0.0), max(factors, default=0.0)
+    is_one = len(factors) > 1 and most - least <= _OF_ONE_FACTOR * most and abs(most - 1) > _MOST
+    return most if is_one else 0.0
 
 
 def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, None]:

@@ -337,21 +337,24 @@ class Judging:
         """Return the calls that made two tensors."""
         return [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
 
-    def name_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], apart: float) -> None:
-        """Note the calls without a partner before the first pair whose results differ visibly, or else before what the
-        models returned: they make the difference of outputs together.
+    def note_first_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str) -> bool:
+        """Note the calls without a partner before the first pair of a forward or backward whose results differ visibly:
+        they make that together. Return whether there are any.
         """
         visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
-                   if r.a[0].direction == FORWARD and r.difference > r.round_off_bound]  # fmt: skip
+                   if r.a[0].direction == direction and r.difference > r.round_off_bound]  # fmt: skip
         for pair, row in visible:
             read = [makers.read(side[0]) for makers, side in zip(self._makers, (pair.a, pair.b), strict=True)]
-            if self._note_alone(read, row.difference):
-                return
-        self._note_alone([side.runs[0].returned for side in self.values.sides], apart)
+            if self.note_alone(read, row.difference, pair):
+                return True
+        return False
 
-    def _note_alone(self, numbers: Sequence[Sequence[int]], difference: float) -> bool:
+    def note_alone(self, numbers: Sequence[Sequence[int]], difference: float, *reader: Aligned) -> bool:
+        """Note the calls without a partner that made these tensors of either run; return whether there are any."""
         alone = [bundle for side in self._upstream(numbers) for bundle in side.alone]
         self.unpaired |= dict.fromkeys(alone, difference)
+        for bundle in alone:
+            self.read_by.setdefault(bundle, []).extend(reader)
         return bool(alone)
 
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:

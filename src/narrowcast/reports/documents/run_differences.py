@@ -151,7 +151,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if result.alone:
         effect = number_text(max(one.apart for one in result.alone))
         todos.append(Todo("Inspect what only one program calls", f"its effect differs, by up to {effect}: "
-                          + "; ".join(_lines_alone(result.alone))))  # fmt: skip
+                          + "; ".join([*_lines_alone(result.alone), *_readers(result)])))  # fmt: skip
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
@@ -210,6 +210,13 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
         texts.append(f"{calls[0].id}{more} of {run} ({Path(place).name})")
     left = len(texts) - LINES
     return [*texts[:LINES], f"and {counted(left, 'more line')}"] if left > 0 else texts
+
+
+def _readers(result: RunDifferences) -> list[str]:
+    """Return where the effect of calls without a partner arrives: the first call of both runs that reads it."""
+    read_by = {one.read_by for one in result.alone}
+    first = next((row for row in result.rows if read_by.intersection(row.a)), None)
+    return [f"first read by {_names(first.a)} ({_both_places(first)})"] if first else []
 
 
 def _both_places(row: RunRow) -> str:

@@ -17,6 +17,8 @@ from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
 ENDING = ".json.gz"
+_OF_STEPS: dict[str, Any] = {"steps": 0, "calls_before_step": 0, "first_gradients": {}}
+"""What only files of runs with steps of an optimizer hold, as it is in others."""
 
 
 @dataclass(slots=True, repr=False)
@@ -28,7 +30,9 @@ class Run(Result):
     device, flags, seeds, policy. notes: what a reader has to know besides. tokens, log_probabilities: of a language
     model, in order; one number each (`keep_tokens`). elapsed_ns: if times were asked for, of each call, the casts of
     its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
-    returned: the numbers of the tensors that the models returned to their caller.
+    returned: the numbers of the tensors that the models returned to their caller. steps: how often optimizers stepped;
+    calls_before_step: how many calls came before the first step; first_gradients: by parameter the number of the
+    gradient that it used.
     """
 
     WHAT: ClassVar[str] = "a run"
@@ -45,6 +49,20 @@ class Run(Result):
     elapsed_ns: list[int] = field(default_factory=list)
     cast_elapsed_ns: list[tuple[int, str, str, int]] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    steps: int = 0
+    calls_before_step: int = 0
+    first_gradients: dict[str, int] = field(default_factory=dict)
+
+    def before_first_step(self) -> Run:
+        """Return what ran before the first step of an optimizer, in which all weights have their first values."""
+        calls = self.calls[: self.calls_before_step]
+        last = max((number for call in calls for _, number in call.outputs), default=-1)
+        parameters = {
+            name: {"value": self.parameters[name].get("before", self.parameters[name]["value"]), "gradient": number}
+            for name, number in self.first_gradients.items()
+        }
+        returned = [number for number in self.returned if number <= last]
+        return Run(self.environment, calls, self.tensors, parameters, self.notes, returned=returned)
 
     def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
         """Add tokens and the log-probability of each: a generation loop adds one after the other.
@@ -113,7 +131,9 @@ class Run(Result):
             "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
-        return data | timed | ({"returned": self.returned} if self.returned else {})
+        kept = {"returned": self.returned} if self.returned else {}
+        of_steps = {name: getattr(self, name) for name in _OF_STEPS} if self.steps else {}
+        return data | timed | kept | of_steps
 
     def to_json(self, indent: int | None = None) -> str:
         """Return JSON text under the schema `narrowcast.run/2` (docs/reference/run.md)."""
@@ -136,12 +156,15 @@ class Run(Result):
         calls = [of_data(CallRecord, dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
         for tensor in tensors:
             sketch_rows(tensor.sketch, tensor.shape)
-        own = {"elapsed_ns": [], "cast_elapsed_ns": [], "returned": [], **data, "calls": [], "tensors": []}
+        own = {"elapsed_ns": [], "cast_elapsed_ns": [], "returned": [], **_OF_STEPS, **data, "calls": [], "tensors": []}
         run: Run = of_data(cls, own, is_whole=True)
         named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
-        named += [*run.returned, *(number for row in run.parameters.values() for number in row.values())]
+        of_parameters = [run.first_gradients, *run.parameters.values()]
+        named += [*run.returned, *(number for row in of_parameters for number in row.values())]
         if named and not 0 <= min(named) <= max(named) < len(tensors):
             raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
+        if not run.first_gradients.keys() <= run.parameters.keys():
+            raise ValueError("a first gradient of no parameter")
         if len(run.tokens) != len(run.log_probabilities):
             raise ValueError(f"{len(run.tokens)} tokens with {len(run.log_probabilities)} log-probabilities")
         if run.elapsed_ns and len(run.elapsed_ns) != len(calls):

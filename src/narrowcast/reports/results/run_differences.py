@@ -67,6 +67,7 @@ class Unaligned:
     """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
 
     format: in which it computes. apart: how far apart is what comes of it, where nothing else explains that; else 0.
+    read_by: the first call that has a partner and whose inputs show that, in a.
     """
 
     run: str
@@ -76,6 +77,7 @@ class Unaligned:
     why: str = ""
     format: str = ""
     apart: float = 0.0
+    read_by: CallId | None = None
 
 
 @dataclass(frozen=True, slots=True)

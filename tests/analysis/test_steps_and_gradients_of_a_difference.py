@@ -1,0 +1,101 @@
+"""Differences of training loops: the first step, factors of gradients, and what is done to them after a backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+
+class Head(nn.Module):
+    """A product and a step by hand; a head after it. factor: of the step."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.factor = nn.Linear(16, 16), nn.Linear(16, 4), factor
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x)) * self.factor)
+
+
+def trained(model, steps=3, parts=1, averaged=True, clip=None):
+    """Return the run of some steps on one batch, in micro-batches; clip: called with the parameters before each."""
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 16), torch.arange(16) % 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with nc.capture() as run:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                loss = F.cross_entropy(model(inputs), labels)
+                (loss / parts if averaged and parts > 1 else loss).backward()
+            if clip is not None:
+                clip(list(model.parameters()))
+            optimizer.step()
+    return run
+
+
+def test_first_step_of_a_loop_is_kept(tmp_path):
+    """The run knows what came before the first step, with the gradients that it used; its file does, too."""
+    run = trained(Head())
+    assert run.steps == 3 and 0 < run.calls_before_step < len(run.calls) / 2
+    assert run.first_gradients.keys() == run.parameters.keys()
+    loaded = nc.load(run.save(tmp_path / "run"))
+    assert (loaded.steps, loaded.calls_before_step) == (3, run.calls_before_step)
+    first = loaded.before_first_step()
+    assert all("before" not in row for row in first.parameters.values()) and len(first.calls) == run.calls_before_step
+    same = nc.diff(first, trained(Head(), steps=1).before_first_step())
+    assert same.verdict == "alike" and len(same.gradients) == 4 and not same.unaligned, str(same)
+
+
+def test_runs_without_steps_say_nothing_of_them(tmp_path):
+    """A file of a forward has no word of steps, and an older file of a loop, which has none either, is read."""
+    run = nc.capture(Head(), (torch.randn(2, 16),))
+    assert not {"steps", "calls_before_step", "first_gradients"} & run.data().keys()
+    assert nc.load(run.save(tmp_path / "run")).steps == 0
+
+
+def test_difference_of_a_loop_is_the_first_steps():
+    """Later steps start from other weights, in which everything differs."""
+    found = nc.diff(trained(Head()), trained(Head(factor=0.5)))
+    assert found.verdict == "values differ" and any("before the first step" in note for note in found.notes), str(found)
+    assert len(found.rows) < 16 and "aten.tanh" in str(found) + str(found.rows[1].a), str(found)
+    assert nc.diff(trained(Head()), trained(Head())).verdict == "alike"
+
+
+def test_reader_of_what_only_one_program_calls():
+    """The first call of both programs that reads the difference is named, with both lines."""
+
+    class Without(Head):
+        def forward(self, x):
+            return self.head(self.layer(x))
+
+    x = torch.randn(8, 16)
+    found = nc.diff(nc.capture(Head(), (x,)), nc.capture(Without(), (x,)))
+    assert [str(one.read_by) for one in found.alone] == ["head aten.linear.default #1"] * len(found.alone) != []
+    assert "first read by head aten.linear.default #1" in " ".join(str(found).split()), str(found)
+
+
+@pytest.mark.parametrize(("parts", "averaged", "factor"), [(4, False, "4"), (4, True, ""), (1, True, "")])
+def test_factor_of_all_gradients(parts, averaged, factor):
+    """Losses of micro-batches that are not divided make gradients larger by one number."""
+    found = nc.diff(trained(Head(), 1), trained(Head(), 1, parts, averaged))
+    told = [note for note in found.notes if "every gradient of b" in note]
+    assert bool(factor) == bool(told) == (found.verdict == "values differ"), str(found)
+    assert all(f"is {factor} times" in note for note in told), told
+
+
+def test_what_is_done_to_gradients_after_a_backward():
+    """Gradients that one program alone clips: its own calls are named, not "how gradients are made"."""
+
+    def clip(parameters):
+        for parameter in parameters:
+            parameter.grad.mul_(0.1 / parameter.grad.norm())
+
+    found = nc.diff(trained(Head(), 1), trained(Head(), 1, clip=clip))
+    assert found.verdict == "values differ" and {one.id.op for one in found.alone} == {
+        "aten.linalg_vector_norm.default", "aten.reciprocal.default", "aten.mul.Tensor", "aten.mul_.Tensor"
+    }, str(found)  # fmt: skip
+    assert not any("every gradient" in note for note in found.notes)
