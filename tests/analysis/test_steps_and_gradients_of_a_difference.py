@@ -1,5 +1,7 @@
 """Differences of training loops: the first step, factors of gradients, and what is done to them after a backward."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,64 @@ def test_what_is_done_to_gradients_after_a_backward():
         "aten.linalg_vector_norm.default", "aten.reciprocal.default", "aten.mul.Tensor", "aten.mul_.Tensor"
     }, str(found)  # fmt: skip
     assert not any("every gradient" in note for note in found.notes)
+
+
+def by_optimizer(model, x, y, rate, region):
+    """Steps of an optimizer, by gradients that `backward` leaves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with region():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+def in_place(model, x, y, rate, region):
+    """Gradients that no parameter keeps; parameters are written to."""
+    parameters = list(model.parameters())
+    for _ in range(2):
+        with region():
+            loss = F.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            with torch.no_grad():
+                parameter -= rate * gradient
+
+
+def through_data(model, x, y, rate, region):
+    """Gradients of a function of parameters; their memory is written to, and no module is called as such."""
+    named = dict(model.named_parameters())
+
+    def loss(values):
+        return F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
+
+    for _ in range(2):
+        with region():
+            gradients = torch.func.grad(loss)({name: p.detach() for name, p in named.items()})
+        for name, parameter in named.items():
+            parameter.data.sub_(rate * gradients[name])
+
+
+@pytest.mark.parametrize("other", [in_place, through_data])
+@pytest.mark.parametrize("low", [None, "bf16"])
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_weights_that_moved_alike(other, low, rate):
+    """What steps have made of the weights is the outcome of a loop, whatever keeps gradients."""
+    runs = []
+    for loop, of in ((by_optimizer, 0.5), (other, rate)):
+        torch.manual_seed(1)
+        model, x, y = Head(), torch.randn(16, 16), torch.arange(16) % 4
+        with nc.capture() as run:
+            loop(model, x, y, of, lambda: nc.autocast("cpu", low) if low else contextlib.nullcontext())
+        assert len(run.parameters) == 4 and all("before" in row for row in run.parameters.values()), run.parameters
+        runs.append(run)
+    assert (nc.diff(*runs).verdict == "values differ") is (rate != 0.5)
+
+
+def test_weights_that_are_made_in_the_block_have_not_moved():
+    """What fills new parameters is no step."""
+    with nc.capture() as run:
+        model = Head()
+        model(torch.randn(2, 16))
+    assert run.steps == 0 and not any("before" in row for row in run.parameters.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import Any, overload
 
 import torch
 
+from narrowcast.analysis.capture.parameters import Parameters
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.observation.observer.door import Door
-from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
@@ -33,8 +33,8 @@ from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
+from narrowcast.runtime.torch_bridge.ops import written_tensors
 from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload, quietly
-from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
 
@@ -178,25 +178,21 @@ class Capturing:
         self._door = self._observer.door = Door(self.run.notes)
         self._stack = ExitStack()
         self._is_entered = False
-        self._optimizers: dict[int, Any] = {}
-        self._names: dict[int, str] = {}  # of parameters, by id, as a step found them: their model may be gone later
-        self._before: dict[int, int] = {}  # by the id of a parameter: its value before the first step
-        self._stepped: dict[int, dict[str, int]] = {}  # by the id of a parameter: its gradient in the last step
-        self._first: dict[int, int] = {}  # by the id of a parameter: its gradient in the first step
+        observer = self._observer
+        observer.parameters = Parameters(self.run, table, self._door, lambda: observer.roots)
 
     def __enter__(self) -> Run:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
-        self._stack.enter_context(told_of_optimizer_steps(self._note_before, before=True))
-        self._stack.enter_context(told_of_optimizer_steps(self._note_step))
+        self._stack.enter_context(self._observer.parameters.noted())
         self._stack.enter_context(self._observer.observing())
         return self.run
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stack.close()
         with quietly():
-            self._door.run("parameters", self._note_parameters, self._observer)
+            self._door.run("parameters", self._observer.parameters.enter)
             self.run.later = self._tensors
         if self._region is None:  # else when the model is as it was
             self._door.run("the environment", self.note_environment)
@@ -222,55 +218,6 @@ class Capturing:
         if self._table.folder is not None:
             self.run.environment["tensors"] = str(self._table.folder.resolve())
 
-    def _note_before(self, optimizer: Any) -> None:
-        """Note the weights that a first step is about to change, and the gradients that it uses."""
-        with quietly():
-            self._door.run("weights before a step", self._note_weights, list(optimized_by(optimizer)))
-
-    def _note_weights(self, parameters: list[Any]) -> None:
-        for parameter in parameters:
-            if id(parameter) not in self._before:
-                self._before[id(parameter)] = self._table.number(parameter)
-        if not self.run.steps:
-            self.run.calls_before_step = len(self.run.calls)
-            used = [p for ps in (parameters, *(root.parameters() for root in self._observer.roots)) for p in ps]
-            self._first = {id(p): self._table.number(p.grad) for p in used if p.grad is not None}
-        self.run.steps += 1
-
-    def _note_step(self, optimizer: Any) -> None:
-        """Note the gradients that a step has used, which the program may clear."""
-        self._optimizers[id(optimizer)] = optimizer
-        with quietly():
-            self._door.run("the gradients of a step", self._note_used, list(optimized_by(optimizer)))
-
-    def _note_used(self, parameters: list[Any]) -> None:
-        if not all(id(parameter) in self._names for parameter in parameters):
-            self._names |= names_of_parameters(self._observer.roots)
-        self._note_gradients(parameters)
-
-    def _note_gradients(self, parameters: Iterable[Any]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                numbers = {"value": self._table.number(parameter), "gradient": self._table.number(parameter.grad)}
-                if id(parameter) in self._before:
-                    numbers["before"] = self._before[id(parameter)]
-                self._stepped[id(parameter)] = numbers
-
-    def _note_parameters(self, observer: _Capture) -> None:
-        roots = observer.roots
-        self._note_gradients(p for root in roots for p in root.parameters())
-        names = self._names | (names_of_parameters(roots) if self._stepped or self._optimizers else {})
-        for parameter, numbers in self._stepped.items():
-            if parameter in names:
-                self.run.parameters[names[parameter]] = numbers
-                if parameter in self._first:
-                    self.run.first_gradients[names[parameter]] = self._first[parameter]
-        for optimizer in self._optimizers.values():
-            for parameter, state in optimizer.state.items():
-                moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-                row = self.run.parameters.setdefault(names.get(id(parameter), f"parameter {len(names)}"), {})
-                row.update({name: self._table.number(value) for name, value in moments.items()})
-
 
 class _Capture(Observer):
     """Enters each call into a run."""
@@ -279,6 +226,7 @@ class _Capture(Observer):
         super().__init__(policies)
         self._times = self.sees_inside = times
         self._run, self._table = run, table
+        self.parameters: Parameters
         self.device_type = ""
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,6 +257,10 @@ class _Capture(Observer):
     def before(self, call: SeenCall) -> None:
         """Note the facts of its tensors, before an op may write to them."""
         tensors = tensors_by_name(call.facts, call.args, call.kwargs)
+        if call.facts.writes:
+            self.parameters.about_to_write(written_tensors(call.facts, call.args, call.kwargs))
+        else:
+            self.parameters.has_computed = True
         self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
         call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
         if self._times:

@@ -7,14 +7,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from narrowcast.analysis.diff.aligned_values import GAIN, Values
+from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of, place_of
 from narrowcast.analysis.diff.gradients import (
+    SAME_STEP,
     apart_as_a_whole,
     band_along,
     common_factor,
     gradients,
     gradients_are_alike,
+    have_moved_alike,
     in_one_alone,
     trains_the_same,
 )
@@ -33,6 +35,7 @@ from narrowcast.analysis.diff.outcomes import (
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
+from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
 from narrowcast.analysis.diff.without_partner import leave_out_compensated, no_pairs
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
@@ -48,8 +51,6 @@ from narrowcast.reports.results.run_differences import (
     DIFFERS,
     GradientRow,
     RunDifferences,
-    RunRow,
-    TokenDifference,
     Unaligned,
 )
 from narrowcast.reports.results.saved import load
@@ -115,7 +116,8 @@ def diff(
         _with_calls(run, name)
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     result = _compared(runs, names, asked)
-    if asked is None and result.verdict == VALUES_DIFFER and all(run.steps > 1 for side in runs for run in side):
+    are_loops = all(run.steps > 1 and run.calls_before_step for side in runs for run in side)
+    if asked is None and result.verdict == VALUES_DIFFER and are_loops:
         first = _compared([[run.before_first_step() for run in side] for side in runs], names, None)
         if first.verdict == VALUES_DIFFER:
             first.notes.insert(0, "only what comes before the first step of an optimizer is compared: it differs "
@@ -144,7 +146,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
         pairs = [pair for pair in pairs if pair not in none]
     apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
-    result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], _band_of_tokens(pairs, result.rows))
+    result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     is_explained = _explain_formats(result, judging, left_out)
     is_far = apart > max(_VISIBLE, _FAR * judging.widest)
@@ -215,7 +217,10 @@ def _compare_ends(
         judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others), judging.widest
     )
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    is_same = trains_the_same(judging.values, result.gradients, parameters) and judging.are_returned_alike()
+    trains_alike = trains_the_same(judging.values, result.gradients, parameters) or have_moved_alike(
+        judging.values, max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
+    )
+    is_same = trains_alike and judging.are_returned_alike()
     are_gradients_alike = is_same or gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
@@ -237,7 +242,7 @@ def _compare_ends(
             result.rows,
             judging.unpaired,
             judging.of_inputs(pairs),
-            min(judging.widest, max(g.difference for g in result.gradients)),
+            min(judging.widest, max((g.difference for g in result.gradients), default=0.0)),
         )
     elif not _is_unexplained(result, judging, left_out):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
@@ -366,33 +371,3 @@ def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
     for name, value in facts.items():
         pairs += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
     return pairs
-
-
-def _band_of_tokens(pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> float:
-    """Return how much log-probabilities may differ: as much as the logits, which are the last results compared."""
-    forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
-    if not forward:
-        return math.inf
-    last = max((x for pair in pairs for x in pair.a if x.id == forward[-1].a[0]), key=lambda x: x.position)
-    largest = max(1.0, abs(last.low), abs(last.high))
-    return largest * (forward[-1].round_off_bound + GAIN * max(row.difference for row in forward))
-
-
-def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
-    """Compare log-probabilities of the same tokens; None of runs that kept none. band: the rms that the differences of
-    calls explain.
-    """
-    pairs = list(zip(a.tokens, b.tokens, strict=False))
-    if not pairs:
-        return None
-    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
-    count = len(pairs) if first_other < 0 else first_other
-    differences = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
-    differences = [math.inf if math.isnan(value) else value for value in differences]
-    if not differences:
-        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
-    sizes = sorted(map(abs, differences))
-    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
-    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
-    at = max(range(count), key=lambda n: abs(differences[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(differences) / count, at, first_other, band)

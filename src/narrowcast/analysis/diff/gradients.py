@@ -14,7 +14,7 @@ from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 UPDATES = "updates"
 _OF_SGD = {"value", "gradient", "before", "momentum_buffer"}
-_SAME, _SAME_STEP = 2e-6, 1e-3
+_SAME, SAME_STEP = 2e-6, 1e-3
 """So far apart are gradients whose sums are rounded in another order in fp32, and what steps by them change."""
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
@@ -88,7 +88,7 @@ def trains_the_same(values: Values, rows: Sequence[GradientRow], parameters: Seq
         for names, known, there in zip(parameters, compared, others, strict=True)
         for name in names
     )
-    is_same = (row.difference <= _SAME and _moved_apart(values, row) <= _SAME_STEP for row in rows)
+    is_same = (row.difference <= _SAME and _moved_apart(values, row) <= SAME_STEP for row in rows)
     return bool(rows) and are_all and all(is_same)
 
 
@@ -106,6 +106,33 @@ def _moved_apart(values: Values, row: GradientRow, only: Container[str] | None =
     side, moved = values.sides[0], rows[0]
     change = distance(side.piece(0, moved["before"]), side.piece(0, moved["value"])).relative
     return after.relative / change if change > 0 and after.is_known else math.inf
+
+
+def have_moved_alike(values: Values, band: float) -> bool:
+    """Return whether the steps of both runs have made the same of all weights that either has moved, whatever gradients
+    it kept: within a part, the band, of the way that they went together.
+    """
+    moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in values.sides]
+    left, off, way = dict(moved[1]), 0.0, 0.0
+    for name, row in moved[0].items():
+        start = values.sides[0].value(name)
+        same = [name] if name in left else [n for n in left if _are_equal(start, values.sides[1].value(n))]
+        if not same or not _are_equal(start, values.sides[1].value(same[0])):
+            return False
+        end, other = values.sides[0].piece(0, row["value"]), values.sides[1].piece(0, left.pop(same[0])["value"])
+        off = math.hypot(off, _apart(end, other))
+        way = math.hypot(way, _apart(start, end))
+    return not left and way > 0 and off <= band * way
+
+
+def _are_equal(a: Piece, b: Piece) -> bool:
+    return a.elements == b.elements and distance(a, b).relative <= _SAME
+
+
+def _apart(a: Piece, b: Piece) -> float:
+    """Return the distance of two tensors, in their own unit; infinity if that is not known."""
+    apart = distance(a, b)
+    return apart.relative * max(p.rms * math.sqrt(p.elements) for p in (a, b)) if apart.is_known else math.inf
 
 
 def _largest_of_modules(values: Values) -> dict[str, float]:
