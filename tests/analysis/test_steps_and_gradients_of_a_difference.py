@@ -162,3 +162,45 @@ def test_weights_that_are_made_in_the_block_have_not_moved():
         model = Head()
         model(torch.randn(2, 16))
     assert run.steps == 0 and not any("before" in row for row in run.parameters.values())
+
+
+def test_gradient_that_one_run_alone_has():
+    """A product whose weight gets no gradient in one program is a difference, and no factor of all gradients."""
+
+    class Detached(Head):
+        def forward(self, x):
+            return self.head(torch.tanh(self.layer(x)).detach())
+
+    found = nc.diff(trained(Head(), 1), trained(Detached(), 1))
+    assert found.verdict == "values differ" and not any("every gradient" in note for note in found.notes), str(found)
+    assert any(row.difference == 1 and not row.measured_by for row in found.gradients), found.gradients
+
+
+def test_steps_that_lead_elsewhere_by_gradients_that_agree():
+    """What optimizers do differently shows in the weights alone: their calls are named, or that the steps differ."""
+
+    def by_hand(model, x, y, rate, region):
+        velocity = [torch.zeros_like(p) for p in model.parameters()]
+        with region():
+            F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for parameter, v in zip(model.parameters(), velocity, strict=True):
+                v += parameter.grad / (parameter.grad.norm() + 1)
+                parameter.sub_(rate * v)
+
+    torch.manual_seed(1)
+    x, y, runs = torch.randn(16, 16), torch.arange(16) % 4, []
+    for rate, hand in ((0.5, False), (0.25, False), (0.5, True)):
+        model = Head()
+        with nc.capture() as run:
+            if hand:
+                by_hand(model, x, y, rate, contextlib.nullcontext)
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        runs.append(run)
+    slower, other = nc.diff(runs[0], runs[1]), nc.diff(runs[0], runs[2])
+    assert slower.verdict == "values differ" and slower.weights_apart == pytest.approx(0.5, abs=0.05), str(slower)
+    assert any("steps of the optimizer" in todo.what for todo in slower.todos), str(slower)
+    assert other.verdict == "values differ" and "aten.sub_.Tensor" in {one.id.op for one in other.alone}, str(other)

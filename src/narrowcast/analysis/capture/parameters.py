@@ -120,6 +120,10 @@ class Parameters:
             parameter = written()
             if parameter is not None and parameter.grad is None:
                 self._note(parameter)
+        if self._stepped:  # some have no gradient where others have one
+            for parameter in (p for root in roots for p in root.parameters() if p.requires_grad):
+                if id(parameter) not in self._stepped:
+                    self._note(parameter)
         names = self._names | (names_of_parameters(roots) if self._stepped or self._optimizers else {})
         for key, numbers in self._stepped.items():
             name = names.setdefault(key, f"parameter {len(names)}")  # of no module that was called

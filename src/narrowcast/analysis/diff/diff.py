@@ -16,8 +16,8 @@ from narrowcast.analysis.diff.gradients import (
     common_factor,
     gradients,
     gradients_are_alike,
-    have_moved_alike,
     in_one_alone,
+    moved_apart,
     trains_the_same,
 )
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
@@ -66,9 +66,9 @@ not a call is named for it: in other formats, only where one of the programs mak
 """
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
-_FAR_OF_GRADIENTS = 0.3
+_FAR_OF_GRADIENTS, _FAR_OF_WEIGHTS = 0.3, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
-pairs.
+pairs. So far apart, in parts of their way, are in fp32 weights that other steps have made.
 """
 
 
@@ -150,7 +150,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     is_explained = _explain_formats(result, judging, left_out)
     is_far = apart > max(_VISIBLE, _FAR * judging.widest)
-    if is_far and not (is_explained or judging.has_chosen or is_of_ranks):
+    if is_far and not (is_explained or judging.has_chosen(apart) or is_of_ranks):
         result.outputs_apart = apart
         if not (result.producers or result.alone):
             if not judging.note_first_alone(pairs, result.rows, FORWARD):
@@ -160,6 +160,12 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
             used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
             if not (judging.note_alone(used, difference) or result.alone):
                 judging.note_first_alone(pairs, result.rows, BACKWARD)
+    elif not (result.producers or result.alone or is_explained):
+        way = moved_apart(judging.values)
+        if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
+            result.weights_apart = way
+            moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
+            judging.note_alone(moved, way)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
@@ -217,9 +223,8 @@ def _compare_ends(
         judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others), judging.widest
     )
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    trains_alike = trains_the_same(judging.values, result.gradients, parameters) or have_moved_alike(
-        judging.values, max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
-    )
+    have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
+    trains_alike = have_moved_alike or trains_the_same(judging.values, result.gradients, parameters)
     is_same = trains_alike and judging.are_returned_alike()
     are_gradients_alike = is_same or gradients_are_alike(result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
@@ -256,7 +261,9 @@ def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[li
     """Return the numbers of the gradients of these rows in either run."""
     names = [[name for row in rows for name in (row.a, row.b)[n]] for n in range(2)]
     both = zip(sides, names, strict=True)
-    return [[side.runs[0].parameters[name]["gradient"] for name in own] for side, own in both]
+    return [
+        [row["gradient"] for name in own if "gradient" in (row := side.runs[0].parameters[name])] for side, own in both
+    ]
 
 
 def _explain_formats(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:
@@ -270,10 +277,11 @@ def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collecti
     """Return whether gradients differ visibly in fp32, or by much in a low format, and nothing that was found makes
     that.
     """
-    if judging.unpaired or judging.has_chosen or any(row.verdict == DIFFERS for row in result.rows):
+    largest = max((row.difference for row in result.gradients if row.is_beyond), default=0.0)
+    if judging.unpaired or judging.has_chosen(largest) or any(row.verdict == DIFFERS for row in result.rows):
         return False
     if judging.widest < BAND_OF_LOW:
-        return any(row.is_beyond and row.difference > _VISIBLE for row in result.gradients)
+        return largest > _VISIBLE
     apart = apart_as_a_whole(judging.values, result.gradients)
     return apart > _FAR_OF_GRADIENTS and not _explain_formats(result, judging, left_out)
 

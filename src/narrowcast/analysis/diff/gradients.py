@@ -108,9 +108,9 @@ def _moved_apart(values: Values, row: GradientRow, only: Container[str] | None =
     return after.relative / change if change > 0 and after.is_known else math.inf
 
 
-def have_moved_alike(values: Values, band: float) -> bool:
-    """Return whether the steps of both runs have made the same of all weights that either has moved, whatever gradients
-    it kept: within a part, the band, of the way that they went together.
+def moved_apart(values: Values) -> float:
+    """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
+    parts of the way that all of them went together; NaN if not all that either run moved are those of the other.
     """
     moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in values.sides]
     left, off, way = dict(moved[1]), 0.0, 0.0
@@ -118,11 +118,11 @@ def have_moved_alike(values: Values, band: float) -> bool:
         start = values.sides[0].value(name)
         same = [name] if name in left else [n for n in left if _are_equal(start, values.sides[1].value(n))]
         if not same or not _are_equal(start, values.sides[1].value(same[0])):
-            return False
+            return math.nan
         end, other = values.sides[0].piece(0, row["value"]), values.sides[1].piece(0, left.pop(same[0])["value"])
         off = math.hypot(off, _apart(end, other))
         way = math.hypot(way, _apart(start, end))
-    return not left and way > 0 and off <= band * way
+    return off / way if way > 0 and not left else math.nan
 
 
 def _are_equal(a: Piece, b: Piece) -> bool:
@@ -173,6 +173,8 @@ def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:
     Two vectors have one direction if their distance is the difference of their norms; sketches estimate it.
     """
     factors = []
+    if not all(row.measured_by for row in rows):  # one run alone has a gradient
+        return 0.0
     for row in rows:
         sizes = [math.hypot(*(p.rms * math.sqrt(p.elements) for p in (_gradient(values, x, n) for x in names)))
                  for n, names in enumerate((row.a, row.b))]  # fmt: skip
@@ -224,7 +226,7 @@ def in_one_alone(values: Values) -> list[GradientRow]:
         for name, row in side.runs[0].parameters.items():
             path, _, leaf = name.rpartition(".")
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
-            if "gradient" in row and "gradient" not in there.get(name, {}) and reads:
+            if "gradient" in row and "gradient" not in there.get(name, {}) and (reads or name in there):
                 if side.piece(0, row["gradient"]).rms > 0:
                     rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return rows

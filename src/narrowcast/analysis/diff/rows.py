@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from narrowcast.analysis.diff.aligned_values import BAND, GAIN_OF_PASSING, Values, module_calls_of
+from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
 from narrowcast.analysis.diff.effects import Effects
@@ -363,10 +363,11 @@ class Judging:
         seen = self.values.between(a.as_returned(pair.a[0]), b.as_returned(pair.b[0]))
         return seen.relative if seen.by in (SKETCHES, TENSORS) and not seen.is_part else otherwise
 
-    @property
-    def has_chosen(self) -> bool:
-        """Whether a call chose by values that differ, after which anything may be far apart."""
-        return self._jumped > 0 or self._has_chosen
+    def has_chosen(self, apart: float) -> bool:
+        """Return whether outcomes may be this far apart since calls chose by values that differ: all that follows, or
+        what so many elements make that are chosen otherwise.
+        """
+        return self._has_chosen or apart <= GAIN * self._jumped
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
         """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, are_of_one_weight, is_by_values
 from narrowcast.analysis.diff.effects import CANCELS
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, UNEXPLAINED
 from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle
@@ -34,12 +34,24 @@ def no_pairs(
 
 def _is_unlike(judging: Judging, pair: Aligned, row: RunRow) -> bool:
     """Return whether results are unrelated, or inputs where results are of other sizes, and neither a number nor a
-    weight that is read once shows that it is a pair.
+    weight that is read once shows that it is a pair; or whether results differ, and what was read cannot be compared.
     """
+    if pair.a[0].id.direction != FORWARD or pair.by == BY_HAND:
+        return False
+    if row.verdict == DIFFERS and row.why == UNEXPLAINED and (math.isnan(row.inputs) or _reads_more(pair)):
+        return True
     numbers = {name for name, *_ in row.given} - {name for name, _ in pair.a[0].call.inputs}
-    is_sure = pair.by == BY_HAND or bool(numbers) or (are_of_one_weight(pair) and _reads_once(judging, pair))
+    is_sure = bool(numbers) or (are_of_one_weight(pair) and _reads_once(judging, pair))
     unlike = row.inputs if row.is_part or math.isnan(row.difference) else row.difference
-    return pair.a[0].id.direction == FORWARD and unlike > UNLIKE and not is_sure
+    return unlike > UNLIKE and not is_sure
+
+
+def _reads_more(pair: Aligned) -> bool:
+    """Return whether one of two calls reads a tensor more than the other: an operand where that has a number, a bias
+    that is added elsewhere.
+    """
+    a, b = pair.a[0], pair.b[0]
+    return len(a.call.inputs) != len(b.call.inputs) and len(pair.a) == len(pair.b) == 1
 
 
 def _reads_once(judging: Judging, pair: Aligned) -> bool:

@@ -20,8 +20,8 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_
 ENVIRONMENT = 6
 """How many differences of the environments are on the first screen; the table has all."""
 NO_FLOATS = "no floats"
-LINES = 5
-"""Of how many lines calls without a partner are named in advice."""
+LINES = 8
+"""Of how many lines of a file calls without a partner are named in advice; and of how many files."""
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
@@ -172,6 +172,10 @@ def _todos(result: RunDifferences) -> list[Todo]:
         why = f"that of {worst.a[0]} is {number_text(worst.difference)} apart, and no call was found to make that: "
         why += "look at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
         todos.append(Todo("Inspect how gradients are made", why))
+    if result.weights_apart and not result.alone:
+        why = f"after them weights are {number_text(result.weights_apart)} of the way apart that they moved, though "
+        why += "gradients agree: look at the learning rate, weight decay, moments, and what is done to gradients"
+        todos.append(Todo("Inspect the steps of the optimizer", why))
     if format is not None:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
@@ -200,16 +204,22 @@ def _about_outputs(result: RunDifferences) -> Todo:
 
 
 def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
-    """Return the lines of calls without a partner, each with its first call, in order; and how many more there are."""
-    by_line: dict[tuple[str, str], list[Unaligned]] = {}
-    for one in alone:
-        by_line.setdefault((one.run, one.place), []).append(one)
+    """Return the calls of either run without a partner: the first, how many more, and their lines, by file."""
     texts = []
-    for (run, place), calls in by_line.items():
+    for run in "ab":
+        calls = [one for one in alone if one.run == run]
+        lines: dict[str, set[int]] = {}
+        for one in calls:
+            file, _, line = Path(one.place).name.rpartition(":")
+            lines.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
+        places = [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in lines.items()]
         more = f" and {counted(len(calls) - 1, 'more call')}" if len(calls) > 1 else ""
-        texts.append(f"{calls[0].id}{more} of {run} ({Path(place).name})")
-    left = len(texts) - LINES
-    return [*texts[:LINES], f"and {counted(left, 'more line')}"] if left > 0 else texts
+        texts += [f"{calls[0].id}{more} of {run} ({'; '.join(_shortened(places))})"] if calls else []
+    return texts
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    return [*texts[:LINES], f"and {len(texts) - LINES} more"] if len(texts) > LINES else texts
 
 
 def _readers(result: RunDifferences) -> list[str]:
@@ -289,6 +299,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
         texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} propagate one")
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
+    elif result.weights_apart:
+        texts.append(f"weights are {number_text(result.weights_apart)} of their way apart after the steps")
     else:
         texts.append(f"no call beyond round-off, largest {number_text(result.largest)}")
     return f"{result.verdict.capitalize()}: {'; '.join(texts)}"

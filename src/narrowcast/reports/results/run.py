@@ -58,9 +58,10 @@ class Run(Result):
         calls = self.calls[: self.calls_before_step]
         last = max((number for call in calls for _, number in call.outputs), default=-1)
         parameters = {
-            name: {"value": self.parameters[name].get("before", self.parameters[name]["value"]), "gradient": number}
-            for name, number in self.first_gradients.items()
+            name: {"value": row.get("before", row["value"])} for name, row in self.parameters.items() if "value" in row
         }
+        for name, number in self.first_gradients.items():
+            parameters[name]["gradient"] = number
         returned = [number for number in self.returned if number <= last]
         return Run(self.environment, calls, self.tensors, parameters, self.notes, returned=returned)
 

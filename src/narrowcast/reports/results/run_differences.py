@@ -131,6 +131,7 @@ class RunDifferences(Result):
     unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
+    weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
@@ -148,6 +149,7 @@ class RunDifferences(Result):
     mapping: RunMapping = field(default_factory=RunMapping)
     by_hand: RunMapping = field(default_factory=RunMapping)
     outputs_apart: float = 0.0
+    weights_apart: float = 0.0
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -201,6 +203,7 @@ class RunDifferences(Result):
             or is_told
             or any(row.is_beyond for row in self.gradients)
             or self.outputs_apart
+            or self.weights_apart
         ):
             return VALUES_DIFFER
         if self.formats:
