@@ -204,3 +204,16 @@ def test_steps_that_lead_elsewhere_by_gradients_that_agree():
     assert slower.verdict == "values differ" and slower.weights_apart == pytest.approx(0.5, abs=0.05), str(slower)
     assert any("steps of the optimizer" in todo.what for todo in slower.todos), str(slower)
     assert other.verdict == "values differ" and "aten.sub_.Tensor" in {one.id.op for one in other.alone}, str(other)
+
+
+def test_values_that_ops_on_lists_write():
+    """A parameter that an op on a list has written to is another tensor after that, whatever its version says."""
+    parameter, x = nn.Parameter(torch.ones(4, 4)), torch.randn(2, 4)
+    with nc.capture() as run:
+        for _ in range(2):
+            x @ parameter
+            with torch.no_grad():
+                torch._foreach_add_([parameter], [torch.ones(4, 4)])
+    first, second = (dict(call.inputs)["mat2"] for call in run.calls if call.id.op == "aten.mm.default")
+    assert first != second and run.steps == 2
+    assert [run.tensors[n].mean for n in (first, second)] == [1.0, 2.0]

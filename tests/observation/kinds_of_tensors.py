@@ -189,6 +189,8 @@ def written_to():
     kept.copy_(x.clamp_(0, 1))
     with torch.no_grad():
         w.add_(1)
+        torch._foreach_mul_([w, kept], 2.0)
+        torch._foreach_copy_([kept], [w])
     return *backward(w * 2, w), x, kept, [t._version for t in (x, kept, w)]
 
 

@@ -272,8 +272,8 @@ class _Capture(Observer):
             self._run.elapsed_ns.append(self._now() - call.notes["began"])
             number = len(self._run.calls)
             self._run.cast_elapsed_ns += [(number, *cast) for cast in call.notes.get("casts", ())]
-        if call.facts.writes:
-            for tensor in call.results:
+        if call.facts.writes:  # those of lists have no results, and leave versions alone
+            for tensor in written_tensors(call.facts, call.args, call.kwargs):
                 self._table.written(tensor)
         outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(call.results))
         given = others_as_text(call.facts, call.args, call.kwargs)

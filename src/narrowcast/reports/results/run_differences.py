@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.result import Result
@@ -182,11 +182,6 @@ class RunDifferences(Result):
     def first_value(self) -> RunRow | None:
         """The first call that makes a difference beyond its bound."""
         return next(iter(self.producers), None)
-
-    @property
-    def is_written_otherwise(self) -> bool:
-        """Whether a run makes calls that the other should make, and does not."""
-        return any(not one.why and one.id.direction != BACKWARD for one in self.unaligned)
 
     @property
     def compared(self) -> int:

@@ -90,11 +90,16 @@ class DispatchMode(TorchDispatchMode):
 
 def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an op that a dispatch mode was given. TorchScript's optimizer compares constants by `aten.equal`, and
-    hands tensors that were Python numbers to a mode as these numbers, which that op alone does not take.
+    hands tensors that were Python numbers to a mode as these numbers, which that op alone does not take. On the CPU ops
+    on lists call those on their tensors, which count what they write, but not beneath a mode: it is counted here.
     """
     if op is _EQUAL:
         args = [arg if isinstance(arg, torch.Tensor) else _number(arg) for arg in args]
-    return op(*args, **kwargs)
+    result = op(*args, **kwargs)
+    if result is None and op_name(op).startswith("_foreach_"):
+        written = [t for t in args[0] if t.is_cpu and not t.is_inference()]
+        torch.autograd.graph.increment_version(written)
+    return result
 
 
 def _number(value: complex) -> torch.Tensor:
