@@ -56,6 +56,11 @@ from narrowcast.reports.results.run_differences import (
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
+_FIRST_STEP = (
+    "only what comes before the first step of an optimizer is compared: it differs already, and later steps start from "
+    "other weights"
+)
+_OF_A_FACTOR = "look at the scale of the loss, and at averages over a batch, micro-batches or ranks"
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
@@ -120,8 +125,7 @@ def diff(
     if asked is None and result.verdict == VALUES_DIFFER and are_loops:
         first = _compared([[run.before_first_step() for run in side] for side in runs], names, None)
         if first.verdict == VALUES_DIFFER:
-            first.notes.insert(0, "only what comes before the first step of an optimizer is compared: it differs "
-                               "already, and later steps start from other weights")  # fmt: skip
+            first.notes.insert(0, _FIRST_STEP)
             return first
     return result
 
@@ -169,8 +173,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
-        result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: look at the scale of the loss, "
-                            "and at averages over a batch, micro-batches or ranks")  # fmt: skip
+        result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)
     result.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     result.by_hand = asked or RunMapping()

@@ -132,7 +132,11 @@ def _are_equal(a: Piece, b: Piece) -> bool:
 def _apart(a: Piece, b: Piece) -> float:
     """Return the distance of two tensors, in their own unit; infinity if that is not known."""
     apart = distance(a, b)
-    return apart.relative * max(p.rms * math.sqrt(p.elements) for p in (a, b)) if apart.is_known else math.inf
+    return apart.relative * max(_norm(a), _norm(b)) if apart.is_known else math.inf
+
+
+def _norm(piece: Piece) -> float:
+    return piece.rms * math.sqrt(piece.elements)
 
 
 def _largest_of_modules(values: Values) -> dict[str, float]:
@@ -162,7 +166,7 @@ def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
     be rounding alone, weigh little in it.
     """
     pieces = [[_gradient(values, name) for name in row.a] for row in rows]
-    sizes = [math.hypot(*(piece.rms * math.sqrt(piece.elements) for piece in of_row)) for of_row in pieces]
+    sizes = [math.hypot(*map(_norm, of_row)) for of_row in pieces]
     off = math.hypot(*(min(row.difference, 1.0) * size for row, size in zip(rows, sizes, strict=True)))
     return off / math.hypot(*sizes) if any(sizes) else 0.0
 
@@ -176,8 +180,7 @@ def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:
     if not all(row.measured_by for row in rows):  # one run alone has a gradient
         return 0.0
     for row in rows:
-        sizes = [math.hypot(*(p.rms * math.sqrt(p.elements) for p in (_gradient(values, x, n) for x in names)))
-                 for n, names in enumerate((row.a, row.b))]  # fmt: skip
+        sizes = [math.hypot(*(_norm(_gradient(values, x, n)) for x in names)) for n, names in enumerate((row.a, row.b))]
         factor = sizes[1] / sizes[0] if sizes[0] else 0.0
         if not abs(row.difference - abs(factor - 1) / max(1.0, factor)) <= _OF_ONE_DIRECTION:
             return 0.0

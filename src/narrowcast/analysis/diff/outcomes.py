@@ -117,12 +117,14 @@ class Outcomes:
         effects: Mapping[Bundle, str],
     ) -> dict[Bundle, float]:  # fmt: skip
         """Return the differences due to calls without a partner that the outputs do not rule out as faults: of a
-        backward none. effects: what comes of each.
+        backward none. effects: what comes of each. In low formats rounding explains what no call's bound exceeds.
         """
         if self.are_exact and not is_low:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if not self.are_alike:
             return of_unpaired
+        if is_low:
+            of_unpaired = {bundle: one for bundle, one in of_unpaired.items() if one > self._widest}
         if not (self._are_others or self._are_equal):  # what reads unrelated values is no pair
             return {bundle: one for bundle, one in of_unpaired.items() if one <= UNLIKE or bundle in of_backward}
         least = _PLAIN * (self._band if self._are_others else self._widest)

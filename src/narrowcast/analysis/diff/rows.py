@@ -364,9 +364,7 @@ class Judging:
         return seen.relative if seen.by in (SKETCHES, TENSORS) and not seen.is_part else otherwise
 
     def has_chosen(self, apart: float) -> bool:
-        """Return whether outcomes may be this far apart since calls chose by values that differ: all that follows, or
-        what so many elements make that are chosen otherwise.
-        """
+        """Return whether outcomes may be this far apart since calls chose by values that differ."""
         return self._has_chosen or apart <= GAIN * self._jumped
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
