@@ -151,26 +151,9 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     apart = _compare_ends(result, judging, pairs, left_out)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
-    is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
-    is_explained = _explain_formats(result, judging, left_out)
-    is_far = apart > max(_VISIBLE, _FAR * judging.widest)
-    if is_far and not (is_explained or judging.has_chosen(apart) or is_of_ranks):
-        result.outputs_apart = apart
-        if not (result.producers or result.alone):
-            if not judging.note_first_alone(pairs, result.rows, FORWARD):
-                judging.note_alone([side.runs[0].returned for side in sides], apart)
-    elif beyond := [row for row in result.gradients if row.is_beyond and not result.producers]:
-        if all(one.id.direction == BACKWARD for one in result.alone):
-            used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
-            if not (judging.note_alone(used, difference) or result.alone):
-                judging.note_first_alone(pairs, result.rows, BACKWARD)
-    elif not (result.producers or result.alone or is_explained):
-        way = moved_apart(judging.values)
-        if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
-            result.weights_apart = way
-            moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
-            judging.note_alone(moved, way)
-    result.unaligned = _unaligned(sides, pairs, left_out, judging)
+    if not _explain_formats(result, judging, left_out):
+        _look_at_ends(result, judging, pairs, apart)
+        result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
@@ -179,6 +162,35 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.by_hand = asked or RunMapping()
     result.compared_runs = tuple(side.runs[0] for side in sides)
     return result
+
+
+def _look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned], apart: float) -> None:
+    """Tell outputs, and weights after steps, that are far apart where nothing else shows a difference; note the calls
+    without a partner that made them, or gradients beyond their bound. apart: of outputs.
+    """
+    sides, is_found = judging.values.sides, bool(result.producers or result.alone)
+    beyond = [row for row in result.gradients if row.is_beyond]
+    is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
+    is_far = apart > max(_VISIBLE, _FAR * judging.widest)
+    if is_far and not (judging.has_chosen(apart) or is_of_ranks):
+        result.outputs_apart = apart
+        if not is_found and not judging.note_first_alone(pairs, result.rows, FORWARD):
+            judging.note_alone([side.runs[0].returned for side in sides], apart)
+    elif beyond and not result.producers and all(one.id.direction == BACKWARD for one in result.alone):
+        used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
+        if not (judging.note_alone(used, difference) or is_found):
+            judging.note_first_alone(pairs, result.rows, BACKWARD)
+    elif not (is_found or beyond) and len(set(_lengths(sides))) == 1:
+        way = moved_apart(judging.values)
+        if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
+            result.weights_apart = way
+            moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
+            judging.note_alone(moved, way)
+
+
+def _lengths(sides: Sequence[Side]) -> list[int]:
+    """Return how often either run makes a call, at most."""
+    return [max(len(x.module_calls) for x in side.bundles) for side in sides]
 
 
 def _sides(*runs: list[Run]) -> tuple[Side, Side]:
@@ -339,7 +351,7 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     kept = [len(side.runs[0].tokens) for side in sides]
     if kept[0] != kept[1]:
         notes.append(f"a kept {kept[0]} log-probabilities, b {kept[1]}: compared as far as both go")
-    lengths = [max(len(x.module_calls) for x in side.bundles) for side in sides]
+    lengths = _lengths(sides)
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a makes a call up to {often[0]}, b up to {often[1]}: in calls of a module, or steps of a loop")
