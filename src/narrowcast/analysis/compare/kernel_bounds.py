@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from narrowcast.analysis.compare.kernel_slacks import SLACK, Inputs, Samples, slack_of_low_means, with_flushed_inputs
-from narrowcast.core.ops import bounds
+from narrowcast.core.ops import bounds, is_named
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.rounding import round_to
@@ -64,11 +64,12 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     inputs = Inputs(call.facts, args, kwargs)
     results, exact = [_before_cast(t, call, inputs) for t in call.results if is_floating(t)], inputs.run()
-    count = bounds.judged_results(call.facts.id, len(results))
+    count = 1 if is_named(call.facts.id, "bound.first_result") else len(results)
     if exact is None or [t.shape for t in exact[:count]] != [t.shape for t in results[:count]]:
         return None
     slack = SLACK[kind](inputs, exact[:count], results[:count])
-    if slack is not None and bounds.rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
+    has_low_means = any(FORMATS[t.dtype].bits < fp32.bits for t in results[1:])  # which it subtracts
+    if slack is not None and has_low_means and is_named(call.facts.id, "bound.rounds_means"):
         slack[0] = slack[0] + bounds.unit(FORMATS[results[0].dtype]) * slack_of_low_means(inputs, exact)
     results, exact = results[:count], exact[:count]
     flushed = [_flushes(kind, t.device, t.dtype) for t in results]
@@ -76,7 +77,7 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         slack = with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])
     if slack is None:
         return None
-    is_twice = bounds.rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
+    is_twice = is_named(call.facts.id, "bound.twice") and inputs.with_rounded_numbers(results[0].dtype) is None
     is_twice |= kind == bounds.PRODUCT and isinstance(inputs.given("bias"), torch.Tensor)  # added to a rounded product
     return _judged(results, exact, slack, flushed, is_twice)
 

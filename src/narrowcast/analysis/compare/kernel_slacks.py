@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops import bounds, op_kind
+from narrowcast.core.ops import bounds, is_named, op_kind
 from narrowcast.formats import Format, fp32
 from narrowcast.observation.statistics.arguments import others_as_text
 from narrowcast.observation.trial.finiteness import is_floating
@@ -97,7 +97,7 @@ def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 def _rounding_in_between(inputs: Inputs, results: Samples) -> float:
     """Return half a unit of the format that a kernel on an accelerator rounds to in between; 0 where it does not."""
-    is_so = not results[0].is_cpu and bounds.rounds_on_accelerators(inputs.facts.id)
+    is_so = not results[0].is_cpu and is_named(inputs.facts.id, "bound.on_accelerators")
     return bounds.unit(FORMATS[results[0].dtype]) if is_so else 0.0
 
 
@@ -168,7 +168,7 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         return None
     low = bounds.unit(FORMATS[results[0].dtype])
     more = bounds.absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
-    between = bounds.rounded_between(inputs.facts.id, low)
+    between = low if is_named(inputs.facts.id, "bound.twice") else 0.0  # of a product that it rounds on its way
     slack = []
     for n, y64 in enumerate(exact):
         off = [_distance(run[n], y64) for run in others if run is not None]

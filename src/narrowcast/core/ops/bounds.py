@@ -86,11 +86,6 @@ def rounding(format: Format, flushes: bool) -> tuple[float, float]:
     return unit(format), least if format.exponent_bits > fp32.exponent_bits else max(least, fp32.smallest_normal)
 
 
-def rounded_between(op: str, u: float) -> float:
-    """Return an op's relative error from a product that it rounds on its way."""
-    return u if op_kind(op).name in named("bound.twice") else 0.0
-
-
 def cancels(op: str) -> bool:
     """Return whether an op subtracts a mean: of values that are alike fp32 may leave nothing but error."""
     kind = op_kind(op)
@@ -115,17 +110,6 @@ def scanned(terms: int) -> int:
     and one from block to block.
     """
     return 2 * min(terms, _SCANNED).bit_length() + terms // _SCANNED
-
-
-def rounds_on_accelerators(op: str) -> bool:
-    """Return whether an op's kernel on an accelerator, unlike the one on the cpu, rounds in between."""
-    return op_kind(op).name in named("bound.on_accelerators")
-
-
-def rounds_means(op: str, others: Sequence[Format]) -> bool:
-    """Return whether a norm subtracts a mean that it holds in a low format, as its other results are."""
-    is_one = op_kind(op).name in named("bound.rounds_means")
-    return is_one and any(format.bits < fp32.bits for format in others)
 
 
 def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool, on_cpu: bool) -> int:
@@ -161,11 +145,6 @@ def bound_kind(op: str, is_pointwise: bool = False) -> str:
         return WEIGHTS
     known = is_pointwise or kind.family in FUSED - {VIEW, COPY} or name in named("bound.wide")
     return WIDE if known else ""
-
-
-def judged_results(op: str, results: int) -> int:
-    """Return how many of an op's results, from the first on, the bound holds for."""
-    return 1 if op_kind(op).name in named("bound.first_result") else results
 
 
 def terms_of(op: str, given: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> int:

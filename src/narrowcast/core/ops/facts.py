@@ -48,6 +48,11 @@ def named(fact: str) -> frozenset[str]:
     return frozenset(_table()[table][key].split())
 
 
+def is_named(op: str, fact: str) -> bool:
+    """Return whether a fact of the table holds of the op with this id."""
+    return op_kind(op).name in named(fact)
+
+
 def called_by(op: str, device_type: str = "cpu") -> str | None:
     """Return the op id of the one op that the kernel of this one calls, where policies are asked about that."""
     return _table().get(f"calls_on_{device_type}", {}).get(op) or _table()["calls"].get(op)
