@@ -59,7 +59,7 @@ class Parameters:
 
     def _parameter_of(self, tensor: torch.Tensor) -> Parameter | None:
         """Return the parameter that a tensor is, or in whose memory it lies from its beginning."""
-        if not self.has_computed or not has_storage(tensor):
+        if not self.has_computed or not has_storage(tensor) or not tensor.data_ptr():
             return None
         if isinstance(tensor, Parameter):
             return tensor if tensor.requires_grad else None

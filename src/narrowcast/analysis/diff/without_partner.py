@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, are_of_one_weight, is_by_values
 from narrowcast.analysis.diff.effects import CANCELS
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, UNEXPLAINED
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, UNEXPLAINED
 from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle
@@ -19,12 +19,13 @@ from narrowcast.reports.results.verdicts import ROUND_OFF
 def no_pairs(
     judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], left_out: Collection[Bundle], by_results: bool
 ) -> set[Aligned]:
-    """Return the pairs that are none: that ranges alone paired, and differ; and, where each program has calls that the
-    other lacks, those of unrelated results that only the order of ops has paired. left_out: by hand. by_results:
-    whether the latter are wanted.
+    """Return the pairs that are none: that ranges alone paired, and differ; of a backward, those with unrelated inputs
+    and results; and, where each program has calls that the other lacks, those of unrelated results that only the order
+    of ops has paired. left_out: by hand. by_results: whether the latter are wanted.
     """
-    differ = {pair for pair, row in zip(pairs, rows, strict=True) if row.verdict == DIFFERS}
-    by_ranges = {pair for pair in differ if is_by_values(pair)}
+    differing = {pair: row for pair, row in zip(pairs, rows, strict=True) if row.verdict == DIFFERS}
+    differ = differing.keys()
+    by_ranges = {pair for pair, row in differing.items() if is_by_values(pair) or _is_of_other_gradients(pair, row)}
     if not by_results or not all(judging.counts_of_unpaired(left_out)):
         return by_ranges
     reading = {pair for read in judging.read_by.values() for pair in read}
@@ -44,6 +45,12 @@ def _is_unlike(judging: Judging, pair: Aligned, row: RunRow) -> bool:
     is_sure = bool(numbers) or (are_of_one_weight(pair) and _reads_once(judging, pair))
     unlike = row.inputs if row.is_part or math.isnan(row.difference) else row.difference
     return unlike > UNLIKE and not is_sure
+
+
+def _is_of_other_gradients(pair: Aligned, row: RunRow) -> bool:
+    """Return whether two calls of a backward compute gradients of other tensors: each product has two."""
+    are_unlike = row.why == OF_OTHERS and row.difference > UNLIKE and not row.inputs <= UNLIKE  # or not known
+    return pair.a[0].id.direction != FORWARD and pair.by != BY_HAND and are_unlike
 
 
 def _reads_more(pair: Aligned) -> bool:
