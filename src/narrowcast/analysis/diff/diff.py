@@ -60,7 +60,7 @@ _FIRST_STEP = (
     "only what comes before the first step of an optimizer is compared: it differs already, and later steps start from "
     "other weights"
 )
-_OF_A_FACTOR = "look at the scale of the loss, and at averages over a batch, micro-batches or ranks"
+_OF_A_FACTOR = "look at the scale of the loss, clipping, and averages over a batch, micro-batches or ranks"
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
