@@ -149,11 +149,10 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
             break
         pairs = [pair for pair in pairs if pair not in none]
     apart = _compare_ends(result, judging, pairs, left_out)
-    result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not _explain_formats(result, judging, left_out):
         _look_at_ends(result, judging, pairs, apart)
-        result.unaligned = _unaligned(sides, pairs, left_out, judging)
+    result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
@@ -168,7 +167,7 @@ def _look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned]
     """Tell outputs, and weights after steps, that are far apart where nothing else shows a difference; note the calls
     without a partner that made them, or gradients beyond their bound. apart: of outputs.
     """
-    sides, is_found = judging.values.sides, bool(result.producers or result.alone)
+    sides, is_found = judging.values.sides, bool(result.producers or judging.unpaired)
     beyond = [row for row in result.gradients if row.is_beyond]
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     is_far = apart > max(_VISIBLE, _FAR * judging.widest)
@@ -176,7 +175,7 @@ def _look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned]
         result.outputs_apart = apart
         if not is_found and not judging.note_first_alone(pairs, result.rows, FORWARD):
             judging.note_alone([side.runs[0].returned for side in sides], apart)
-    elif beyond and not result.producers and all(one.id.direction == BACKWARD for one in result.alone):
+    elif beyond and not result.producers and all(x.id.direction == BACKWARD for x in judging.unpaired):
         used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
         if not (judging.note_alone(used, difference) or is_found):
             judging.note_first_alone(pairs, result.rows, BACKWARD)
