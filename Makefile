@@ -85,7 +85,7 @@ gpu:
 # The parts that a GPU would run, in small, on the CPU: they go on working where no GPU is.
 gpu-on-cpu: .venv/.ready
 	$(BIN)/python benchmarks/gpu/run.py --device cpu --small --again --jobs 2 --results build/gpu-on-cpu \
-		--only smoke lists ops-1-of-6 trust-1-of-8 scaler cuda-graphs weights-at-rest
+		--only smoke lists ops-1-of-6 trust-1-of-8 products scaler cuda-graphs weights-at-rest
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

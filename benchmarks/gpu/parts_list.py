@@ -32,6 +32,8 @@ PARTS: tuple[Part, ...] = (
              "parts.trust:run", {"shard": n, "shards": TRUST_SHARDS}, limit_s=300, attempts=3)
         for n in range(TRUST_SHARDS)
     ),
+    Part("products", "products of many shapes: kernels within the bounds by which they are judged",
+         "parts.products:run", limit_s=240),
     Part("scaler", "GradScaler: losses, weights and scales as native's, overflows included, no more waiting",
          "parts.scaler:run", exact=True),
     Part("cuda-graphs", "regions and compiled models in CUDA graphs", "parts.cuda_graphs:run", exact=True),
