@@ -91,7 +91,10 @@ class Judging:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
         reason = next(filter(None, reads_other), "")
-        is_proved = bool(given) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
+        proof = {name for name, *_ in given}
+        if band > BAND_OF_LOW and all(side.moves_weights for side in self.values.sides):  # gradients are rounded, too
+            proof -= {name for name, _ in pair.a[0].call.inputs}
+        is_proved = bool(proof) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
         if math.isnan(input_difference):  # of calls before it, which may be low
             before = max(before, self.widest if inputs and self._largest else self._band_of_alone(pair))
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1

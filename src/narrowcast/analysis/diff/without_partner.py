@@ -12,7 +12,7 @@ from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
-from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, RunRow
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
 
@@ -78,7 +78,7 @@ def leave_out_compensated(judging: Judging, rows: Sequence[RunRow]) -> None:
         readers = [by_call[tuple(x.id for x in pair.a)] for pair in judging.read_by.get(bundle, [])]
         is_backward = bundle.id.direction == BACKWARD
         is_cancelled = [
-            row.verdict in (EQUAL, ROUND_OFF)
+            row.verdict in (EQUAL, ROUND_OFF, *((INHERITED,) if is_backward else ()))
             and row.difference <= difference / CANCELS
             and (is_backward or row.round_off_bound < BAND_OF_LOW)
             for row in readers
