@@ -65,7 +65,7 @@ class Judging:
             [what(side) for side in (pair.a, pair.b)] for what in (formats_of, place_of)
         )
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
-        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
+        names = [{name for name, _ in x[0].call.inputs} for x in (pair.a, pair.b)]
         is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
         result = self.values.results(pair, is_one and is_equal)
         of_rows = self.values.growth_in_rows(pair)
@@ -73,7 +73,7 @@ class Judging:
         known = [max(one.relative * of_rows, one.row * is_by_row) for one in inputs.values() if one.is_known]
         is_of_a_part = any(one.is_part for one in inputs.values()) and not result.is_part  # the result has other parts
         input_difference = max(known) if known and not is_of_a_part else math.nan
-        reads_other = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]
+        reasons = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]
         before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
             before = max(before, self._largest)
@@ -90,14 +90,13 @@ class Judging:
         if is_one and 0.0 in (before, self._largest) and band > BAND_OF_LOW:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
-        reason = next(filter(None, reads_other), "")
-        proof = {name for name, *_ in given}
-        if band > BAND_OF_LOW and all(side.moves_weights for side in self.values.sides):  # gradients are rounded, too
-            proof -= {name for name, _ in pair.a[0].call.inputs}
-        is_proved = bool(proof) and is_equal and len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
+        have_moved = band > BAND_OF_LOW and all(x.moves_weights for x in self.values.sides)  # by rounded gradients
+        is_proved = is_equal and any(not (have_moved and name in names[0]) for name, *_ in given)
+        is_proved &= len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
         if math.isnan(input_difference):  # of calls before it, which may be low
             before = max(before, self.widest if inputs and self._largest else self._band_of_alone(pair))
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
+        reason = next(filter(None, reasons), "")
         verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason, is_among_others)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
@@ -132,9 +131,8 @@ class Judging:
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
-            is_by_place = is_among_others and not self._largest
-            self._has_chosen = True
-            return INHERITED, "it indexes other rows" if is_by_place else "it chooses by values that differ"
+            self._has_chosen, is_one = True, self._largest or not is_among_others
+            return INHERITED, "it chooses by values that differ" if is_one else "it indexes other rows"
         if self._has_moved(pair, result, band):
             return INHERITED, "steps of the loop have moved its weight"
         if is_among_others and all(x.elements == len(x.module_calls) for x in (*pair.a, *pair.b)):
@@ -161,8 +159,8 @@ class Judging:
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
         """Return whether later module calls select by values computed from the first, which agrees."""
-        later = any(x.position > of.position for n, of in enumerate((pair.a[0], pair.b[0]))
-                    for x in self._makers[n].choosers(of))  # fmt: skip
+        choosers = [(x, of) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
+        later = any(x.position > of.position for x, of in choosers)
         return later and self.values.results(module_calls_of(pair)[0]).relative <= band
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------

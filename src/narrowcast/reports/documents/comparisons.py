@@ -55,7 +55,7 @@ def comparison_document(result: Differences) -> Document:
     faults = len(result.faults)
     page.figures = [
         *output_figures(result),
-        Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
+        Figure("faults", faults, f"{'call' if faults == 1 else 'calls'} beyond round-off", "bad" if faults else "good"),
         Figure("calls", len(nodes), f"{differ} differ, {len(result.unmatched)} without a partner"),
     ]
     if result.compiled:
