@@ -123,3 +123,41 @@ def test_outputs_far_apart_are_values_that_differ_in_other_formats_too(first, se
     difference = compared(Recurrent(False), Recurrent(True, exchanged=True), first, second)
     assert difference.verdict == "values differ" and (difference.alone or difference.producers), difference
     assert "no call beyond round-off" not in str(difference)
+
+
+class Sink(nn.Module):
+    """Attention with a column of scores that leads nowhere: joined to the scores, or as a gate on the result."""
+
+    def __init__(self, by_gate, forgets=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.by_gate, self.forgets = by_gate, forgets
+        self.qkv, self.out, self.sink = nn.Linear(16, 48), nn.Linear(16, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) / 4
+        if not self.by_gate:
+            scores = torch.cat([scores, self.sink.expand(*scores.shape[:-1], 1)], -1)
+            weights = (scores - scores.amax(-1, keepdim=True)).softmax(-1)
+            return self.out(weights[..., :-1] @ v)
+        total = torch.logsumexp(scores, -1, keepdim=True)
+        mixed = torch.exp(scores - total) @ v
+        gate = torch.sigmoid(total if self.forgets else total - self.sink)  # the fault
+        return self.out(mixed * gate)
+
+
+def test_stretch_ends_at_a_call_that_is_surely_of_both():
+    """Subtractions that order alone has paired do not end it: all lines up to the next layer are named, in both."""
+    x = torch.randn(3, 8, 16)
+    joined, gate, forgets = (nc.capture(model, (x,)) for model in (Sink(False), Sink(True), Sink(True, forgets=True)))
+    assert not nc.diff(joined, gate).unsure
+    found = nc.diff(joined, forgets)
+    fault = Sink.forward.__code__.co_firstlineno + 9
+    assert {one.run for one in found.unsure} == {"a", "b"} and {str(one.read_by) for one in found.alone} == {
+        "out aten.linear.default #1"
+    }, str(found)
+    places = {one.place.rpartition(":")[2] for one in [*found.alone, *found.unsure] if one.run == "b"}
+    assert str(fault) in places, (fault, places)
+    text = " ".join(str(found).split())
+    assert "compute in other ways" in text and str(fault) in text.partition("first read by out")[0], text

@@ -35,6 +35,7 @@ from narrowcast.analysis.diff.outcomes import (
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
+from narrowcast.analysis.diff.stretches import unsure_calls
 from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
 from narrowcast.analysis.diff.without_partner import leave_out_compensated, no_pairs
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
@@ -152,6 +153,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not _explain_formats(result, judging, left_out):
         _look_at_ends(result, judging, pairs, apart)
+    result.unsure = unsure_calls(judging, pairs, result.rows)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     result.notes = [*_about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):

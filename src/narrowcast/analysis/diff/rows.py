@@ -43,8 +43,8 @@ class Judging:
         """By call without a partner that makes a difference: the difference of values computed from it."""
         self.read_by: dict[Bundle, list[Aligned]] = {}
         """The pairs whose inputs show that."""
-        self._makers = Makers(values.sides[0]), Makers(values.sides[1])
-        self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
+        self.makers = Makers(values.sides[0]), Makers(values.sides[1])
+        self.paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
         self.as_read: dict[Aligned, Distance] = {}
         """The differences of results of other shapes, as a pair of calls shows them that reads both in one shape."""
         self._of_pairs: dict[Aligned, float] = {}
@@ -52,7 +52,7 @@ class Judging:
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
         self._has_chosen = self.are_alike_as_a_whole = False
-        alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self._paired[n]]
+        alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*(values.band(pair) for pair in pairs), *(values.band_of(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
@@ -109,7 +109,7 @@ class Judging:
         """Return how many calls of each forward have no partner, and are not left out by hand."""
         return [
             sum(x.id.direction == FORWARD and x not in paired and x not in left_out for x in side.bundles)
-            for side, paired in zip(self.values.sides, self._paired, strict=True)
+            for side, paired in zip(self.values.sides, self.paired, strict=True)
         ]
 
     def _verdict(
@@ -149,17 +149,17 @@ class Judging:
 
     def _band_of_alone(self, pair: Aligned) -> float:
         """Return the widest rounding bound of the calls without a partner that made what a pair reads."""
-        upstream = self._upstream([m.read(x[0]) for m, x in zip(self._makers, (pair.a, pair.b), strict=True)])
+        upstream = self._upstream([m.read(x[0]) for m, x in zip(self.makers, (pair.a, pair.b), strict=True)])
         return max((self.values.band_of(n, x) for n, side in enumerate(upstream) for x in side.alone), default=0.0)
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
-        choosers = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
-        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in choosers]
+        choosers = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self.makers[n].choosers(of)]
+        return [self._read.get(self.paired[n][x], 0.0) if x in self.paired[n] else self._largest for n, x in choosers]
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
         """Return whether later module calls select by values computed from the first, which agrees."""
-        choosers = [(x, of) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
+        choosers = [(x, of) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self.makers[n].choosers(of)]
         later = any(x.position > of.position for x, of in choosers)
         return later and self.values.results(module_calls_of(pair)[0]).relative <= band
 
@@ -173,7 +173,7 @@ class Judging:
         difference = inputs.relative
         names = self.values.names(pair, name)
         read = [makers.read(bundles[0], same or read_name(bundles[0].call))
-                for makers, bundles, same in zip(self._makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
+                for makers, bundles, same in zip(self.makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
         a, b = self._upstream(read)
         explained = self._explained(pair, a, b)
         self._note_as_read(read, inputs, a, b)
@@ -188,7 +188,7 @@ class Judging:
             if len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1:
                 return ""  # of other batches
             return "its inputs differ already, and no call of the runs made them"
-        made_by = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
+        made_by = [{self.paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
         is_compared = made_by[0] | made_by[1] <= self._of_pairs.keys()  # not a later call, of an earlier module call
         is_compared &= not any(side.are_whole(numbers) for side, numbers in zip(self.values.sides, read, strict=True))
         if pair.a[0].id.direction == FORWARD and (is_compared or not all(made_by)):
@@ -204,7 +204,7 @@ class Judging:
         """Note the difference of inputs as that of the one pair of calls that made them, if only statistics of its
         results could be compared.
         """
-        made_by = {self._paired[n][x] for n, side in enumerate((a, b)) for x in side.known}
+        made_by = {self.paired[n][x] for n, side in enumerate((a, b)) for x in side.known}
         if a.alone or b.alone or len(made_by) != 1 or not a.known or not b.known or inputs.is_part:
             return
         (pair,) = made_by
@@ -225,7 +225,7 @@ class Judging:
         return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
     def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
-        (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
+        (a, b), (m, n), (one, other) = numbers, self.makers, self.paired
         return m.upstream(a, one), n.upstream(b, other)
 
     def _is_by_casts(self, numbers: Sequence[Sequence[int]], difference: float) -> bool:
@@ -245,7 +245,7 @@ class Judging:
         """Return how much tensors made by these calls may differ; those that no call made may be copies of any."""
         if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
             return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
-        earlier = [self._of_pairs.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
+        earlier = [self._of_pairs.get(self.paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
         bands = sum(self.values.band_of(n, x) for n, x in alone)
@@ -258,7 +258,7 @@ class Judging:
         the outcome, where all of that can be compared: what else nothing reads is no result of theirs.
         """
         returned = self._returned(with_losses) if are_others else []
-        ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self._makers]
+        ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self.makers]
         ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
@@ -281,8 +281,8 @@ class Judging:
                 for bundle in (*upstream[0].alone, *upstream[1].alone):
                     self.unpaired.setdefault(bundle, result.relative)
         by_calls = {row.a: row for row in rows}
-        for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
-            last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
+        for pair in [self.paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
+            last = [makers.last(bundles[0]) for makers, bundles in zip(self.makers, (pair.a, pair.b), strict=True)]
             read, difference = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
             if difference > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, difference):
@@ -328,7 +328,7 @@ class Judging:
         """Return how far apart is what the models returned in one shape, and no compared pair of calls made."""
         largest = 0.0
         for numbers in returned(self.values):
-            made = zip(self._paired, self._made(numbers), strict=True)
+            made = zip(self.paired, self._made(numbers), strict=True)
             a, b = (None if bundle is None else of.get(bundle) for of, bundle in made)
             if a is None or a is not b or not self._by.get(a):
                 largest = max(largest, difference_as_returned(self.values, numbers) or 0.0)
@@ -336,7 +336,7 @@ class Judging:
 
     def _made(self, numbers: tuple[int, int]) -> list[Bundle | None]:
         """Return the calls that made two tensors."""
-        return [makers.of(number) for makers, number in zip(self._makers, numbers, strict=True)]
+        return [makers.of(number) for makers, number in zip(self.makers, numbers, strict=True)]
 
     def note_first_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str) -> bool:
         """Note the calls without a partner before the first pair of a forward or backward whose results differ visibly:
@@ -345,7 +345,7 @@ class Judging:
         visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
                    if r.a[0].direction == direction and r.difference > r.round_off_bound]  # fmt: skip
         for pair, row in visible:
-            read = [makers.read(side[0]) for makers, side in zip(self._makers, (pair.a, pair.b), strict=True)]
+            read = [makers.read(side[0]) for makers, side in zip(self.makers, (pair.a, pair.b), strict=True)]
             if self.note_alone(read, row.difference, pair):
                 return True
         return False
@@ -360,7 +360,7 @@ class Judging:
 
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""
-        a, b = self._makers
+        a, b = self.makers
         seen = self.values.between(a.as_returned(pair.a[0]), b.as_returned(pair.b[0]))
         return seen.relative if seen.by in (SKETCHES, TENSORS) and not seen.is_part else otherwise
 
@@ -383,16 +383,16 @@ class Judging:
 
     def effects(self, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> Effects:
         """Return what follows the differences of these rows."""
-        return Effects(self.values.sides, self._makers, self._paired, dict(zip(pairs, rows, strict=True)), self.widest)
+        return Effects(self.values.sides, self.makers, self.paired, dict(zip(pairs, rows, strict=True)), self.widest)
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""
-        calls: set[object] = set(self._makers[0].of_inputs | self._makers[1].of_inputs)
+        calls: set[object] = set(self.makers[0].of_inputs | self.makers[1].of_inputs)
         return calls | {_ids(pair.a) for pair in pairs if any(x in calls for x in (*pair.a, *pair.b))}
 
     def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
         """Return whether its partner is an output, too."""
-        pair = self._paired[side].get(bundle)
+        pair = self.paired[side].get(bundle)
         return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
 
 

@@ -150,8 +150,10 @@ def _todos(result: RunDifferences) -> list[Todo]:
     value, format, todos = result.first_value, result.first_format, []
     if result.alone:
         effect = number_text(max(one.apart for one in result.alone))
-        todos.append(Todo("Inspect what only one program calls", f"its effect differs, by up to {effect}: "
-                          + "; ".join([*_lines_alone(result.alone), *_readers(result)])))  # fmt: skip
+        is_sure = not result.unsure
+        what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute in other ways"
+        parts = [*_lines_alone([*result.alone, *result.unsure]), *_readers(result)]
+        todos.append(Todo(what, f"its effect differs, by up to {effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"

@@ -128,7 +128,8 @@ class RunDifferences(Result):
     """What `nc.diff` found.
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
-    unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
+    unaligned: calls of either run without a partner. unsure: calls among those that make a difference that order alone
+    has paired: their partners may be others. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
@@ -143,6 +144,7 @@ class RunDifferences(Result):
     environment: list[tuple[str, str, str]] = field(default_factory=list)
     rows: list[RunRow] = field(default_factory=list)
     unaligned: list[Unaligned] = field(default_factory=list)
+    unsure: list[Unaligned] = field(default_factory=list)
     gradients: list[GradientRow] = field(default_factory=list)
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
