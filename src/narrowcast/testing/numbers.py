@@ -12,6 +12,7 @@ from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
+from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
 from narrowcast.observation.trial.uncast import Uncast
@@ -47,6 +48,7 @@ def assert_finite(
         raise CheckError(f"finite values of {trial.name}, policy {opened.policy.name}", str(first), advice=advice)
 
 
+@leaves_no_kernels()
 def assert_close_to(
     model: Callable[..., Any] | Case,
     inputs: Inputs = (),

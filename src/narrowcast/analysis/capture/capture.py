@@ -16,6 +16,7 @@ from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.observer.door import Door
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -107,7 +108,7 @@ def capture(
     weights = Weights(parameters_of(trial.model))
     capturing = Capturing(table, times, opened, weights)
     try:
-        with weights:
+        with weights, leaves_no_kernels():
             outcome = trial.run(opened, capturing)
     finally:
         changed = weights.changed

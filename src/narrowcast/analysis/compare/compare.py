@@ -30,6 +30,7 @@ from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
+from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.observer.door import Door, passes
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.restore.weights import Weights
@@ -54,6 +55,7 @@ _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
 """Where two runs leave a doubt, this many more decide: of a scalar, two show little."""
 
 
+@leaves_no_kernels()
 def compare(
     model: Callable[..., Any] | Case,
     inputs: Inputs = (),
@@ -100,6 +102,7 @@ def compare(
     return result
 
 
+@leaves_no_kernels()
 def compare_with_fp32(
     trial: Trial, region: autocast, limit_bytes: int = 1 << 30
 ) -> tuple[Differences, Weights, torch.dtype | None]:

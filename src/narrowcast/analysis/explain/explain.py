@@ -30,6 +30,7 @@ from narrowcast.core.policy.settings import FULL
 from narrowcast.errors import GoalError, NarrowcastError, RegionError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
@@ -51,6 +52,7 @@ from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 
+@leaves_no_kernels()
 def explain(
     model: Callable[..., Any] | Case,
     inputs: Inputs = (),

@@ -23,6 +23,7 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.trial import Loss, Trial
 from narrowcast.output.progress import long_work
@@ -32,6 +33,7 @@ from narrowcast.runtime.torch_bridge.case import Case, Evaluate, Metric, check_t
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 
+@leaves_no_kernels()
 def repair(
     model: Callable[..., Any] | Case,
     inputs: Inputs = (),

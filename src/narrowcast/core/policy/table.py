@@ -77,6 +77,9 @@ class RuleTable:
 
 def check_layer(layer: tuple[Rule, ...]) -> None:
     """Refuse duplicates and contradictions: two rules of one layer about exactly the same calls."""
+    if isinstance(layer, Rule):
+        asked, advice = f"a policy with the layer {layer}", "A layer is a tuple of rules: Policy(name, ((rule, ...),))."
+        raise PolicyError(asked, "it is a rule", advice=advice)
     seen: dict[tuple[str | int | None, ...], Rule] = {}
     for rule in layer:
         earlier = seen.get(rule.conditions)

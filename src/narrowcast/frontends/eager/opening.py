@@ -14,7 +14,7 @@ from narrowcast.core.policy import DEVICE_TYPES, Kind, Policy
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.caching import follow_mutators
-from narrowcast.frontends.eager.registered import install
+from narrowcast.frontends.eager.registered import in_trial, install
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.regions.native_state import Carried, NativeState, carried_by
 from narrowcast.runtime.regions.pinned import watch_module_calls
@@ -62,11 +62,11 @@ class Opening:
     is_ready: bool = False
 
     def make_ready(self) -> None:
-        """Have the ops that the policy changes, and checkpoint's recomputation, ask the region. It stays so."""
+        """Have the ops that the policy changes, and checkpoint's recomputation, ask the region: to stay, outside trials."""
         if self.is_changed:
             install(self.prepared.ops, self.prepared.changed, self.state[0])
             carry_into_recomputation()
-        self.is_ready = True
+        self.is_ready = not in_trial()
 
     def checked_as(self, policy: Policy, around: Prepared) -> Opening:
         """Return this opening with the weight cache of a region around it."""

@@ -1,11 +1,14 @@
-"""Which of our kernels are registered: for ops that a policy changes, to stay, and for a recording's, until its end."""
+"""Which of our kernels are registered: for ops that a policy changes, to stay, or until the end of a trial; and for a
+recording's, until its end.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -62,20 +65,63 @@ _lock = threading.Lock()
 _kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
 _staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
 _visiting: defaultdict[str, _Visits] = defaultdict(_Visits)  # by device type
+_tried: dict[int, list[list[tuple[str, Registration]]]] = {}  # by thread: for each trial, what it has registered
+
+
+@contextmanager
+def leaves_no_kernels() -> Iterator[None]:
+    """What regions of this thread register in the block goes when it ends: it would slow later regions of the process.
+    Other threads do not rely on it.
+    """
+    thread, of_trial = threading.get_ident(), list[tuple[str, Registration]]()
+    trials = _tried.setdefault(thread, [])
+    trials.append(of_trial)
+    try:
+        yield
+    finally:
+        with _lock:
+            trials.remove(of_trial)
+            if not trials:
+                del _tried[thread]
+            for device_type, registration in of_trial:
+                if registration.remove():
+                    staying = _staying[device_type]
+                    for identity in [x for x in registration.ids if staying.get(x) is registration]:
+                        del staying[identity]
+
+
+def in_trial() -> bool:
+    """Return whether kernels may go that regions ask for, in some thread."""
+    return bool(_tried)
 
 
 def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
-    """Register our kernels for these ops (`ids` are theirs), to stay."""
-    staying = _staying.get(device_type, {})
-    if ids <= staying.keys():
+    """Register our kernels for these ops (`ids` are theirs): to stay, or until the trial of this thread ends."""
+    if ids <= _known(device_type):
         return
     with _lock:
-        staying = _staying.setdefault(device_type, {})
-        for op in ops:
-            identity = op_facts(op).id
-            if identity not in staying:
-                staying[identity] = Registration([(op, _kernel(op, device_type, identity))], {identity}, device_type)
-                note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
+        known, staying = _known(device_type), _staying.setdefault(device_type, {})
+        new = {identity: op for op in ops if (identity := op_facts(op).id) not in known}
+        kernels = [(op, _kernel(op, device_type, identity)) for identity, op in new.items()]
+        trials = _tried.get(threading.get_ident())
+        if trials and kernels:
+            registration = Registration(kernels, new.keys(), device_type)
+            trials[-1].append((device_type, registration))
+            staying.update(dict.fromkeys(new, registration))
+            return
+        for (identity, _), kernel in zip(new.items(), kernels, strict=True):
+            staying[identity] = Registration([kernel], {identity}, device_type)
+            note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
+
+
+def _known(device_type: str) -> Set[str]:
+    """Return the ids of the ops whose kernels are there, without those of other threads' trials."""
+    staying = _staying.get(device_type, {}).keys()
+    if not _tried:
+        return staying
+    thread = threading.get_ident()
+    others = [of_trial for other, trials in [*_tried.items()] if other != thread for of_trial in trials]
+    return staying - {identity for of_trial in others for _, entry in of_trial for identity in entry.ids}
 
 
 def install_visiting(ops: Iterable[OpOverload], device_type: str) -> None:
@@ -85,7 +131,7 @@ def install_visiting(ops: Iterable[OpOverload], device_type: str) -> None:
     new = {op_facts(op).id: op for op in ops}
     with _lock:
         visits = _visiting[device_type]
-        there = {*_staying.get(device_type, {}), *(op for entry in visits.registrations for op in entry.ids)}
+        there = {*_known(device_type), *(op for entry in visits.registrations for op in entry.ids)}
         new = {identity: op for identity, op in new.items() if identity not in there} if there else new
         visits.count += 1
         if new:
