@@ -41,9 +41,10 @@ def check_command(
 
     if gradients is None:
         gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
+    case = load_case(model.target)
     with grad(gradients):
         check = check_formats(
-            load_case(model.target), snapshot=snapshot, under=model.under, device=device,
+            case, snapshot=snapshot, under=model.under, device=device,
             torch_versions=torch_versions, update=update,
         )  # fmt: skip
     if new_casts:

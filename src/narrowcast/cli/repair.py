@@ -40,9 +40,10 @@ def repair_command(
         if policy_out.exists() and any(Path(file).exists() and policy_out.samefile(file) for file in files):
             found, where = "it holds the policy that is to be repaired", (Origin(str(policy_out)),)
             raise TargetError(f"--policy-out {policy_out}", found, where, "Name another file, or add --force.")
+    case = load_case(model.target)
     with grad(backward):
         repair = nc.repair(
-            load_case(model.target), under=model.under, backward=backward, budget=budget,
+            case, under=model.under, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,
         )  # fmt: skip
     show(repair, result, notices=[_write_policy(repair, policy_out)] if policy_out is not None else [])
@@ -55,6 +56,10 @@ def _write_policy(repair: Repair, output: Path) -> str:
         return f"{output} is not written: nothing was repaired"
     if not repair.rules:
         return f"{output} is not written: no rule is needed"
-    replace(repair.policy, name=output.stem).save(output)
-    rules = counted(len(repair.rules), "rule")
+    from narrowcast.runtime.torch_bridge import FORMATS, default_dtype
+
+    is_default = str(FORMATS[default_dtype(repair.policy, repair.device_type)]) == repair.low
+    low = repair.policy.low if is_default else repair.low  # of regions that name none, as those of --under FILE
+    replace(repair.policy, name=output.stem, low=low).save(output)
+    rules = counted(len(repair.rules), "rule") + ("" if is_default else f", in {low}")
     return f"wrote {output}: {repair.base} and {rules}; nc.autocast(..., policy={str(output)!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -38,9 +39,10 @@ def capture_command(
 
     Exits with 1 if a call returned NaN or infinity.
     """
+    case = load_case(model.target)
     with grad(backward):
         run = nc.capture(
-            load_case(model.target), under=model.under, backward=backward, statistics=statistics, checksums=checksums,
+            case, under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
         )  # fmt: skip
     options.show(run, result, trace=trace)
@@ -61,10 +63,9 @@ def compare_command(
     """
     if model.target.endswith(_SAVED):
         raise TargetError(f"compare {model.target}", "a saved run", advice="Give two: narrowcast diff RUN_A RUN_B.")
+    case = load_case(model.target)
     with grad(backward):
-        comparison = nc.compare(
-            load_case(model.target), under=model.under, reference=reference, by=by, backward=backward, isolate=isolate
-        )
+        comparison = nc.compare(case, under=model.under, reference=reference, by=by, backward=backward, isolate=isolate)
     options.show(comparison, result)
     _exit_by(comparison.verdict, AT_FAULT)
 
@@ -148,6 +149,7 @@ def watch_command(
     sys.path.insert(0, str(script.resolve().parent))
     watching = nc.watch(at=at, stop=stop, every=every, log=log)
     exited: int | str = 0
+    raised: Exception | None = None
     interrupted = False
     try:
         with watching:
@@ -156,6 +158,8 @@ def watch_command(
         pass  # it is listed
     except KeyboardInterrupt:
         interrupted = True
+    except Exception as error:
+        raised = error
     except SystemExit as error:
         exited = error.code if isinstance(error.code, int) else 0 if error.code is None else f"1: {error.code}"
     finally:
@@ -169,8 +173,18 @@ def watch_command(
         raise typer.Exit(130)
     if exited:
         typer.echo(f"the script exited with {exited}", err=True)
-    if first is not None or exited:
+    if raised is not None:
+        typer.echo(f"the script raised; what was seen until then is above\n{_traceback(raised, script)}", err=True)
+    if first is not None or exited or raised is not None:
         raise typer.Exit(1 if first is not None else 3)
+
+
+def _traceback(error: Exception, script: Path) -> str:
+    """Return the traceback of what a script raised, from its own first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [n for n, frame in enumerate(frames) if Path(frame.filename) == script]
+    shown = traceback.StackSummary.from_list(frames[own[0] if own else 0 :]).format()
+    return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)]).rstrip()
 
 
 def headroom_command(
@@ -185,8 +199,9 @@ def headroom_command(
     if target.endswith(_SAVED):
         run = nc.load(target, nc.Run)
     else:
+        case = load_case(target)
         with grad(backward):
-            run = nc.capture(load_case(target), backward=backward, statistics="whole")
+            run = nc.capture(case, backward=backward, statistics="whole")
     headroom = run.headroom(tolerance)
     notices = []
     if policy_out is not None:

@@ -184,7 +184,9 @@ def _todos(result: Explanation) -> list[Todo]:
     if comparison is not None and comparison.time_ratio > SLOWER and not is_placed:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
-        fast = Todo('Choose formats by measured time: nc.compile(model, goal="fast").', f"{why}{on and ': '}{on}")
+        under = f'"{result.low}"' if result.policy == "native" else "..."  # the region, or its policy
+        what = f'Choose formats by measured time: nc.compile(model, under={under}, goal="fast")'
+        fast = Todo(what, f"{why}{on and ': '}{on}")
         more_ms = comparison.region_ms - comparison.reference_ms
         is_by_casts = (number(comparison.casts_ms) or 0.0) > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]

@@ -159,7 +159,8 @@ def _todos(profile: Profile) -> list[Todo]:
         return []
     which = ", ".join(f"{row.family} in {row.format}" for row in emulated)
     why = f"this device only emulates {which}: native autocasting lowers just these, and is slower than fp32"
-    return [Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why)]
+    fast = f'nc.compile(model, under="{emulated[0].format}", goal="fast")'
+    return [Todo(f"Choose formats by measured time: {fast}", why)]
 
 
 def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[Series], list[Crossing]]:

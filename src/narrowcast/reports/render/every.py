@@ -66,10 +66,10 @@ def _figures(page: Document, width: int) -> list[list[str]]:
     ]
     column = max((len(value) for _, value, _ in figures), default=0)
     names_column = max(map(len, (*names, *(name for name, _, _ in figures))), default=0)
-    names_column = max(names_column, _NAME - 1)
+    names_column = max(names_column + 1, _NAME - 1)
     texts = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
     texts += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
-    return [wrapped(text, " " * _NAME, width) for text in texts]
+    return [wrapped(text, " " * (names_column + 1), width) for text in texts]
 
 
 def _shares(bar: Bar) -> str:

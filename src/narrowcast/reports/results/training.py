@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from narrowcast.core.ledger import Advice
@@ -44,6 +45,11 @@ class TrainingCheck(Result):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of findings, each once."""
         return tuple(dict.fromkeys(finding.kind for finding in self.findings))
+
+    def __repr__(self) -> str:
+        """In a test, `assert nc.check_training(step)` shows no more than this."""
+        found = "; ".join(f"{one.kind} ({Path(one.file).name}:{one.line})" for one in self.findings)
+        return f"<TrainingCheck: {self.verdict}{found and ': '}{found}; print shows it>"
 
     def __bool__(self) -> bool:
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
