@@ -62,7 +62,7 @@ class Opening:
     is_ready: bool = False
 
     def make_ready(self) -> None:
-        """Have the ops that the policy changes ask the region, and checkpoint's recomputation; for good, but in trials."""
+        """Have the ops that the policy changes, and checkpoint's recomputation, ask the region; trials undo it."""
         if self.is_changed:
             install(self.prepared.ops, self.prepared.changed, self.state[0])
             carry_into_recomputation()

@@ -24,10 +24,8 @@ from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
-from narrowcast.training.check.scaled_by import Scale, ScaledBy
+from narrowcast.training.check.scaled_by import Scale, ScaledBy, never_skipped, steps_with_scaled
 from narrowcast.training.check.unused import Unused, has_finite_gradient
-
-NEVER_SKIPPED = "a step that is never skipped"
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +55,7 @@ class Backwards:
         self._gradients: ByStorage[_Gradient] = ByStorage()
         self._used: list[torch.Tensor] = []  # the gradients that the optimizer that steps began with
         self._scaling: dict[int, Scale | None] = {}  # the autograd nodes that scale a loss, and by what
+        self._finite: set[int] = set()  # those whose loss was finite
         self._coming: dict[int, torch.Tensor] = {}  # leaves that the next backward reaches past any scale
         self._reaches: dict[int, torch.Tensor] = {}
         self._next, self._power = UNKNOWN, UNKNOWN  # of the results of the next backward, and of this one
@@ -98,7 +97,10 @@ class Backwards:
         before = [power for power in of_losses if power is not None]
         if (power.power or scales) and not any(before):
             [*by] = scales.items()
-            self._scaling[autograd.next_sequence_number() - 1] = by[0] if len(by) == 1 else None
+            node = autograd.next_sequence_number() - 1
+            self._scaling[node] = by[0] if len(by) == 1 else None
+            with quietly():
+                self._finite |= {node} if all(is_finite(t) for t in tensors if t.requires_grad) else set()
         elif before and power.power == 2 and max(before) == 1 and not power.of_gradients:
             return (
                 "a loss that is scaled twice",
@@ -121,7 +123,8 @@ class Backwards:
         known = self._powers.of(root)
         scaling = self._scaling if known.power != 0 else {}  # it is divided again
         nodes = autograd.nodes_before(root.grad_fn, scaling.keys())
-        met = [scaling[n] for n in map(autograd.sequence_number, nodes) if n in scaling]
+        at = [n for n in map(autograd.sequence_number, nodes) if n in scaling]
+        met = [scaling[n] for n in at]
         is_judged = not known.power and (met or known.is_mixed or known.power == 0)
         self._coming = {id(n.variable): n.variable for n in nodes if hasattr(n, "variable")} if is_judged else {}
         if met:
@@ -130,7 +133,7 @@ class Backwards:
             self._next = PLAIN if known.power == 0 else UNKNOWN
         self._next_by = met[0] if len(set(met)) == 1 else None
         self._judge_loss(root)
-        self.unused.begins_at(root)
+        self.unused.begins_at(root, bool(at) and self._finite.issuperset(at), bool(at))
 
     def _judge_loss(self, root: torch.Tensor) -> None:
         """Report a loss computed from scaled gradients together with values that are not scaled."""
@@ -146,9 +149,13 @@ class Backwards:
                 into.site,
             ))  # fmt: skip
 
-    def unscales(self, call: SeenCall) -> None:
-        """Inspect a call that unscales gradients: those of a loss that was not scaled should not be."""
+    def unscales(self, call: SeenCall, never_skips: bool) -> bool:
+        """Inspect a call that unscales gradients: those of a loss that was not scaled should not be. never_skips: the
+        loop steps with them, finite or not. Return whether it will skip the step.
+        """
         gradients = [t for t in call.args[0] if has_storage(t)]
+        with quietly():
+            is_skipped = not never_skips and not all(is_finite(g) for g in gradients if is_floating(g))
         by = float(call.args[2])
         self._is_checked = False
         self._judge_hidden()
@@ -157,8 +164,9 @@ class Backwards:
         self.found += self._scaled_by.divided(gradients, 1 / by if by else 0.0)
         for gradient in gradients:
             power, known = self._powers.of(gradient), self._of(gradient)
-            known.unscaled = loop_line()
+            known.unscaled = None if is_skipped else loop_line()
             known.divided = power if (power.power or 0) < 0 and power.site is not NOWHERE else None
+        return is_skipped
 
     def _judge_hidden(self) -> None:
         """Report gradients that were not finite when the host asked, and are, or are gone, as the scaler looks."""
@@ -283,7 +291,7 @@ class Backwards:
         return self.unused.end_of_round()
 
     def _moved(self, site: Site) -> None:
-        self.found.append(_steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
+        self.found.append(steps_with_scaled("Divide them: scaler.unscale_(optimizer), before this line.", site))
 
     def judge(self) -> Found | None:
         """Return a finding about gradients that nobody uses, or a loss that is not finite, in all steps."""
@@ -299,7 +307,7 @@ class Backwards:
             self._judge_powers(gradients)
         is_unscaled = any(seen.unscaled for seen in known) and not is_reported
         if is_unscaled and not self._is_checked and not takes_scale(optimizer):
-            self.found.append(_never_skipped(
+            self.found.append(never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
                 "too large, they are not, and neither are the weights afterwards"
             ))  # fmt: skip
@@ -339,7 +347,7 @@ class Backwards:
         with quietly():
             if not all(map(is_finite, self._broken)):
                 what = "gradients are not finite in this step, and neither are the weights after it"
-                self.found.append(_never_skipped(what))
+                self.found.append(never_skipped(what))
         self._broken = []
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:
@@ -350,7 +358,7 @@ class Backwards:
         again = again or next((seen.divided for p, seen in rows if seen.divided and (p.power or -1) < 0), None)
         if scaled is not None:
             todo = "Step by way of the scaler: scaler.step(optimizer), scaler.update()."
-            self.found.append(_steps_with_scaled(todo, scaled.site))
+            self.found.append(steps_with_scaled(todo, scaled.site))
         elif again is not None:
             self.found.append((
                 "gradients unscaled twice",
@@ -378,22 +386,3 @@ class Backwards:
             known = _Gradient()
             self._gradients.put(gradient, known)
         return known
-
-
-def _steps_with_scaled(todo: str, site: Site) -> Found:
-    return (
-        "an optimizer steps with scaled gradients",
-        "the loss is multiplied by the loss scale, and the gradients are never divided by it: they are too large by "
-        "the scale",
-        todo,
-        loop_line() if site is NOWHERE else site,
-    )
-
-
-def _never_skipped(what: str) -> Found:
-    return (
-        NEVER_SKIPPED, what,
-        "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps, "
-        "nc.watch() names the first call that gives NaN or infinity.",
-        loop_line(),
-    )  # fmt: skip

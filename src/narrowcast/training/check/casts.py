@@ -89,8 +89,8 @@ class Stale:
         """Return a finding if a call of a region has read a cached cast that differs from its weight."""
         for name, weight in tensors_by_name(call.facts, call.args, call.kwargs):
             seen, of, result = self._casts.get(id(weight), (None, None, None))
-            if of is None or of() is not weight or seen is call or not has_storage(weight):
-                continue
+            if of is None or of() is not weight or seen is call or not has_storage(weight) or not weight.requires_grad:
+                continue  # no region keeps casts of frozen ones
             cast = result() if result is not None else None
             if cast is None or torch.equal(weight.detach().to(cast.dtype), cast.detach()):
                 continue

@@ -104,7 +104,8 @@ class Gradients:
 
     def copied(self, call: SeenCall) -> None:
         """Note copies of gradients that a call has made, perhaps in fp32, for copies of weights."""
-        if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
+        sources = tensors_in(call.args) if call.facts.op is TO_COPY else []
+        if sources and has_storage(sources[0]) and storage_key(sources[0]) in self.lie_in():
             self._copies.put(call.result, True)
 
     def computed(self, call: SeenCall) -> None:

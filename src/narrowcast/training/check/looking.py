@@ -22,7 +22,7 @@ from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, 
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
-from narrowcast.training.check.backwards import NEVER_SKIPPED, Backwards
+from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import UPDATES, Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
@@ -30,6 +30,7 @@ from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
 from narrowcast.training.check.rounded import RoundedWeights
+from narrowcast.training.check.scaled_by import NEVER_SKIPPED
 from narrowcast.training.check.sums import Sums, low_statistics
 
 COSTS_TIME = "weights cast again"
@@ -220,7 +221,8 @@ class LoopObserver(Observer):
         if call.facts.id == UNSCALE:
             self._scales = self._scales or loop_line()
             self._say(self._gradients.unscaled(call))
-            self._backwards.unscales(call)
+            if self._backwards.unscales(call, self.never_skips):
+                self.end_of_step()
         elif call.facts.id == UPDATE_SCALE:
             is_known = dispatch.storage_key(call.args[0]) in self._kept.scales()
             is_skipped = bool(call.args[2]) and not self.never_skips
@@ -259,7 +261,7 @@ class LoopObserver(Observer):
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
-        if is_trained and "fp16" in computes:
+        if is_trained and "fp16" in computes and all(map(has_storage, call.results)):  # who knows scales in torch.func
             self._fp16 = self._fp16 or (call.id.op, call.site)
         elif is_trained and is_region and call.rule is not None and "bf16" in computes:
             self._low = self._low or (call.id.op, call.site)
@@ -306,9 +308,8 @@ class LoopObserver(Observer):
         """Inspect an optimizer that is about to step. is_seen: in the thread that is observed."""
         self._kept.optimizer(optimizer, is_seen)
         with dispatch.without_functions():
-            self._gradients.steps(optimizer)
-            self._backwards.steps(optimizer)
-            self._rounded.steps(optimizer)
+            for part in (self._gradients, self._backwards, self._rounded):
+                part.steps(optimizer)
         self._is_stepping = True
         self.end_of_step()
 
@@ -374,12 +375,12 @@ class LoopObserver(Observer):
 
     def judge(self) -> None:
         """Report what only all of the steps together show."""
-        of_outside = self._outside.judge(self._backwards.differentiated, self._kept.trained(), self._backwards.has_run)
-        for finding in of_outside:
+        backwards, trained = self._backwards, self._kept.trained()
+        for finding in self._outside.judge(backwards.differentiated, trained, backwards.has_run):
             self._say(finding)
-        self._say(self.updates.judge(self._kept.trains_what_was_there))
-        self._say(self._gradients.judge(self._backwards.trained))
-        self._say(self._backwards.judge())
+        skipped = self.updates.judge(self._kept.trains_what_was_there)
+        for told_of in (skipped, self._gradients.judge(backwards.trained), None if skipped else backwards.judge()):
+            self._say(told_of)
         if not any(finding.kind == UPDATES for finding in self.found):  # else it has told of the same loss
             self._say(self._rounded.found)
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand

@@ -108,7 +108,7 @@ class OutsideRegions:
             return
         inputs = tensors_in(call.args, call.kwargs)
         is_cast = call.facts.op is dispatch.TO_COPY
-        if is_cast and inputs[0].dtype in LOW and call.result.dtype is torch.float32:
+        if is_cast and inputs and inputs[0].dtype in LOW and call.result.dtype is torch.float32:
             for tensor in call.results:
                 self._intentional.put(tensor, True)
         self.copied(inputs, call.results)

@@ -27,6 +27,8 @@ _EPSILON = 1e-4
 """Up to here, a term that is added to scaled values only prevents a division by zero."""
 _FAR = 2.0**20
 """The factor of a scale that shows a limit which is not reached yet."""
+_WRITTEN = 1e-3, 1e3
+"""Numbers of two digits in between are factors in a loss, and no scale."""
 MIXES, LIMITS, HIDES, ASKS = "mixes", "limits", "hides", "asks"
 
 
@@ -149,7 +151,8 @@ class Powers:
         numbers = [self._of_number(number) for number in _numbers(args, kwargs)]
         is_scaled = any(power.power for power in known) or any(n != 0 for n in numbers)
         may_know = self._has_read or bool(self._kept.scales() - self._begun_with)
-        is_unsure = None in numbers or (may_know and 0 in numbers)
+        may_scale = may_know and any(map(_may_be_computed, _numbers(args, kwargs)))
+        is_unsure = None in numbers or (may_scale and 0 in numbers)
         asks = self._answer(tensors_in(args, kwargs))
         if any(power.is_gradient for power in known) and (asks is not None or _name(facts) in named("finite.replaces")):
             return [Power(1.0, site(), facts.id, HIDES, of_gradients=True)]
@@ -159,7 +162,7 @@ class Powers:
             does = [power.does for power in known]
             limited = known[does.index(LIMITS)] if LIMITS in does else asks if {*does} <= {ASKS} else None
             divided = next((p for p in known if p.of_gradients and p.power == 0 and p.site is not NOWHERE), None)
-            return [limited or divided or self._unscaled(facts, args, kwargs, may_know and 0 in numbers)]
+            return [limited or divided or self._unscaled(facts, args, kwargs, may_scale and 0 in numbers)]
         if self._asks_alone(facts, args, kwargs, known):
             return [Power(0.0, site(), facts.id, ASKS)]
         is_moved = _name(facts) in named("computation.none") and len(floats) == 1
@@ -307,6 +310,11 @@ def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _numbers(value, {})
+
+
+def _may_be_computed(number: float) -> bool:
+    """Return whether a number may be computed from a scale, or a norm: one that is short to write is written so."""
+    return number != 0 and not (_WRITTEN[0] <= abs(number) <= _WRITTEN[1] and float(f"{number:.2g}") == number)
 
 
 def _exponent(once: torch.Tensor, other: torch.Tensor, factor: float, room: float) -> float | None:

@@ -14,6 +14,7 @@ from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.training.check.gradients import Found
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Powers
 
+NEVER_SKIPPED = "a step that is never skipped"
 Scale = tuple[int, float]
 """A loss scale: its storage key and its value."""
 
@@ -143,3 +144,24 @@ class ScaledBy:
 
 def _lies_in(gradient: torch.Tensor | None, keys: set[int]) -> bool:
     return gradient is not None and storage_key(values_of(gradient)) in keys
+
+
+def steps_with_scaled(todo: str, site: Site) -> Found:
+    """Return a finding: gradients are used while they are multiplied by the scale."""
+    return (
+        "an optimizer steps with scaled gradients",
+        "the loss is multiplied by the loss scale, and the gradients are never divided by it: they are too large by "
+        "the scale",
+        todo,
+        loop_line() if site is NOWHERE else site,
+    )
+
+
+def never_skipped(what: str) -> Found:
+    """Return a finding: nobody asks whether gradients are finite."""
+    return (
+        NEVER_SKIPPED, what,
+        "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps, "
+        "nc.watch() names the first call that gives NaN or infinity.",
+        loop_line(),
+    )  # fmt: skip

@@ -31,19 +31,24 @@ class Unused:
         self.is_used = self.has_skipped = False
         self._roots, self._not_finite = 0, list[Site]()  # of backwards, and the lines of those that are not finite
         self._fresh: dict[int, torch.Tensor] = {}  # leaves that a backward has reached, by identity
-        self._by_gradient: dict[int, int] | None = None  # those, by the storage of their gradients; None: not looked up
+        self._by_gradient: dict[int, tuple[int, int]] | None = None
+        """Those, and how large they are, by the storage of their gradients; None: not looked up."""
         self._lay: dict[int, int] = {}  # where they lay then
         self._cleared: dict[int, Site] = {}  # and those whose gradients were filled with a number since
         self._line = NOWHERE
         self._rounds = 0
+        self._own = 0  # how many of those were so before they were scaled
         self._broken: list[Site] = []  # of rounds in which gradients were not finite, and not used
 
-    def begins_at(self, root: torch.Tensor) -> None:
-        """Note whether a loss is finite."""
+    def begins_at(self, root: torch.Tensor, is_known: bool, is_scaled: bool) -> None:
+        """Note whether a loss is finite. is_known: it was before it was scaled; is_scaled: so that the scale is not to
+        blame if it was not.
+        """
         with quietly():
             self._roots += 1
-            if is_floating(root) and not is_finite(root):
+            if is_floating(root) and not is_known and not is_finite(root):
                 self._not_finite.append(loop_line())
+                self._own += is_scaled
 
     def reaches(self, leaf: torch.Tensor, line: Site) -> None:
         """Note that a backward computes the gradient of a leaf."""
@@ -59,10 +64,10 @@ class Unused:
         """Note that tensors are filled with a number."""
         if self._by_gradient is None:
             gradients = [(n, values_of(leaf.grad)) for n, leaf in self._fresh.items() if leaf.grad is not None]
-            self._by_gradient = {storage_key(g): n for n, g in gradients if has_storage(g)}
-        for tensor in tensors:
-            number = self._by_gradient.get(storage_key(tensor)) if has_storage(tensor) else None
-            if number is not None:
+            self._by_gradient = {storage_key(g): (n, g.numel()) for n, g in gradients if has_storage(g)}
+        for tensor in filter(has_storage, tensors):
+            number, size = self._by_gradient.get(storage_key(tensor), (0, 0))
+            if size and tensor.numel() >= size:  # else the rest is used
                 self._cleared[number] = site
 
     def steps(self, optimizer: Any) -> list[Found]:
@@ -113,7 +118,8 @@ class Unused:
         )
 
     def _judge_losses(self) -> Found | None:
-        if self.has_skipped or len(self._not_finite) < max(_TWICE, self._roots):
+        may_be_scale = self.has_skipped and self._own < len(self._not_finite)
+        if may_be_scale or len(self._not_finite) < max(_TWICE, self._roots):
             return None
         return (
             "a loss that is never finite",

@@ -1,0 +1,177 @@
+"""Loops in which a step is skipped, a part of a gradient is cleared, or a penalty is made of gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def net(inputs=4, outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Softplus(), nn.Linear(16, outputs))
+
+
+@pytest.mark.parametrize("scale", [256.0, 2.0**16, 2.0**20])
+def test_one_scaler_of_two_adversaries(scale):
+    """The step of one may be skipped: what the other's backward adds to its gradients is cleared, and its weights are
+    cast again for a step of their own.
+    """
+    maker, critic = net(8, 16), net(16)
+    of_maker, of_critic = (torch.optim.SGD(m.parameters(), 0.01) for m in (maker, critic))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step():
+        real, noise = torch.randn(16, 16), torch.randn(16, 8)
+        of_critic.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = F.softplus(-critic(real)).mean() + F.softplus(critic(maker(noise).detach())).mean()
+        scaler.scale(loss).backward()
+        scaler.step(of_critic)
+        of_maker.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = F.softplus(-critic(maker(noise))).mean()
+        scaler.scale(loss).backward()
+        scaler.step(of_maker)
+        scaler.update()
+
+    assert not nc.check_training(step).findings
+
+
+CLEARED = {
+    "a slice": lambda g: g[:9].zero_(),
+    "a slice is filled": lambda g: g[:9].fill_(0.0),
+    "by index": lambda g: g.__setitem__(slice(9), 0),
+    "through data": lambda g: g.data.__setitem__(slice(9), 0.0),
+    "all": lambda g: g.zero_(),
+}
+
+
+@pytest.mark.parametrize("how", CLEARED)
+def test_a_part_of_a_gradient_is_cleared(how):
+    """One row is trained, as in textual inversion: the rest of the table is not, and that is meant."""
+    table, model = nn.Embedding(10, 4), net().requires_grad_(False)
+    optimizer = torch.optim.SGD(table.parameters(), 1.0)
+
+    def step():
+        with torch.autocast("cpu", BF16):
+            loss = model(table(torch.arange(10))).float().square().mean()
+        loss.backward()
+        CLEARED[how](table.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert nc.check_training(step).kinds == (("weights that never move",) if how == "all" else ())
+
+
+def test_frozen_weights_are_cast_each_time():
+    """A graph of gradients keeps an old cast alive; no region does."""
+    critic, maker = net(), net(4, 4)
+    of_critic, of_maker = (torch.optim.SGD(m.parameters(), 0.05) for m in (critic, maker))
+
+    def step():
+        critic.requires_grad_(True)
+        of_critic.zero_grad()
+        x = torch.randn(8, 4).requires_grad_()
+        with torch.autocast("cpu", BF16):
+            loss, total = critic(torch.randn(8, 4)).float().mean(), critic(x).sum()
+        slope = torch.autograd.grad(total, x, create_graph=True)[0].float()
+        (loss + 10 * (slope.norm(dim=1) - 1).square().mean()).backward()
+        of_critic.step()
+        critic.requires_grad_(False)
+        of_maker.zero_grad()
+        with torch.autocast("cpu", BF16):
+            loss = -critic(maker(torch.randn(8, 4))).float().mean()
+        loss.backward()
+        of_maker.step()
+
+    assert not nc.check_training(step).findings
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_losses_scaled_inside_of_torch_func(mapped):
+    """Nobody sees there by what a loss is multiplied; and nothing goes wrong in looking."""
+    model, scale = net(), 1024.0
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x,)).float().square().mean() * scale
+
+    def step():
+        x = torch.randn(4, 4)
+        with torch.autocast("cpu", FP16):
+            if mapped:
+                rows = torch.vmap(torch.func.grad(lambda w, row: loss(w, row[None])), (None, 0))(weights, x)
+                gradients = {name: rows[name].mean(0) for name in rows}
+            else:
+                gradients = torch.func.grad(loss)(weights, x)
+        for name, weight in weights.items():
+            weight.sub_(0.1 * gradients[name] / scale)
+
+    found = nc.check_training(step)
+    assert not found.findings and not any("not inspected" in note for note in found.notes), str(found)
+
+
+WEIGHED = {"10": lambda p: 10 * p, "10.0": lambda p: 10.0 * p, "0.1": lambda p: 0.1 * p, "/ 2.0": lambda p: p / 2.0}
+
+
+@pytest.mark.parametrize("factor", WEIGHED)
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_penalty_of_scaled_gradients(factor, divided):
+    """Whatever its weight in the loss: a short number is no scale."""
+    model = net(5)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=128.0)
+
+    def step():
+        optimizer.zero_grad()
+        x = torch.randn(16, 5, requires_grad=True)
+        with torch.autocast("cpu", FP16):
+            out = model(x)
+        slope = torch.autograd.grad(scaler.scale(out.float().sum()), x, create_graph=True)[0]
+        slope = slope / scaler.get_scale() if divided else slope
+        loss = out.float().square().mean() + WEIGHED[factor]((slope.norm(dim=1) - 1).square().mean())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item()
+
+    assert nc.check_training(step).kinds == (() if divided else ("scaled gradients in a loss",))
+
+
+@pytest.mark.parametrize("scale", [1024.0, 2.0**20])
+def test_a_loss_that_is_infinite_before_it_is_scaled(scale):
+    """A step that is skipped for its scale, too, is no excuse for it."""
+    model = net(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            out = model(torch.randn(64, 4))
+            loss = (out - 300.0).square().sum()
+        grown = torch.where(loss.isfinite(), loss, loss.detach())
+        scaler.scale(grown).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    found = nc.check_training(step, steps=4)
+    assert {"a loss that is never finite", "every step is skipped"} & set(found.kinds), str(found)
+
+
+def test_a_check_in_an_assert_names_what_it_found():
+    """pytest shows no more than this."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        with torch.autocast("cpu", FP16):
+            loss = model(torch.randn(8, 4)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    text = repr(nc.check_training(step))
+    assert text.startswith("<TrainingCheck: wrong: ") and "fp16 without a scaler (test_parts" in text, text
