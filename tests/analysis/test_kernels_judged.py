@@ -249,3 +249,18 @@ def test_a_softmax_that_is_off_in_fp32_too_is_named(low):
     with kernel("_softmax", softmax):
         found = nc.compare(model, (torch.randn(12, 8, dtype=model[0].weight.dtype),), under="fp16", isolate=0)
     assert KERNEL in {row.verdict for row in found.rows if "softmax" in row.id.op}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_function_that_is_off_in_fp32_too_is_named(low):
+    """Its tails are 5 % too small in every format but fp64."""
+
+    def silu(x):
+        wide = x.double() if x.dtype is torch.float64 else x.float()
+        off = torch.where(wide.abs() > 1, 0.05, 0.0) * (x.dtype is not torch.float64)
+        return (wide * wide.sigmoid() * (1 - off)).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).to(getattr(torch, {"bf16": "bfloat16", "fp16": "half"}[low]))
+    with kernel("silu", silu):
+        found = nc.compare(model, (3 * torch.randn(12, 8, dtype=model[0].weight.dtype),), under="fp16", isolate=0)
+    assert KERNEL in {row.verdict for row in found.rows if "silu" in row.id.op}, str(found)

@@ -81,6 +81,8 @@ _LOST = 1.0
 """With a larger error of scores, nothing is left of the weights, which their differences determine."""
 _SOFTMAX, _ZERO_AT = ("_softmax", "softmax", "special_softmax", "_safe_softmax"), 104.0
 """The exponential of less than minus that is zero in fp32."""
+_OF_FUNCTION = 2.0**-12
+"""No library's function of one tensor is that far off in fp32, of its largest value."""
 _MOVED = 4 * fp32.epsilon
 """Inputs are perturbed by this much to see what cancels."""
 
@@ -153,6 +155,15 @@ def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples
     return [exact[0].abs() * bounds.gamma(steps, bounds.unit(format)) + format.smallest]
 
 
+def _largest_of_function(inputs: Inputs, exact: torch.Tensor) -> float:
+    """Return how far off a function of one tensor may be in fp32, element by element; infinity of other ops. What it is
+    off on these inputs is no bound where its kernel in fp32 is wrong, too.
+    """
+    if not is_pointwise(inputs.facts.op) or len(tensors_in(inputs.args, inputs.kwargs)) != 1 or not exact.numel():
+        return math.inf
+    return _OF_FUNCTION * float(exact.abs().max())
+
+
 def _largest_of_softmax(inputs: Inputs) -> float:
     """Return how far softmax in fp32 is off at most, whose results are at most 1: an exponential magnifies the rounding
     of its argument by that, down to where it is zero, and the sum adds one rounding a term. Infinity for other ops.
@@ -178,7 +189,7 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
     for n, y64 in enumerate(exact):
         off = [_distance(run[n], y64) for run in others if run is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
-        largest = min(largest, _largest_of_softmax(inputs))  # the kernel in fp32 may be off, too
+        largest = min(largest, _largest_of_softmax(inputs), _largest_of_function(inputs, y64))
         slack.append(y64.abs().mul_(2 * bounds.unit(fp32) + between).add_(bounds.WIDE_FACTOR * largest + more))
     if in_between := _rounding_in_between(inputs, results):
         slack[0] += in_between * _SIZE_IN_BETWEEN[op_kind(inputs.facts.id).name](inputs)

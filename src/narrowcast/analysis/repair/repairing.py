@@ -230,6 +230,8 @@ class Repairing:
             rules = rules_for_not_finite(problem.findings, ran.look, in_fp32, self._tried)
         if not rules and ran.error is not None:
             cause, rules = RAISED, self._propose_for_raised(ran)
+        if not rules and cause == NOT_FINITE:  # the code may follow the format of what another call gives
+            return self._propose_the_rest(ran, problem)
         for rule in rules:
             self._causes[rule] = (cause, 1.0)
         return rules

@@ -27,7 +27,7 @@ from narrowcast.reports.documents.tables import finding_table, module_table, op_
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
-from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_FINITE, PASSED_ON, ROUND_OFF
+from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_COMPARED, NOT_FINITE, PASSED_ON, ROUND_OFF
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
@@ -94,7 +94,7 @@ def comparison_verdict(result: Differences) -> str:
         band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     broken = [row.parameter for row in result.gradients if row.verdict == NOT_FINITE]
-    if result.verdict == ROUND_OFF and result.reference_not_finite:
+    if result.verdict in (ROUND_OFF, NOT_COMPARED) and result.reference_not_finite:
         first = f"; not finite, in the reference either: {result.reference_not_finite}"
     elif result.verdict == NOT_FINITE and broken and not first:
         first = f"; {counted(len(broken), 'gradient', 'are')} not finite, the first of {broken[0]}"
@@ -152,6 +152,9 @@ def _todos(result: Differences) -> list[Todo]:
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
+    if result.verdict == NOT_COMPARED and result.gradients:  # they are not finite
+        where = result.reference_not_finite or "nc.watch() around forward and backward names the call that makes them"
+        return [Todo(f"Mend what is not finite in {result.reference}, too: no rule does", where)]
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 

@@ -72,7 +72,8 @@ def explanation_document(result: Explanation) -> Document:
 def _notes(result: Explanation) -> list[str]:
     """Return notes: what raised, what is a fault of ours, what is not finite, what takes time, what a goal chose."""
     failure, comparison = result.failure, result.comparison
-    notes = [result.note, *result.ledger.notes]
+    first = comparison.reference_not_finite if comparison is not None else ""
+    notes = [f"fp32 itself is not finite: {first}" if first else "", result.note, *result.ledger.notes]
     if failure is not None:
         notes.append(f"{failure.text} What ran before is shown.")
     notes += [
@@ -81,8 +82,6 @@ def _notes(result: Explanation) -> list[str]:
         for d in result.differences
     ]
     if comparison is not None:
-        if comparison.reference_not_finite:
-            notes.append(f"fp32 itself is not finite: {comparison.reference_not_finite}")
         if comparison.not_finite is not None:
             notes.append(f"Not finite in the region, and finite in fp32: {comparison.not_finite.text}")
         on = spent(comparison)
@@ -109,12 +108,16 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         return f"It raises under {failure.policy}, and not in fp32: {failure.error} ({failure.op}, {at})", "bad"
     if comparison is not None and comparison.not_finite is not None:
         first = comparison.not_finite
-        return f"Not finite, where fp32 is: {first.value} made by {first.op} in {first.module_path}", "bad"
+        module = first.module_path or "the root"
+        return f"Not finite, where fp32 is: {first.value} made by {first.op} in {module}", "bad"
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
         how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
-        text = f"{VERDICTS.get(verdict, verdict)}{joined}{how} it takes {ratio:.2f} times the time of fp32 here"
+        either = (
+            ", which is not finite itself" if verdict in comparisons.SOUND and comparison.reference_not_finite else ""
+        )
+        text = f"{VERDICTS.get(verdict, verdict)}{either}{joined}{how} it takes {ratio:.2f} times the time of fp32 here"
         text += comparisons.share_of_output(comparison.differences, "the output error")
         return text, "bad" if verdict in AT_FAULT else "" if ratio > SLOWER else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))

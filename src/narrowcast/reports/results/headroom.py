@@ -122,7 +122,7 @@ def headroom_of(calls: Sequence[CallRecord], tensors: Sequence[TensorFacts], tol
             headroom.rows += [TensorHeadroom(call.id, argument, *figures) for figures in known[number]]
             headroom.places[call.id] = f"{call.file}:{call.line}"
     if not headroom.rows:
-        advice = "Capture the model without a low format: nc.capture(model, inputs)."
+        advice = "Capture it without a region, with its weights in fp32: nc.capture(model.float(), inputs)."
         raise RunError("run.headroom()", f"none of its {counted(len(calls), 'call')} has an fp32 tensor", advice=advice)
     if sampled:
         headroom.notes.append("underflow was read off samples: nc.capture(statistics='whole') inspects every element")
