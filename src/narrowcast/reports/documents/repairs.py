@@ -83,7 +83,7 @@ def _bars(result: Repair) -> list[Bar]:
     for when, counts in (("before", before), ("with the rules", after)):
         if counts.all and counts.all == after.all:
             parts = ((result.low, float(counts.low)), ("fp32", float(counts.all - counts.low)))
-            title = f"Matrix multiplications by format, {when}"
+            title = f"Products {when}"
             bars.append(Bar(title, "calls", tuple(part for part in parts if part[1])))
     return bars
 
