@@ -1,5 +1,7 @@
 """Loops in which a step is skipped, a part of a gradient is cleared, or a penalty is made of gradients."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -173,5 +175,8 @@ def test_a_check_in_an_assert_names_what_it_found():
         loss.backward()
         optimizer.step()
 
-    text = repr(nc.check_training(step))
-    assert text.startswith("<TrainingCheck: wrong: ") and "fp16 without a scaler (test_parts" in text, text
+    found = nc.check_training(step)
+    more = f" and {len(found.findings) - 1} more" if len(found.findings) > 1 else ""
+    first = f"{found.kinds[0]} ({Path(__file__).name}:{found.findings[0].line})"
+    assert "fp16 without a scaler" in found.kinds
+    assert repr(found) == f"<TrainingCheck: wrong: {first}{more}; print shows it>"

@@ -48,8 +48,9 @@ class TrainingCheck(Result):
 
     def __repr__(self) -> str:
         """In a test, `assert nc.check_training(step)` shows no more than this."""
-        found = "; ".join(f"{one.kind} ({Path(one.file).name}:{one.line})" for one in self.findings)
-        return f"<TrainingCheck: {self.verdict}{found and ': '}{found}; print shows it>"
+        first = next((f": {one.kind} ({Path(one.file).name}:{one.line})" for one in self.findings), "")
+        more = f" and {len(self.times) - 1} more" if len(self.times) > 1 else ""
+        return f"<TrainingCheck: {self.verdict}{first}{more}; print shows it>"
 
     def __bool__(self) -> bool:
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
