@@ -180,3 +180,25 @@ def test_a_check_in_an_assert_names_what_it_found():
     first = f"{found.kinds[0]} ({Path(__file__).name}:{found.findings[0].line})"
     assert "fp16 without a scaler" in found.kinds
     assert repr(found) == f"<TrainingCheck: wrong: {first}{more}; print shows it>"
+
+
+@pytest.mark.parametrize("at", ["op", "step"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_the_scaler_would_skip_is_made_by_hand(at, by_hand):
+    """Then nothing was skipped: the infinity is in the weights."""
+    model = net(6, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    with nc.watch(at=at) as watching:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", FP16):
+                loss = F.cross_entropy(model(torch.randn(16, 6)), torch.arange(16) % 2)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            optimizer.step() if by_hand else scaler.step(optimizer)
+            scaler.update()
+    assert all(p.isfinite().all() for p in model.parameters()) is not by_hand
+    assert bool(watching.findings) is by_hand and not watching.notes, str(watching)
+    assert by_hand is not ("by a scaler" in str(watching)), str(watching)
+    if by_hand and at == "op":
+        assert "scaler.step(optimizer)" in str(watching)

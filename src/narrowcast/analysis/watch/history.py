@@ -9,7 +9,7 @@ result for the largest number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -97,6 +97,7 @@ class ValueHistory:
     def __init__(self) -> None:
         self.carriers: ByStorage[Carrier] = ByStorage(self._freed)
         self.made: dict[Place, Cause] = {}
+        self.skipped: list[Cause] = []  # left to a scaler in this step
         self._seen_by: dict[CallId, tuple[Cause, ...]] = {}
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
@@ -167,7 +168,18 @@ class ValueHistory:
             return 0
         for cause in waiting:
             cause.why = FOR_SCALER
+        self.skipped = waiting or self.skipped
         return len(waiting)
+
+    def steps_nevertheless(self) -> None:
+        """Report what was left to a scaler, whose step an optimizer makes by itself."""
+        for cause in self.skipped:
+            cause.why, cause.became = (
+                "",
+                "an optimizer steps with it, and does not ask the scaler: scaler.step(optimizer)",
+            )
+        self.came_to(self.skipped)
+        self.skipped = []
 
     def ends(self) -> None:
         """Report at the end of the block the causes of what exists then, and was masked by no reader."""
@@ -216,13 +228,13 @@ class PutOff:
 
 
 def judged(
-    calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool
+    calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool, is_used: Callable[[], bool]
 ) -> Iterator[tuple[PutOff, Verdict, str]]:
     """Yield the calls with results that are not finite, the verdict, and why. losses: the flags of tensors of which
-    gradients were taken. is_skipped: a scaler skips the step.
+    gradients were taken. is_skipped: a scaler skips the step; is_used: asks whether an optimizer steps nevertheless.
     """
     masked = masked_by_readers(calls, losses, read)
-    is_skipped |= any(unscales(put_off.call) and not all(map(read.is_finite, put_off.came)) for put_off in calls)
+    is_skipped |= any(unscales(p.call) and not all(map(read.is_finite, p.came)) for p in calls) and not is_used()
     is_told = has_gone_back = False
     for put_off in calls:
         has_gone_back |= put_off.call.id.direction == BACKWARD

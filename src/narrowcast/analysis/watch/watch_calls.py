@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -338,13 +338,19 @@ class WatchCalls(Observer):
 
     # -- at the end of a step ------------------------------------------------------------------------------------------
 
-    def settle(self, final: bool, parameters: Iterable[torch.Tensor] = (), is_skipped: bool = False) -> None:
+    def settle(self, final: bool, parameters: Sequence[torch.Tensor] = (), is_skipped: bool = False) -> None:
         """End a step, or the block: report causes that reached gradients, and read the flags that were put off.
 
-        is_skipped: a scaler skips the step.
+        parameters: those that an optimizer is about to change. is_skipped: a scaler skips the step.
         """
+        is_used = lambda: not all(p.grad is None or finiteness.is_finite(p.grad) for p in parameters)  # noqa: E731
         if is_skipped:
             self._skips_step()
+        elif self._is_skipped and self._history.skipped and is_used():
+            self._watching.intentional[FOR_SCALER] -= 1
+            if not self._watching.intentional[FOR_SCALER]:
+                del self._watching.intentional[FOR_SCALER]
+            self._history.steps_nevertheless()
         self._is_skipped = False
         self._history.step_ends(is_skipped=False, final=final)
         self._history.carriers.sweep()
@@ -357,18 +363,18 @@ class WatchCalls(Observer):
         if final:
             self._history.ends()
         self._report_due()
-        self._read_later(is_skipped)
+        self._read_later(is_skipped, is_used)
 
     def _skips_step(self) -> None:
         self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
             self._count_intentional(FOR_SCALER)
 
-    def _read_later(self, is_skipped: bool) -> None:
+    def _read_later(self, is_skipped: bool, is_used: Callable[[], bool]) -> None:
         """Read the flags that were put off, in one transfer."""
         later, self._later, losses, self._losses = self._later, [], self._losses, []
         skips = False
-        for put_off, verdict, why in history.judged(later, losses, self._flags.read(), is_skipped):
+        for put_off, verdict, why in history.judged(later, losses, self._flags.read(), is_skipped, is_used):
             if verdict is history.Verdict.SPREAD:
                 self._watching.spread += 1
             elif verdict is history.Verdict.MEANT:
