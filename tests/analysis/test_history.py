@@ -520,7 +520,7 @@ def test_a_scale_that_is_too_high_is_said_once_a_step():
     [(why, times)] = w.intentional.items()
     assert why == "the scale is too high, the scaler skips this step" and times == 3
     text = " ".join(str(w).split())
-    assert "VERDICT: No NaN or infinity was made but in steps that the scaler skipped" in text
+    assert "VERDICT: No NaN or infinity was made except in steps that the scaler skipped" in text
     assert "skipped steps 3 by a scaler" in text and "nc.check_training(step) says which" in text
 
 

@@ -246,7 +246,7 @@ def test_a_step_without_an_optimizer_is_told() -> None:
             cross_entropy(loop.net(loop.x), loop.y).backward()
 
     found = nc.check_training(step)
-    assert any("no optimizer of torch's interface stepped" in note for note in found.notes)
+    assert any("No torch.optim.Optimizer stepped" in note for note in found.notes)
 
 
 def test_our_scaler_is_seen_as_torchs_is() -> None:

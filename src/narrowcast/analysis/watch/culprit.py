@@ -27,7 +27,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, short_type,
 from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
-_NO_REGION = "No nc.autocast is open here, and rules hold in one: open it, in the place of a torch.autocast"
+_NO_REGION = "Rules hold inside nc.autocast, and none is open here: open it in place of torch.autocast"
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _LINEAR = "aten.linear.default"
 _AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}

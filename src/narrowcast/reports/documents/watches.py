@@ -69,7 +69,7 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
     if result.findings:
         return "No NaN or infinity was made, but see the trends", ""
     if FOR_SCALER in result.intentional:
-        return "No NaN or infinity was made but in steps that the scaler skipped", ""
+        return "No NaN or infinity was made except in steps that the scaler skipped", ""
     return "No NaN or infinity was made", "good"
 
 

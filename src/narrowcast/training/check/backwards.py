@@ -105,7 +105,7 @@ class Backwards:
             return (
                 "a loss that is scaled twice",
                 "this loss is multiplied by the loss scale, and was before, and its gradients are divided by it once: "
-                "they are too large by the loss scale",
+                "they are too large by a factor of the loss scale",
                 "Scale it once: scaler.scale(loss).backward().",
                 loop_line(),
             )
@@ -186,8 +186,8 @@ class Backwards:
         if again and not any(seen.is_reported for seen in again):
             self.found.append((
                 "gradients unscaled twice",
-                f"{len(again)} gradients that were divided by the loss scale before are divided by it again: they are "
-                "too small by the scale",
+                f"{counted(len(again), 'gradient')} that the loss scale had divided before: it divides them again, and "
+                "they are too small by a factor of it",
                 "Give each weight to one optimizer, or call optimizer.zero_grad() and the backward again between the "
                 "steps of two.",
                 loop_line(),
@@ -363,7 +363,7 @@ class Backwards:
             self.found.append((
                 "gradients unscaled twice",
                 "gradients are divided by the loss scale, or by what it has multiplied, here, and by the scaler, too: "
-                "they are too small by the scale",
+                "they are too small by a factor of the scale",
                 "Remove this line, or compute it of unscaled gradients: scaler.unscale_(optimizer), or "
                 "scaler.step(optimizer), divides them.",
                 again.site,

@@ -89,7 +89,9 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     findings = _one_per_line(advised | looking.found)
     notes = [*door.notes]
     if not trained and not looking.updates.skipped:
-        notes.append("no optimizer of torch's interface stepped: what only its step shows was not looked for.")
+        notes.append(
+            "No torch.optim.Optimizer stepped: weights were only inspected where the loop itself writes to them."
+        )
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not inspected.")
     if looking.updates.skipped:

@@ -333,7 +333,7 @@ class LoopObserver(Observer):
                 f"{len(sites)} times",
                 "One region around all micro-batches of a step (with its weight cache on) casts each weight once; "
                 "switch it off around their backwards: with nc.autocast(device, enabled=False). Nothing is "
-                "wrong: this costs time alone.",
+                "wrong: this only costs time.",
                 sites[1],
             )
         self._casts.clear()

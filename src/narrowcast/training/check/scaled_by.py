@@ -124,8 +124,8 @@ class ScaledBy:
         part = "a part of this loss is" if is_part else "this loss is"
         self._unscaled.append((
             "a loss that is not scaled",
-            f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': they are "
-            "too small by the loss scale",
+            f"{part} not multiplied by the loss scale, and its gradients are divided by it, like the others: they are "
+            "too small by a factor of the loss scale",
             "Scale each loss, or their sum: scaler.scale(first + second).backward().",
             site,
         ))  # fmt: skip
