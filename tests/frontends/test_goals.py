@@ -492,3 +492,40 @@ def test_fused_loops_are_not_dearer_than_their_calls_where_launching_is_what_cos
     price = fused.value(step.value, step, [product], (bf16, fp32))
     assert fused.call(step, [given], bf16) + price.stores[bf16] < alone.call(step, [given], bf16)
     assert price.casts[bf16, fp32] < 0.5 * alone.value(step.value, step, [product], (bf16, fp32)).casts[bf16, fp32]
+
+
+def test_casts_around_what_a_goal_raised_are_in_the_ledger(monkeypatch):
+    """Each from the format in which its source is computed, and the one to the promised format at the end."""
+    from narrowcast.runtime.devices.prices import TimePrices
+
+    def call(self, step, operands, format):
+        return 0.0 if (format.name == "bf16") == (step.site.module_path == "one") else 1e9
+
+    monkeypatch.setattr(TimePrices, "call", call)
+
+    class Middle(nn.Module):
+        """What surrounds one layer costs least in fp32."""
+
+        def __init__(self):
+            super().__init__()
+            self.before, self.one, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.after(torch.relu(self.one(torch.relu(self.before(x)))))
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = nc.explain(
+            Middle().eval(), (torch.randn(2, 8),), under=BF16, front_end="compile", goal=nc.Goal.fast(verify=False),
+            backend="aot_eager",
+        )  # fmt: skip
+    made = {(cast.module_path, cast.argument): (cast.src, cast.dst) for cast in found.ledger.casts}
+    assert made == {
+        ("one", "input"): ("fp32", "bf16"), ("one", "weight"): ("fp32", "bf16"), ("one", "bias"): ("fp32", "bf16"),
+        ("", "self"): ("bf16", "fp32"), ("after", "returned"): ("fp32", "bf16"),
+    }, made  # fmt: skip
+    assert found.graphs[0].row.casts == len(found.ledger.casts)
+    calls = {(kind.op.split(".")[1], kind.module_path): kind.input_formats for kind in found.ledger.calls}
+    assert calls[("linear", "one")] == calls[("linear", "after")] == calls[("linear", "before")] == "fp32"
+    inserted = [edit for edit in found.graphs[0].edits if edit.by == "place" and edit.kind == "insert"]
+    assert inserted and all(edit.src != edit.dst for edit in inserted), inserted

@@ -30,7 +30,7 @@ from narrowcast.programs.program import (
     SetDtype,
     Share,
     Why,
-    edit_record,
+    edit_records,
     print_program,
 )  # fmt: skip
 
@@ -261,11 +261,11 @@ def test_the_record_of_an_edit_says_what_is_cast_and_what_it_moves():
         SetDtype(3, fp32, plain), Follow(3, fp32, plain), CastReturn(3, 0, fp32, plain), Reread(3, 0, 0, plain),
         CastTogether(3, (0, 1), plain), Remove(2, plain), Share(4, 2, plain), Remove(3, plain),
     ]  # fmt: skip
-    rows = [edit_record(program, edit) for edit in edits]
+    rows = edit_records(program, edits)
     assert [(r.kind, r.argument, r.src, r.dst, r.moved_bytes) for r in rows] == [
         ("insert", "other", "bf16", "fp16", 20), ("insert", "result", "fp32", "fp16", 30),
         ("insert", "result", "tensor", "tensor", 0), ("set dtype", "", "", "fp32", 0), ("follow", "", "", "fp32", 0),
-        ("insert", "returned", "bf16", "fp32", 30), ("remove", "self", "fp32", "", 0),
+        ("insert", "returned", "fp32", "fp32", 40), ("remove", "self", "fp32", "", 0),
         ("insert", "self, other", "", "", 0), ("remove", "", "fp32", "bf16", 30), ("share", "", "fp32", "bf16", 0),
         ("remove", "", "", "", 0),
     ]  # fmt: skip

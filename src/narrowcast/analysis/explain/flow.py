@@ -61,7 +61,7 @@ def graph_flow(graph: CompiledGraph) -> GraphFlow:
     """
     flow = GraphFlow()
     if graph.before is not None and graph.after is not None:
-        forward = _FlowWalk(graph.before, graph.after, flow)
+        forward = _FlowWalk(graph.before, graph.after, flow, is_placed=graph.placement is not None)
         if graph.joint_before is not None and graph.joint_after is not None:
             _FlowWalk(graph.joint_before, graph.joint_after, flow, forward, graph.forward_steps)
     return flow
@@ -76,9 +76,11 @@ class _FlowWalk:
     """
 
     def __init__(
-        self, before: Program, after: Program, flow: GraphFlow, forward: _FlowWalk | None = None, origins: Any = None
-    ) -> None:
+        self, before: Program, after: Program, flow: GraphFlow, forward: _FlowWalk | None = None, origins: Any = None,
+        is_placed: bool = False,
+    ) -> None:  # fmt: skip
         self.before, self.after, self.forward, self.origins = before, after, forward, origins
+        self._is_placed = is_placed
         self.numbers: dict[int, int] = {}
         self.casts: set[int] = set()
         self.parts = parts_of(after)
@@ -110,7 +112,7 @@ class _FlowWalk:
 
     def _step(self, step: Step) -> FlowStep:
         outputs = self.parts.get(step.id, [step.value])
-        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs)
+        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs, self._is_placed)
         moved = sum(v.bytes for v in (*read, *outputs))
         at = self._origin(step.id) or step
         return FlowStep(

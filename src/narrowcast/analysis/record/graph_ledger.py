@@ -16,7 +16,7 @@ from narrowcast.core.ledger.pairing import other_counts
 from narrowcast.core.ops import named
 from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Rule, Site
 from narrowcast.programs.passes import call_of
-from narrowcast.programs.program import Program, Step, Value
+from narrowcast.programs.program import Operand, Program, Step, Value
 from narrowcast.reports.results.graphs import (
     CompiledGraph,
     DecisionDifference,
@@ -66,15 +66,26 @@ def passes(step: Step) -> bool:
 
 
 def read_of(
-    step: Step, before: Program, after: Program, outputs: list[Value]
+    step: Step, before: Program, after: Program, outputs: list[Value], is_placed: bool
 ) -> tuple[str, str, str, list[Value], int | None]:
-    """Return the formats of a step's inputs, compute and outputs; what it reads; how often it multiplies."""
+    """Return the formats of a step's inputs, compute and outputs; what it reads; how often it multiplies. is_placed: a
+    goal has chosen formats, also of what makes the inputs.
+    """
     known = before.steps.get(step.id, step)
-    inputs = [before.values[o.value] for o in known.operands if o.value in before.values]
+    pairs = zip(known.operands, step.operands, strict=True)
+    inputs = [came_in(*pair, before, after, is_placed) for pair in pairs if pair[0].value in before.values]
     read = [after.values[o.value] for o in step.operands]
     computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
     done = step_multiplications(step, read, outputs)
     return floating_formats(inputs), computes, floating_formats(outputs[:1]), read, done
+
+
+def came_in(old: Operand, new: Operand, before: Program, after: Program, is_placed: bool) -> Value:
+    """Return what an operand is, old before the passes and new after them, before it is cast for its step."""
+    cast = after.steps.get(new.value)
+    if is_placed and cast is not None and cast.is_cast and new.value not in before.steps:
+        return after.values[cast.operands[0].value] if cast.operands[0].name != RESULT else cast.value
+    return after.values[new.value] if is_placed and new.value in before.values else before.values[old.value]
 
 
 PLACED = "placed"
@@ -90,6 +101,7 @@ class _Walker:
         self.seen: set[tuple[int, str]] = set()
         self.read: set[int] = set()
         self.parts = parts_of(before)
+        self.is_placed, self.returned = bool(placed), set(after.body.returns)
 
     def run(self) -> None:
         """Add every call, in order; what only moves or shapes is passed by, as in a recording."""
@@ -99,6 +111,8 @@ class _Walker:
                 self._at_boundary(step, json.loads(self.graph.boundaries[step.id]))
             elif known is None and step.operands and step.operands[0].name == RESULT:
                 self._cast_of_result(step)
+            elif known is None and self.is_placed and step.is_cast and step.id in self.returned:
+                self._cast_returned(step)
             moves = passes(step) or step.op.startswith("prim.")  # a question about a tensor, or about an object
             if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
                 self._call(known, step)
@@ -108,7 +122,7 @@ class _Walker:
         for decided in plan.rules:
             self.ledger.count_match(decided.label, known.site.module_path)
         outputs = self.parts.get(step.id, [step.value])
-        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs)
+        inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs, self.is_placed)
         action, reason = self._why(step, plan.rule)
         about = action or "no rule", reason or "follows input dtype", policy
         kind = CallKind(known.op, *step.site.at, inputs, computes, result, *about)
@@ -116,8 +130,9 @@ class _Walker:
         for old, new in zip(known.operands, step.operands, strict=True):
             cast = self.after.steps.get(new.value)
             is_new = old.value != new.value and new.value not in self.before.steps
-            if cast is not None and is_new and cast.value.type != self.before.values[old.value].type:
-                self._cast(known, plan, policy, old.name, self.before.values[old.value], cast)
+            came = came_in(old, new, self.before, self.after, self.is_placed)
+            if cast is not None and is_new and cast.value.type != came.type:
+                self._cast(known, plan, policy, old.name, came, cast)
 
     def _why(self, step: Step, rule: Rule | None) -> tuple[str, str]:
         """Return the action and the reason of a call: its rule's, or the goal's where that chose another format."""
@@ -138,6 +153,13 @@ class _Walker:
         plan, policy = self._plan(maker)
         source, facts = self.after.values[cast.operands[0].value], {"kind": "activation", "number": maker.number}
         self._add(maker.op, RESULT, maker.site, plan.rule_about(RESULT), source, cast, policy=policy, **facts)
+
+    def _cast_returned(self, cast: Step) -> None:
+        """Add a cast to the policy's format of what the graph returns, where a goal has computed it in another."""
+        maker, source = self.before.steps[cast.operands[0].value], self.after.values[cast.operands[0].value]
+        reason = f"goal {self.graph.goal}: it is returned in the format that the policy gives it"
+        facts = {"kind": "activation", "number": maker.number, "action": PLACED, "reason": reason}
+        self._add(maker.op, "returned", maker.site, None, source, cast, policy=self._plan(maker)[1], **facts)
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """Add a cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""

@@ -13,7 +13,7 @@ from narrowcast.programs.passes.drop import drop_casts
 from narrowcast.programs.passes.fold import fold_casts
 from narrowcast.programs.passes.share import share_casts
 from narrowcast.programs.placement.place import move_casts
-from narrowcast.programs.program import Edit, Program, apply_edits, edit_record, verify
+from narrowcast.programs.program import Edit, Program, apply_edits, edit_records, verify
 
 Pass = Callable[[Program], list[Edit]]
 
@@ -54,7 +54,7 @@ def run_passes(
     for one in passes:
         edits = one(program)
         if edits:
-            records += [edit_record(program, edit) for edit in edits]
+            records += edit_records(program, edits)
             program = apply_edits(program, edits)
             verify(program)
     if policies is not None:

@@ -16,7 +16,7 @@ from narrowcast.programs.program.edits import (
     Share as Share,
     Why as Why,
     apply_edits as apply_edits,
-    edit_record as edit_record,
+    edit_records as edit_records,
 )
 from narrowcast.programs.program.model import (
     BACK as BACK,

@@ -7,7 +7,7 @@ operand, and an operand may read what the cast before it reads. Nothing else of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,10 +174,17 @@ _KINDS: dict[type, str] = {
 }  # fmt: skip
 
 
-def edit_record(program: Program, edit: Edit) -> EditRecord:
-    """Return the ledger's record of an edit."""
+def edit_records(program: Program, edits: Sequence[Edit]) -> list[EditRecord]:
+    """Return the ledger's records of edits that are made together: what a cast reads may follow another format now."""
+    followed = {edit.step: edit.format for edit in edits if isinstance(edit, Follow)}
+    return [_record(program, edit, followed) for edit in edits]
+
+
+def _record(program: Program, edit: Edit, followed: Mapping[int, Format]) -> EditRecord:
     step = program.steps[edit.step]
     value, argument, dst = _subject(program, step, edit)
+    if value is not None and value.id in followed and not isinstance(edit, CastResult):
+        value = replace(value, type=followed[value.id].name)
     why: Why = edit.why
     src = value.type if value is not None and value.shape is not None else ""
     moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0

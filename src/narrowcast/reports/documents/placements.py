@@ -131,13 +131,15 @@ def tables(placed: Placed) -> list[Table]:
     columns = "module:module, op:op, policy says:format, chosen:format, shape, costs, saved:ns, line:line"
     ways = [
         [graph.number, c.name, c.name == graph.chosen, c.casts, c.predicted_ns, c.measured_ns or None,
-         c.spread if c.measured_ns else None, c.predicted_ns / c.measured_ns if c.measured_ns else None, c.sure,
+         c.spread if c.measured_ns else None, round(c.predicted_ns / c.measured_ns, 2) if c.measured_ns else None, c.sure,
          None if c.peak is None else c.peak.bytes,
          c.dropped or ("" if c.measured_ns else "ruled out" if c.casts is None else "not timed")]
         for graph, _ in placed
         for c in graph.candidates
     ]  # fmt: skip
-    ways_columns = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
+    ways_columns = (
+        "graph:number, candidate, kept, casts besides weights:number, predicted:ns, measured:ns, spread:share, "
+    )
     ways_columns += "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
     return [
         *table("placement", "Calls that could choose, the costliest first", columns, calls),
