@@ -131,8 +131,8 @@ def tables(placed: Placed) -> list[Table]:
     columns = "module:module, op:op, policy says:format, chosen:format, shape, costs, saved:ns, line:line"
     ways = [
         [graph.number, c.name, c.name == graph.chosen, c.casts, c.predicted_ns, c.measured_ns or None,
-         c.spread if c.measured_ns else None, round(c.predicted_ns / c.measured_ns, 2) if c.measured_ns else None, c.sure,
-         None if c.peak is None else c.peak.bytes,
+         c.spread if c.measured_ns else None, round(c.predicted_ns / c.measured_ns, 2) if c.measured_ns else None,
+         c.sure, None if c.peak is None else c.peak.bytes,
          c.dropped or ("" if c.measured_ns else "ruled out" if c.casts is None else "not timed")]
         for graph, _ in placed
         for c in graph.candidates
