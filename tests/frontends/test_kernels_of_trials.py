@@ -1,10 +1,12 @@
 """What a comparison, a repair or an explanation registers with torch goes when it ends: it would slow later regions."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.frontends.eager import kernels, registered
@@ -109,3 +111,72 @@ def test_other_threads_keep_what_they_registered_meanwhile():
     compared.set()
     thread.join(60)
     assert found == [torch.float32, torch.float32]
+
+
+def test_a_model_with_threads_of_its_own_is_compared_again_and_again():
+    """Its threads open the region that they carry; kernels come and go beside them."""
+    net, x, seen = nn.Linear(16, 16), torch.randn(8, 16), []
+
+    def work(rows):
+        for _ in range(10):
+            rows = torch.tanh(net(rows))
+            seen.append(rows.dtype)
+        return rows.float()
+
+    def forward(x):
+        with ThreadPoolExecutor(4) as pool:
+            return torch.cat(list(pool.map(nc.carry(work), x.chunk(4))))
+
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
+    for under in (policy, "bf16", policy):
+        nc.compare(forward, (x,), under=under, isolate=0)
+    seen.clear()
+    with nc.autocast("cpu", BF16, policy=policy):
+        forward(x)
+    assert set(seen) == {torch.float32}
+
+
+def test_trials_of_two_threads_overlap_around_a_region_that_stays_open():
+    """Neither takes the kernels of the third thread's region along."""
+    begun, ends, low = threading.Event(), threading.Event(), torch.full((3,), 0.5, dtype=BF16)
+
+    def first(x):
+        with nc.autocast("cpu", BF16, policy=ACOS_FULL):
+            torch.acos(low)
+        begun.set()
+        ends.wait(60)
+        return x + 1
+
+    thread = threading.Thread(target=lambda: nc.capture(first, (torch.ones(3),)), daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    with nc.autocast("cpu", BF16, policy=ACOS_FULL):
+        other = threading.Thread(target=lambda: nc.compare(lambda x: x * 2, (torch.ones(3),), under=ACOS_FULL))
+        other.start()
+        other.join(60)
+        assert torch.acos(low).dtype == torch.float32
+        ends.set()
+        thread.join(60)
+        assert torch.acos(low).dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_is_recomputed_after_its_trial(reentrant):
+    """In the region's formats, though that has ended."""
+    net, kept, seen = nn.Linear(8, 8), [], []
+
+    def block(x):
+        y = net(x)
+        seen.append(y.dtype)
+        return torch.tanh(y)
+
+    def forward(x):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        kept.append(y.float().square().sum())
+        return y
+
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
+    nc.capture(forward, (torch.randn(4, 8, requires_grad=True),), under=policy)
+    seen.clear()
+    kept[0].backward()
+    assert seen == [torch.float32]

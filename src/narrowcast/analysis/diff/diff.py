@@ -359,7 +359,7 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     parts = sum(row.is_part for row in result.rows)
     if parts:
         notes.append(
-            f"{counted(parts, 'pair', 'are')} compared in part: one run has elements there that the other has not"
+            f"{counted(parts, 'pair', 'are')} compared in part: one run has elements that the other does not have"
         )
     if len(a.runs) != len(b.runs):
         notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")

@@ -130,7 +130,8 @@ class Judging:
             return DIFFERS, "its other arguments differ"
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
-        if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
+        by = self._chosen_by(pair)
+        if by and (max(by) > 0 or is_among_others or self._is_fed_back(pair, band)):
             self._has_chosen, is_one = True, self._largest or not is_among_others
             return INHERITED, "it chooses by values that differ" if is_one else "it indexes other rows"
         if self._has_moved(pair, result, band):

@@ -14,10 +14,17 @@ from narrowcast.reports.results.run_differences import EQUAL, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
 
+_ADDED = 2
+"""A program with so many calls more is the other with a step added."""
+
+
 def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> list[Unaligned]:
     """Return the calls with an unsure partner in the first stretch of the forward that has a call without a partner
     that makes a difference. Note all others there that have none, and the first pair after it as what reads them.
     """
+    alone_of = judging.counts_of_unpaired(())
+    if min(alone_of) == 0 and max(alone_of) <= _ADDED:
+        return []  # the other calls are those of one program
     differing = [pair for pair, row in zip(pairs, rows, strict=True) if row.verdict not in (EQUAL, ROUND_OFF)]
     unsure = {pair for pair in differing if _is_unsure(judging, pair)}
     sides = [_Side(judging.makers[n], judging.paired[n], unsure) for n in range(2)]

@@ -52,7 +52,6 @@ from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 
-@leaves_no_kernels()
 def explain(
     model: Callable[..., Any] | Case,
     inputs: Inputs = (),
@@ -195,6 +194,7 @@ def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: b
         )  # fmt: skip
 
 
+@leaves_no_kernels()
 def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool, real: bool) -> Explanation:
     why, device_type = "", asked.device_type
     failed: Exception | None = None
@@ -301,6 +301,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
 
     differences, weights, dtype = compare_with_fp32(trial, region)
     with ExitStack() as stack:
+        stack.enter_context(leaves_no_kernels())  # those of the comparison are gone: times are torch's own
         stack.enter_context(weights)
         stack.enter_context(restored(trial.model))
         before = trial.measure()
@@ -321,6 +322,7 @@ def _called(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 # -- a run that raised -------------------------------------------------------------------------------------------------
 
 
+@leaves_no_kernels()
 def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
     """Return what raised in a region, and what runs instead; None if the model raises in fp32, too. Suggestions were
     tried: the model is run again to see the call, in fp32, and under each policy that may help.

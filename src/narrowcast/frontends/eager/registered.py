@@ -1,5 +1,5 @@
-"""Which of our kernels are registered: for ops that a policy changes, to stay, or until the end of a trial; and for a
-recording's, until its end.
+"""Which of our kernels are registered: for ops that a policy changes, to stay, and for the visits of recordings and
+trials, until the last of these ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from narrowcast.frontends.eager.kernels import Kernel
+from narrowcast.runtime.regions.ruling import is_carried_since, next_carried
 from narrowcast.runtime.torch_bridge import op_facts
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, computed_kernel, register, release
 from narrowcast.runtime.torch_surface.patches import note_staying
@@ -33,7 +34,6 @@ class Registration:
     def __init__(
         self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], ids: Set[str], device_type: str
     ) -> None:
-        self._of = [(op, device_type) for op, _ in kernels]
         self.ids = ids
         of_namespace: defaultdict[str, list[tuple[OpOverload, Callable[..., Any]]]] = defaultdict(list)
         for op, kernel in kernels:
@@ -41,13 +41,14 @@ class Registration:
         self._libraries = [torch.library.Library(namespace, "IMPL") for namespace in of_namespace]
         for library in self._libraries:
             register(library, of_namespace[library.ns], device_type)
+        self._functors = [computed_kernel(op, device_type) for op, _ in kernels]
 
     def remove(self) -> bool:
         """Give the ops back what they had. False, and they keep these kernels, after many removals in one minute."""
         now, removed = time.monotonic(), self._removed
         if len(removed) == removed.maxlen and now - removed[0][0] < 60.0:
             return False
-        removed.append((now, [computed_kernel(op, device_type) for op, device_type in self._of]))
+        removed.append((now, self._functors))
         for library in self._libraries:
             release(library)
         return True
@@ -60,83 +61,95 @@ class _Visits:
     count: int = 0
     registrations: list[Registration] = field(default_factory=list)
 
+    @property
+    def ids(self) -> set[str]:
+        """The ids of the ops that visits have brought."""
+        return {identity for entry in self.registrations for identity in entry.ids}
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What regions ask for in a block that leaves no kernels. asked: ops, by their ids and device type; visited: these
+    device types; carried: a number of regions that checkpoint carries to a recomputation.
+    """
+
+    carried: int
+    asked: dict[tuple[frozenset[str], str], tuple[OpOverload, ...]] = field(default_factory=dict)
+    visited: set[str] = field(default_factory=set)
+
 
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
 _staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
 _visiting: defaultdict[str, _Visits] = defaultdict(_Visits)  # by device type
-_tried: dict[int, list[list[tuple[str, Registration]]]] = {}  # by thread: for each trial, what it has registered
+_trials: dict[int, list[_Trial]] = {}  # by thread
 
 
 @contextmanager
 def leaves_no_kernels() -> Iterator[None]:
-    """What regions of this thread register in the block goes when it ends: it would slow later regions of the process.
-    Other threads do not rely on it.
+    """What regions of this thread ask for in the block is registered for a visit, and goes when it ends: it would slow
+    later regions of the process. Regions of other threads register what they need themselves, to stay. It stays, too,
+    if checkpoint has carried a region to a recomputation, which may be made later.
     """
-    thread, of_trial = threading.get_ident(), list[tuple[str, Registration]]()
-    trials = _tried.setdefault(thread, [])
-    trials.append(of_trial)
+    thread, trial = threading.get_ident(), _Trial(next_carried())
+    trials = _trials.setdefault(thread, [])
+    trials.append(trial)
     try:
         yield
     finally:
-        with _lock:
-            trials.remove(of_trial)
-            if not trials:
-                del _tried[thread]
-            for device_type, registration in of_trial:
-                if registration.remove():
-                    staying = _staying[device_type]
-                    for identity in [x for x in registration.ids if staying.get(x) is registration]:
-                        del staying[identity]
+        trials.remove(trial)
+        if not trials:
+            _trials.pop(thread, None)
+        if is_carried_since(trial.carried):
+            for (ids, device_type), ops in trial.asked.items():
+                install(ops, ids, device_type)
+        for device_type in trial.visited:
+            remove_visiting(device_type)
 
 
 def in_trial() -> bool:
-    """Return whether kernels may go that regions ask for, in some thread."""
-    return bool(_tried)
+    """Return whether what regions of this thread ask for will go."""
+    return threading.get_ident() in _trials
 
 
 def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
-    """Register our kernels for these ops (`ids` are theirs): to stay, or until the trial of this thread ends."""
-    if ids <= _known(device_type):
+    """Register our kernels for these ops (`ids` are theirs), to stay; in a trial, for that."""
+    staying = _staying.get(device_type, {})
+    if ids <= staying.keys():
+        return
+    if trials := _trials.get(threading.get_ident()):
+        _visit(trials[-1], ops, ids, device_type)
         return
     with _lock:
-        known, staying = _known(device_type), _staying.setdefault(device_type, {})
-        new = {identity: op for op in ops if (identity := op_facts(op).id) not in known}
-        kernels = [(op, _kernel(op, device_type, identity)) for identity, op in new.items()]
-        trials = _tried.get(threading.get_ident())
-        if trials and kernels:
-            registration = Registration(kernels, new.keys(), device_type)
-            trials[-1].append((device_type, registration))
-            staying.update(dict.fromkeys(new, registration))
-            return
-        for (identity, _), kernel in zip(new.items(), kernels, strict=True):
-            staying[identity] = Registration([kernel], {identity}, device_type)
-            note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
+        staying = _staying.setdefault(device_type, {})
+        for op in ops:
+            identity = op_facts(op).id
+            if identity not in staying:
+                staying[identity] = Registration([(op, _kernel(op, device_type, identity))], {identity}, device_type)
+                note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
 
 
-def _known(device_type: str) -> Set[str]:
-    """Return the ids of the ops whose kernels are there, without those of other threads' trials."""
-    staying = _staying.get(device_type, {}).keys()
-    if not _tried:
-        return staying
-    thread = threading.get_ident()
-    others = [of_trial for other, trials in [*_tried.items()] if other != thread for of_trial in trials]
-    return staying - {identity for of_trial in others for _, entry in of_trial for identity in entry.ids}
+def _visit(trial: _Trial, ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
+    """Register our kernels for these ops for a trial."""
+    if (ids, device_type) not in trial.asked:
+        trial.asked[ids, device_type] = ops
+        install_visiting(ops, device_type, is_new=device_type not in trial.visited)
+        trial.visited.add(device_type)
 
 
-def install_visiting(ops: Iterable[OpOverload], device_type: str) -> None:
+def install_visiting(ops: Iterable[OpOverload], device_type: str, is_new: bool = True) -> None:
     """Register our kernels for these ops until `remove_visiting`. Visits to one device type overlap as they like: what
-    one has brought stays until the last has ended.
+    one has brought stays until the last has ended. is_new: it is another visit, and no more of one.
     """
     new = {op_facts(op).id: op for op in ops}
     with _lock:
         visits = _visiting[device_type]
-        there = {*_known(device_type), *(op for entry in visits.registrations for op in entry.ids)}
+        there = {*_staying.get(device_type, {}), *visits.ids}
         new = {identity: op for identity, op in new.items() if identity not in there} if there else new
-        visits.count += 1
         if new:
             kernels = [(op, _kernel(op, device_type, identity)) for identity, op in new.items()]
             visits.registrations.append(Registration(kernels, new.keys(), device_type))
+        visits.count += is_new
 
 
 def remove_visiting(device_type: str) -> None:

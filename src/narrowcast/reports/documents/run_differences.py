@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,13 @@ from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
-from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
+from narrowcast.reports.results.verdicts import ALIKE, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
 """How many differences of the environments are on the first screen; the table has all."""
 NO_FLOATS = "no floats"
+_AGREE = 0.1
+"""Gradients that are further apart are not said to agree."""
 LINES = 8
 """Of how many lines of a file calls without a partner are named in advice; and of how many files."""
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
@@ -149,11 +152,12 @@ def _todos(result: RunDifferences) -> list[Todo]:
     """
     value, format, todos = result.first_value, result.first_format, []
     if result.alone:
-        effect = number_text(max(one.apart for one in result.alone))
+        apart = max(one.apart for one in result.alone)
+        effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
         is_sure = not result.unsure
         what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute in other ways"
         parts = [*_lines_alone([*result.alone, *result.unsure]), *_readers(result)]
-        todos.append(Todo(what, f"its effect differs, by up to {effect}: {'; '.join(parts)}"))
+        todos.append(Todo(what, f"its effect differs{effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
@@ -175,15 +179,20 @@ def _todos(result: RunDifferences) -> list[Todo]:
         why += "look at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
         todos.append(Todo("Inspect how gradients are made", why))
     if result.weights_apart and not result.alone:
-        why = f"after them weights are {number_text(result.weights_apart)} of the way apart that they moved, though "
-        why += "gradients agree: look at the learning rate, weight decay, moments, and what is done to gradients"
+        largest = max((row.difference for row in result.gradients if math.isfinite(row.difference)), default=0.0)
+        agree = (
+            "gradients agree" if largest < _AGREE else f"gradients, up to {number_text(largest)} apart, may be rounded"
+        )
+        why = f"after them weights are apart by {number_text(result.weights_apart)} of the distance they moved, though "
+        why += f"{agree}: look at the learning rate, weight decay, moments, and what is done to gradients"
         todos.append(Todo("Inspect the steps of the optimizer", why))
     if format is not None:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {_names(format.a)} in a rule, or pin its module"
         todos.append(Todo(what, reason, path=format.a[0].module_path))
     has_modules = any(one.id.module_path for one in result.unaligned)
-    if not todos and len(result.unaligned) > len(result.rows) and has_modules:
+    is_open = result.verdict not in (ALIKE, ROUND_OFF)
+    if not todos and is_open and len(result.unaligned) > len(result.rows) and has_modules:
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
     return todos
 

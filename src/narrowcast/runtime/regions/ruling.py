@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.utils.checkpoint
@@ -146,6 +147,21 @@ class _CarriedArguments(dict[str, Any]):
     casts: PerRecomputation[WeightCache]
 
 
+_carried: WeakValueDictionary[int, _CarriedArguments] = WeakValueDictionary()
+"""What carries regions of policies, by number, as long as a recomputation may come."""
+_numbers = count()
+
+
+def next_carried() -> int:
+    """Return a number below those of what will carry a region."""
+    return next(_numbers)
+
+
+def is_carried_since(number: int) -> bool:
+    """Return whether a region of a policy waits for a recomputation, whose forward ran after that number was given."""
+    return any(key > number for key in list(_carried.keys()))
+
+
 def carry_into_recomputation() -> None:
     """Wrap checkpoint's function, once."""
     require("checkpoints ask for autocast's state")
@@ -160,6 +176,8 @@ def _with_region(original: Any) -> Any:
         if region is not None and region.is_innermost:
             cpu = _CarriedArguments(cpu)
             cpu.region = region
+            if region.prepared.differs:
+                _carried[next(_numbers)] = cpu
             asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or an observer
             cpu.around = Around.now() if asks else NO_AROUND
             cpu.counted, cpu.casts = counted_here(), PerRecomputation(WeightCache)
