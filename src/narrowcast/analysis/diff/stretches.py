@@ -13,7 +13,6 @@ from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import EQUAL, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
-
 _ADDED = 2
 """A program with so many calls more is the other with a step added."""
 
