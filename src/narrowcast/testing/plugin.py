@@ -31,7 +31,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Report a run that wrote, which must not pass for one that compared."""
     if config.getoption("--narrowcast-update"):
         terminalreporter.write_line(
-            "narrowcast: formats were not compared: snapshots are written anew where they differ; git diff shows it"
+            "narrowcast: formats were not compared; snapshots that differ were rewritten, see git diff"
         )
 
 

@@ -14,7 +14,7 @@ from narrowcast.reports.results.run_differences import EQUAL, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
 _ADDED = 2
-"""A program with so many calls more is the other with a step added."""
+"""Up to this many additional calls, a program is the other one with a step added."""
 
 
 def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> list[Unaligned]:

@@ -154,7 +154,7 @@ def _todos(result: Differences) -> list[Todo]:
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
     if result.verdict == NOT_COMPARED and result.gradients:  # they are not finite
         where = result.reference_not_finite or "nc.watch() around forward and backward names the call that makes them"
-        return [Todo(f"Mend what is not finite in {result.reference}, too: no rule does", where)]
+        return [Todo(f"Fix what is not finite in {result.reference} either; no rule helps", where)]
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 
