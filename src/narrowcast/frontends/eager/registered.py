@@ -87,9 +87,9 @@ _trials: dict[int, list[_Trial]] = {}  # by thread
 
 @contextmanager
 def leaves_no_kernels() -> Iterator[None]:
-    """What regions of this thread ask for in the block is registered for a visit, and goes when it ends: it would slow
-    later regions of the process. Regions of other threads register what they need themselves, to stay. It stays, too,
-    if checkpoint has carried a region to a recomputation, which may be made later.
+    """Register what regions of this thread ask for in the block for a visit, which ends with it: it would slow later
+    regions of the process. Regions of other threads register what they need themselves, to stay. It stays, too, if
+    checkpoint has carried a region to a recomputation, which may be made later.
     """
     thread, trial = threading.get_ident(), _Trial(next_carried())
     trials = _trials.setdefault(thread, [])
