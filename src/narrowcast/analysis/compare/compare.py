@@ -267,7 +267,7 @@ class _Comparing:
             except Exception as error:
                 if passes(error):
                     raise
-                self._note(f"With every result moved by one unit in the last place it raises {first_line(error)}")
+                self._note(f"With results moved by one unit in the last place the model raises {first_line(error)}")
             else:
                 self._bands.add(expected, outcome)
             self._bands.add_calls(moved.errors)
