@@ -174,10 +174,8 @@ class ValueHistory:
     def steps_nevertheless(self) -> None:
         """Report what was left to a scaler, whose step an optimizer makes by itself."""
         for cause in self.skipped:
-            cause.why, cause.became = (
-                "",
-                "an optimizer steps with it, and does not ask the scaler: scaler.step(optimizer)",
-            )
+            cause.why = ""
+            cause.became = "an optimizer steps with it, and does not ask the scaler: scaler.step(optimizer)"
         self.came_to(self.skipped)
         self.skipped = []
 

@@ -73,12 +73,9 @@ def _named(verb: str, name: str) -> AskedRegion:
         return AskedRegion(as_policy(None), True, dtype=low)
     if name.endswith(".toml") or name.partition(":")[0] in BUILTIN:
         return AskedRegion(as_policy(name), True)
-    is_small = name.lower().startswith(("fp8", "int8", "fp4", "int4"))
-    near = (
-        ": it needs scales, which no region keeps"
-        if is_small
-        else did_you_mean(name.lower(), [*FORMATS, *BUILTIN], 0.5)
-    )
+    near = did_you_mean(name.lower(), [*FORMATS, *BUILTIN], 0.5)
+    if name.lower().startswith(("fp8", "int8", "fp4", "int4")):
+        near = ": it needs scales, which no region keeps"
     raise RegionError(f"{verb}(under={name!r})", f"no format, built-in policy or .toml file{near}", advice=_WHAT)
 
 

@@ -37,7 +37,7 @@ class RoundedWeights:
             and call.id.direction == FORWARD
             and call.results
             and call.results[0].dtype is torch.float32
-            and read[-1:]
+            and read
             and read[-1].dtype in LOW
         ):
             self._widened[call.results[0].shape] = loop_line()
