@@ -83,6 +83,33 @@ def test_the_rules_on_the_screen_lead_to_the_error_that_stands_beside_them(name)
     assert left <= min(before, 1) / 2 and left == pytest.approx(found.remedy.error, rel=1e-3), found
 
 
+@pytest.mark.parametrize("name", ["difference", "overflow", positions])
+def test_of_compiled_code_the_same_is_advised_as_of_eager_code(name):
+    """Rules and lines are tried on what it was compiled of, in the region that it was compiled for."""
+    dtype, function, _ = ("bf16", name, 0) if callable(name) else FAULTS[name]
+    model = Between(function)
+    eager = nc.compare(model, (X,), under=dtype)
+    found = nc.compare(nc.compile(model, under=dtype, backend="aot_eager"), (X,))
+    assert found.remedy is not None and found.remedy.rules == eager.remedy.rules, found
+    assert found.remedy.asked == eager.remedy.asked and found.remedy.error == pytest.approx(eager.remedy.error), found
+    assert [each.what for each in found.todos] == [each.what for each in eager.todos]
+    assert "in eager code" in str(found) and "in eager code" not in str(eager)
+
+
+@torch.library.custom_op("narrowcast_tests::doubled", mutates_args=())
+def doubled(y: torch.Tensor) -> torch.Tensor:
+    return (y.float() * (2.0 if y.dtype == torch.float32 else 2.2)).to(y.dtype)
+
+
+def test_an_op_without_a_bound_that_adds_an_error_is_named_before_rules():
+    """Rules about other calls help where it then computes in fp32, in which it is right."""
+    doubled.register_fake(torch.empty_like)
+    with torch.no_grad():
+        found = nc.compare(Between(doubled), (X,), under="bf16")
+    assert found.todos[0].what.startswith("Look at narrowcast_tests.doubled.default"), found
+    assert found.todos[1].rule and "no bound of its own error is known" in found.todos[0].why
+
+
 def test_where_nothing_helps_the_call_at_which_the_error_grows_is_named(monkeypatch):
     """The subtraction, and not one of the layers; no rule is shown."""
     monkeypatch.setattr("narrowcast.analysis.compare.advising._HELPS", 0.0)

@@ -28,6 +28,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ledger.pairing import pairs_of
 from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import fp32
+from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
@@ -187,7 +188,7 @@ class _Comparing:
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
             self._isolate(isolate, expected)
-        if self._is_own and self._casts and not (under.saw_scripts or self._trial.is_compiled):
+        if result.reference in REFERENCES and not under.saw_scripts:
             self._advise(expected)
         if result.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in result.rows):
             self._note(
@@ -371,18 +372,23 @@ class _Comparing:
             )
 
     def _advise(self, expected: Outcome) -> None:
-        """Find by runs what helps where an error is too large."""
-        harm = harm_of(self._result, FORMATS[self._region.fast_dtype].epsilon)
-        if harm is None:
+        """Find by runs what helps where an error is too large; of compiled code, by runs of what it was compiled of."""
+        trial, region = self._other, self._region
+        if (asked := asked_before(self._trial.model)) is not None and asked["under"] is not None:
+            region = observed_region("compare", trial, asked["under"])
+        harm = harm_of(self._result, FORMATS[region.fast_dtype].epsilon)
+        if harm is None or region.policy is NOTHING:
             return
-        trial = self._trial if harm.parameter else replace(self._trial, backward=False)
+        trial = trial if harm.parameter else replace(trial, backward=False)
 
         def run(region: autocast, observer: Observer | None) -> Outcome:
             reference = region is self._around
             watching = None if observer is None else self._observed(observer)
             return self._run(trial, region, watching, self.dtype if reference else None)
 
-        Advising(run, self._region, expected, self._result, harm).run(self._around)
+        Advising(run, region, expected, self._result, harm).run(self._around)
+        if self._trial.is_compiled and self._result.tried:
+            self._note("What helps was looked for in eager code, in the region of the compiled model.")
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         def run(region: autocast) -> float | None:

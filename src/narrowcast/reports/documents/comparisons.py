@@ -27,7 +27,16 @@ from narrowcast.reports.documents.tables import finding_table, module_table, op_
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
-from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, NOT_COMPARED, NOT_FINITE, PASSED_ON, ROUND_OFF
+from narrowcast.reports.results.verdicts import (
+    AT_FAULT,
+    EXACT,
+    FAULT,
+    NOT_COMPARED,
+    NOT_FINITE,
+    NOT_JUDGED,
+    PASSED_ON,
+    ROUND_OFF,
+)
 
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
@@ -164,7 +173,7 @@ def advice_todos(result: Differences) -> list[Todo]:
     if remedy is not None:
         faults = [row for row in result.faults if row.verdict == FAULT and row.why]
         look = [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", row.why) for row in faults[:1]]
-        return [*_lines_to_change(remedy), *_rules_to_add(remedy), *look]
+        return [*_unknown_ops(result), *_lines_to_change(remedy), *_rules_to_add(remedy), *look]
     if not result.tried:
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
@@ -172,6 +181,16 @@ def advice_todos(result: Differences) -> list[Todo]:
         grows = f"the error grows there from {number_text(growth.before)} to {number_text(growth.after)}"
         return [Todo(f"Look at {growth.id.op} ({place(growth.file, growth.line)})", f"{grows}; {why}")]
     return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why) for row in result.worst[:1]]
+
+
+def _unknown_ops(result: Differences) -> list[Todo]:
+    """Return the first op without a bound that adds far more than round-off to what its inputs brought."""
+    found = [row for row in result.rows if row.verdict == NOT_JUDGED and row.local > OUTPUT_FACTOR * row.propagated]
+    if not found or found[0].local < max(row.local for row in result.rows):
+        return []
+    row = found[0]
+    why = f"it makes an error of {number_text(row.local)}, beyond round-off, and no bound of its own error is known"
+    return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why)]
 
 
 def _lines_to_change(remedy: Remedy) -> list[Todo]:
