@@ -24,6 +24,7 @@ import models
 
 import narrowcast as nc
 from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.programs.program import print_program
 from narrowcast.reports.results.graphs import CompiledGraph
 
 CUSTOM = nc.Policy.native().with_rules(
@@ -110,7 +111,8 @@ def check(loaded: Callable, dtype: torch.dtype, policy: nc.Policy | str | None, 
 
 def _programs(graphs: list[CompiledGraph]) -> list[str]:
     """The programs after the passes as text, without source lines: the two backends are called from different ones."""
-    return [re.sub(r" at \d+: .*|^place .*", "", str(g.after), flags=re.MULTILINE) for g in graphs]
+    texts = [print_program(graph.after) for graph in graphs if graph.after is not None]
+    return [re.sub(r" at \d+: .*|^site .*", "", text, flags=re.MULTILINE) for text in texts]
 
 
 def _inductor(
