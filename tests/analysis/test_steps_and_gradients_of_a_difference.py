@@ -1,6 +1,7 @@
 """Differences of training loops: the first step, factors of gradients, and what is done to them after a backward."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+
+LINES = Path(__file__).read_text().split("\n")
 
 
 class Head(nn.Module):
@@ -216,3 +219,35 @@ def test_values_that_ops_on_lists_write():
     first, second = (dict(call.inputs)["mat2"] for call in run.calls if call.id.op == "aten.mm.default")
     assert first != second and run.steps == 2
     assert [run.tensors[n].mean for n in (first, second)] == [1.0, 2.0]
+
+
+def of_replicas(dtype, share=0.5):
+    """Return the run of two steps of two replicas, each with one half of the batch; their gradients are averaged."""
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 16), torch.arange(16) % 4
+    replicas = [Head(), Head()]
+    optimizers = [torch.optim.SGD(replica.parameters(), lr=0.5) for replica in replicas]
+    with nc.capture() as run:
+        for _ in range(2):
+            for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+                with nc.autocast("cpu", dtype, enabled=dtype is not None):
+                    logits = replica(x[rank::2])
+                optimizer.zero_grad()
+                F.cross_entropy(logits.float(), y[rank::2]).backward()
+            for one, other in zip(*(replica.parameters() for replica in replicas), strict=True):
+                mean = (one.grad + other.grad) * share  # of replicas
+                one.grad.copy_(mean)
+                other.grad.copy_(mean)
+            for optimizer in optimizers:
+                optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_replicas_train_as_the_whole_batch_does(low):
+    """A parameter with another's value and gradient is that one's replica; gradients that are not averaged differ."""
+    whole = trained(Head(), steps=2)
+    assert nc.diff(whole, of_replicas(low)).verdict in ("round-off", "formats differ")
+    found = nc.diff(whole, of_replicas(low, share=1.0))
+    sums = 1 + next(n for n, line in enumerate(LINES) if line.endswith("# of replicas"))
+    assert found.verdict == "values differ" and any(x.place.endswith(f":{sums}") for x in found.alone), str(found)

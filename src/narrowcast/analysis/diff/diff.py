@@ -242,7 +242,7 @@ def _compare_ends(
     have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
     trains_alike = have_moved_alike or trains_the_same(judging.values, result.gradients, parameters)
     is_same = trains_alike and judging.are_returned_alike()
-    are_gradients_alike = is_same or gradients_are_alike(result.gradients, parameters)
+    are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike

@@ -235,8 +235,18 @@ def in_one_alone(values: Values) -> list[GradientRow]:
     return rows
 
 
-def gradients_are_alike(rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
-    """Return whether each parameter of either run with a gradient is compared, and alike. parameters: their names."""
+def gradients_are_alike(values: Values, rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
+    """Return whether each parameter of either run with a gradient is compared, and alike, or a replica of one that is.
+    parameters: their names.
+    """
+    if not rows or any(row.is_beyond for row in rows):
+        return False
     compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
-    are_all = all(set(names) <= those for names, those in zip(parameters, compared, strict=True))
-    return bool(rows) and are_all and all(row.difference <= row.round_off_bound for row in rows)
+    left = ((n, name) for n, names in enumerate(parameters) for name in names if name not in compared[n])
+    return all(any(_is_replica(values, n, name, of) for of in compared[n]) for n, name in left)
+
+
+def _is_replica(values: Values, run: int, name: str, of: str) -> bool:
+    """Return whether two parameters of a run have one value, and one gradient."""
+    same_value = _are_equal(values.sides[run].value(name), values.sides[run].value(of))
+    return same_value and _are_equal(_gradient(values, name, run), _gradient(values, of, run))

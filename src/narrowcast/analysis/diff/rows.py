@@ -186,7 +186,8 @@ class Judging:
                 self.read_by.setdefault(bundle, []).append(pair)
             return ""
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
-            if len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1:
+            sizes = {sum(bundle.elements for bundle in side) for side in (pair.a, pair.b)}
+            if len(sizes) > 1 or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1:
                 return ""  # of other batches
             return "its inputs differ already, and no call of the runs made them"
         made_by = [{self.paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
