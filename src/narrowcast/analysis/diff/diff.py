@@ -268,18 +268,18 @@ def _compare_ends(
     elif not _is_unexplained(result, judging, left_out):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
-            result.gradients += in_one_alone(judging.values)
+            result.gradients += in_one_alone(judging.values, result.gradients)
     returned = 0.0 if judging.are_alike_as_a_whole else judging.returned_apart()
     return max([returned, *(one.difference for one in ends if math.isfinite(one.difference))])
 
 
 def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:
     """Return the numbers of the gradients of these rows in either run."""
-    names = [[name for row in rows for name in (row.a, row.b)[n]] for n in range(2)]
-    both = zip(sides, names, strict=True)
-    return [
-        [row["gradient"] for name in own if "gradient" in (row := side.runs[0].parameters[name])] for side, own in both
-    ]
+    found = []
+    for n, side in enumerate(sides):
+        known = [side.runs[0].parameters.get(name, {}) for row in rows for name in (row.a, row.b)[n]]
+        found.append([row["gradient"] for row in known if "gradient" in row])
+    return found
 
 
 def _explain_formats(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:

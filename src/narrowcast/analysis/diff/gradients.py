@@ -219,14 +219,16 @@ def _next_to_each_other(pieces: Mapping[str, Piece], of: Piece, least: int, most
                 yield tuple(names[first:last])
 
 
-def in_one_alone(values: Values) -> list[GradientRow]:
+def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[GradientRow]:
     """Return rows of parameters, of modules that both runs call, of which one run alone has a gradient other than zero:
-    a difference of 1.
+    a difference of 1. compared: the rows of the others.
     """
     rows: list[GradientRow] = []
-    for side, other in (values.sides, values.sides[::-1]):
-        there = other.runs[0].parameters
+    for n, (side, other) in enumerate((values.sides, values.sides[::-1])):
+        there, known = other.runs[0].parameters, {name for row in compared for name in (row.a, row.b)[n]}
         for name, row in side.runs[0].parameters.items():
+            if name in known:
+                continue
             path, _, leaf = name.rpartition(".")
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
             if "gradient" in row and "gradient" not in there.get(name, {}) and (reads or name in there):
