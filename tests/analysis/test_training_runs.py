@@ -263,3 +263,37 @@ def test_a_scale_before_a_call_of_the_backward_or_in_it_is_one(formats):
     expected = "formats differ" if formats[0] is torch.float32 else "round-off"
     assert nc.diff(a, captured(trains, formats[1], True)).verdict == expected
     assert nc.diff(a, captured(trains, formats[1], True, 1.0)).verdict == "values differ"
+
+
+def trained_as_built(order, scale=1.0):
+    """Return the run of a whole script: it makes the model, fills it, and trains it by hand."""
+    with nc.capture() as run:
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(6, 6) for name in order}
+        torch.manual_seed(1)
+        for layer in (layers["a"], layers["b"]):
+            nn.init.orthogonal_(layer.weight)
+            layer.weight.data.copy_(layer.weight.data * scale)
+            nn.init.trunc_normal_(layer.bias, std=0.1)
+        model = nn.Sequential(layers["a"], nn.Tanh(), layers["b"])
+        average = copy.deepcopy(model)
+        for _ in range(2):
+            loss = model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for p, of_average, gradient in zip(model.parameters(), average.parameters(), gradients, strict=True):
+                    p.sub_(gradient, alpha=0.5)
+                    of_average.lerp_(p, 0.1)
+        average(torch.ones(1, 6))
+    return run
+
+
+def test_what_fills_new_parameters_is_no_part_of_a_run():
+    """Whatever the order in which a program makes its layers; steps and averages of weights are."""
+    run = trained_as_built("ab")
+    ops = {call.id.op for call in run.calls}
+    assert "aten.uniform_.default" not in ops and {"aten.sub_.Tensor", "aten.lerp_.Scalar"} <= ops, ops
+    assert run.steps == 2 and run.calls_before_step and any("fill new parameters" in note for note in run.notes)
+    same = nc.diff(run, trained_as_built("ba"))
+    assert same.verdict == "alike" and not same.unaligned, str(same)
+    assert nc.diff(run, trained_as_built("ab", scale=1.1)).verdict == "values differ"

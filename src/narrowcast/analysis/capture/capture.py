@@ -11,7 +11,9 @@ from typing import Any, overload
 
 import torch
 
+from narrowcast.analysis.capture.filling import Filling
 from narrowcast.analysis.capture.parameters import Parameters
+from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -194,6 +196,7 @@ class Capturing:
         self._stack.close()
         with quietly():
             self._door.run("parameters", self._observer.parameters.enter)
+            self._door.run("parameters", self._observer.leave_out_filling)
             self.run.later = self._tensors
         if self._region is None:  # else when the model is as it was
             self._door.run("the environment", self.note_environment)
@@ -227,6 +230,7 @@ class _Capture(Observer):
         super().__init__(policies)
         self._times = self.sees_inside = times
         self._run, self._table = run, table
+        self._filling, self._copies = Filling(), 0
         self.parameters: Parameters
         self.device_type = ""
 
@@ -245,6 +249,17 @@ class _Capture(Observer):
         floats = filter(is_floating, tensors_in(result))
         self._run.returned += [self._table.number(t) for t in floats]  # in the shape in which it is returned
 
+    def leave_out_filling(self) -> None:
+        """Leave out the calls that filled the parameters and buffers of the modules that were called."""
+        found = self._filling.of(t for root in self.roots for t in (*root.parameters(), *root.buffers()))
+        if found:
+            self._run.leave_out(found)
+
+    @property
+    def _may_fill(self) -> bool:
+        """Whether what runs may fill new parameters: outside of modules, before the first step."""
+        return not (self._local.is_inside or self._run.steps)
+
     @property
     def follows(self) -> bool:
         """Copies, which are no calls."""
@@ -254,14 +269,19 @@ class _Capture(Observer):
         """Trace a copy to the call that made its source."""
         if facts.op is CLONE:
             self._table.copied(args[0], result)
+        read = tensors_in(args, kwargs)
+        if facts.op is CLONE or facts.writes or not read:  # not a view
+            self._copies += 1
+            written = list(written_tensors(facts, args, kwargs)) if facts.writes else []
+            made = [] if written else tensors_in(result)
+            self._filling.note(-self._copies, read, written, made, self._may_fill)
 
     def before(self, call: SeenCall) -> None:
         """Note the facts of its tensors, before an op may write to them."""
         tensors = tensors_by_name(call.facts, call.args, call.kwargs)
         if call.facts.writes:
-            self.parameters.about_to_write(written_tensors(call.facts, call.args, call.kwargs))
-        else:
-            self.parameters.has_computed = True
+            written = written_tensors(call.facts, call.args, call.kwargs)
+            self.parameters.about_to_write(tensor for tensor in written if not self._filling.fills(tensor))
         self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
         call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
         if self._times:
@@ -273,9 +293,12 @@ class _Capture(Observer):
             self._run.elapsed_ns.append(self._now() - call.notes["began"])
             number = len(self._run.calls)
             self._run.cast_elapsed_ns += [(number, *cast) for cast in call.notes.get("casts", ())]
-        if call.facts.writes:  # those of lists have no results, and leave versions alone
-            for tensor in written_tensors(call.facts, call.args, call.kwargs):
-                self._table.written(tensor)
+        written = list(written_tensors(call.facts, call.args, call.kwargs)) if call.facts.writes else []
+        for tensor in written:  # ops on lists have no results, and leave versions alone
+            self._table.written(tensor)
+        may_fill = self._may_fill and call.id.direction == FORWARD
+        read = tensors_in(call.args, call.kwargs)
+        self._filling.note(len(self._run.calls), read, written, [] if written else call.results, may_fill)
         outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(call.results))
         given = others_as_text(call.facts, call.args, call.kwargs)
         rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")

@@ -20,8 +20,8 @@ from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optim
 
 
 class Parameters:
-    """Enters the parameters into a run. They move in the steps of optimizers, and where a program that has computed
-    something writes to one, or into its memory. roots: returns the outermost modules that were called.
+    """Enters the parameters into a run. They move in the steps of optimizers, and where a program writes to one, or
+    into its memory. roots: returns the outermost modules that were called.
     """
 
     def __init__(self, run: Run, table: Statistics, door: Door, roots: Callable[[], Iterable[torch.nn.Module]]) -> None:
@@ -36,8 +36,6 @@ class Parameters:
         self._written: dict[int, weakref.ref[Parameter]] = {}  # by id: those that the program itself has written to
         self._of_this_step: set[int] = set()
         self._is_in_step = False
-        self.has_computed = False
-        """Whether a call wrote to nothing: what comes before, fills new parameters."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -46,7 +44,7 @@ class Parameters:
             yield
 
     def about_to_write(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the parameters among what a call of the program itself is about to write to."""
+        """Note the parameters among what a call of the program itself is about to write to, and does not fill."""
         moved = [] if self._is_in_step else [p for p in map(self._parameter_of, tensors) if p is not None]
         if not moved:
             return
@@ -59,7 +57,7 @@ class Parameters:
 
     def _parameter_of(self, tensor: torch.Tensor) -> Parameter | None:
         """Return the parameter that a tensor is, or in whose memory it lies from its beginning."""
-        if not self.has_computed or not has_storage(tensor) or not tensor.data_ptr():
+        if not has_storage(tensor) or not tensor.data_ptr():
             return None
         if isinstance(tensor, Parameter):
             return tensor if tensor.requires_grad else None

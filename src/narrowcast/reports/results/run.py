@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
+from narrowcast.output.words import counted
 from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, codec, renderer
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts, rows_of, short
@@ -52,6 +53,15 @@ class Run(Result):
     steps: int = 0
     calls_before_step: int = 0
     first_gradients: dict[str, int] = field(default_factory=dict)
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Remove calls by their numbers, which fill new parameters; a note says how many."""
+        left = {number: n for n, number in enumerate(n for n in range(len(self.calls)) if n not in numbers)}
+        self.calls[:] = [self.calls[number] for number in left]
+        self.elapsed_ns[:] = [self.elapsed_ns[number] for number in left if self.elapsed_ns]
+        self.cast_elapsed_ns[:] = [(left[n], *cast) for n, *cast in self.cast_elapsed_ns if n in left]
+        self.calls_before_step -= sum(number < self.calls_before_step for number in numbers)
+        self.notes.append(f"Left out: {counted(len(numbers), 'call')} of constructors, which fill new parameters.")
 
     def before_first_step(self) -> Run:
         """Return what ran before the first step of an optimizer, in which all weights have their first values."""
