@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import PinError, ScriptError
+from narrowcast.testing import assert_close_to
 
 BF, HF, FP, DP = torch.bfloat16, torch.float16, torch.float32, torch.float64
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
@@ -359,3 +360,43 @@ def test_scripts_refuse_what_they_cannot_pin():
         nc.script(PinnedMethod())
     assert pinned_twice(X).dtype is HF and pinned_in_a_region(X).dtype is FP and PinnedMethod()(X).dtype is HF
     assert nc.unpin(nc.unpin(pinned_twice))(X).dtype is FP
+
+
+def low_in_the_middle(kind="module"):
+    """Return three layers, of which the second is pinned to a low format: itself, or its class."""
+    torch.manual_seed(0)
+
+    class Layer(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 16), Layer(16, 16), nn.Linear(16, 2))
+    nc.pin(model[1] if kind == "module" else Layer, "bf16", out="fp32")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["module", "class"])
+def test_a_low_pin_holds_where_a_policy_casts_nothing(kind):
+    """Weights follow the inputs that the pin casts, as they do in no region, in every front end; and where we look."""
+    model, x, nothing = low_in_the_middle(kind), torch.randn(4, 8), nc.Policy("nothing", extends=())
+    expected = model(x)
+    with nc.autocast("cpu", policy=nothing):
+        same(model(x), expected)
+    same(nc.compile(model, under=nothing, backend="aot_eager")(x), expected)
+    same(nc.export(model, (x,), under=nothing).module()(x), expected)
+    if kind == "module":
+        same(nc.script(model, under=nothing)(x), expected)
+    run = nc.capture(model, (x,))
+    assert [call.computes for call in run.calls if not call.is_cast] == ["fp32", "bf16", "fp32"]
+    same(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["module", "class"])
+def test_a_reference_in_fp32_has_no_low_pin(kind):
+    """It is fp32 throughout, and the pin's call is one that rounds; afterwards the pin is there again."""
+    model, x = low_in_the_middle(kind), torch.randn(4, 8)
+    found = nc.compare(model, (x,), under=nc.Policy("nothing", extends=()))
+    row = next(row for row in found.rows if row.id.module_path == "1")
+    assert (row.computes, row.reference, found.verdict) == ("bf16", "fp32", "round-off") and row.local, str(found)
+    assert nc.explain(model, (x,), under="bf16", run=True).verdict == "round-off"
+    assert float(assert_close_to(model, (x,), budget=0.1, under="bf16")[0].relative_error) > 0
+    assert [c.computes for c in nc.capture(model, (x,)).calls if not c.is_cast] == ["fp32", "bf16", "fp32"]

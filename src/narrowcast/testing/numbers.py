@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from narrowcast.analysis.capture.capture import observed_region
-from narrowcast.analysis.compare.compare import REFERENCES, compare
+from narrowcast.analysis.compare.compare import compare
+from narrowcast.analysis.compare.reference import REFERENCES, check_arguments
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
 from narrowcast.frontends.eager import autocast
@@ -18,6 +20,7 @@ from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import CallError, OutputError
+from narrowcast.runtime.regions.pinned import without_low_pins
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
@@ -72,15 +75,14 @@ def assert_close_to(
     if not budget >= 0 or math.isinf(budget):
         asked, wrong = f"assert_close_to(budget={budget!r})", "that is no relative error"
         raise NarrowcastError(asked, wrong, advice="Give 1e-2, for example.")
-    if isinstance(reference, str) and reference not in REFERENCES:
-        advice = f"Give one of {', '.join(REFERENCES)}, or another model."
-        raise NarrowcastError(f"assert_close_to(reference={reference!r})", "no such reference", advice=advice)
+    check_arguments("assert_close_to", reference)
     trial = Trial.of("assert_close_to", model, inputs, False)
     opened = observed_region("assert_close_to", trial, under, "native")
     is_own = isinstance(reference, str)
     other = trial if is_own else Trial.of("assert_close_to", reference, (trial.args, trial.kwargs))
     around = Uncast(opened.device) if is_own else opened
-    expected = other.run(around, None, REFERENCES.get(str(reference)))
+    with without_low_pins(other.model) if is_own else nullcontext():
+        expected = other.run(around, None, REFERENCES.get(str(reference)))
     errors = output_errors(expected.output, trial.run(opened).output)
     asked = f"outputs of {trial.name} within {budget:g} of {reference if is_own else other.name}"
     wanted = sum(t.is_floating_point() for t in tensors_of(expected.output))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from narrowcast.analysis.compare import judging
 from narrowcast.analysis.compare.advising import Advising, harm_of
 from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
-from narrowcast.analysis.compare.reference import Alone, Keep, KeptCall, RunAlone
+from narrowcast.analysis.compare.reference import REFERENCES, Alone, Keep, KeptCall, RunAlone, check_arguments
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
@@ -44,14 +44,13 @@ from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
+from narrowcast.runtime.regions.pinned import without_low_pins
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.state import autocast_off
 
-REFERENCES = {"fp32": None, "fp64": torch.float64}
-BY = ("op", "module")
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
 """Where two runs leave a doubt, this many more decide: of a scalar, two show little."""
 
@@ -90,7 +89,7 @@ def compare(
     weights that it changes itself are restored. Raises RunError for a model that returns no tensor, or a reference
     whose output is nothing but NaN.
     """
-    _check(reference, by)
+    check_arguments("compare", reference, by)
     trial = Trial.of("compare", model, inputs, backward)
     is_own = isinstance(reference, str)
     default = "native" if is_own and not trial.is_made else None
@@ -125,16 +124,6 @@ def _empty_result(name: str, region: autocast, reference: str, by: str) -> Diffe
         low="" if nothing else low, reference=reference, by=by,
         environment=environment(region.device, region.policy, low),
     )  # fmt: skip
-
-
-def _check(reference: Any, by: str) -> None:
-    if isinstance(reference, str) and reference not in REFERENCES:
-        raise RunError(
-            f"compare(reference={reference!r})", "no such reference",
-            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
-        )  # fmt: skip
-    if by not in BY:
-        raise RunError(f"compare(by={by!r})", "not a choice", advice=f"Give one of {', '.join(BY)}.")
 
 
 class _Comparing:
@@ -211,8 +200,9 @@ class _Comparing:
         self, trial: Trial, region: Any, watching: AbstractContextManager[Any] | None,
         dtype: torch.dtype | None = None,
     ) -> Outcome:  # fmt: skip
+        is_reference = isinstance(region, Uncast) and region is self._around
         try:
-            with self.weights:
+            with self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
                 outcome = trial.run(region, watching, dtype)
         finally:
             self._changed.update(self.weights.changed)

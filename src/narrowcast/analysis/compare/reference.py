@@ -13,6 +13,7 @@ import torch
 from narrowcast.analysis.compare.kernel_bounds import Judged, is_low, judge_kernel
 from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import RunError
 from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
@@ -30,6 +31,18 @@ _OPAQUE = ("workspace", "reserve", "reserveSpace")
 MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """How many elements of each result are compared; SMALL once those kept take half of the bytes allowed."""
+
+REFERENCES = {"fp32": None, "fp64": torch.float64}
+BY = ("op", "module")
+
+
+def check_arguments(verb: str, reference: Any, by: str = "op") -> None:
+    """Raise RunError for what is no choice."""
+    if isinstance(reference, str) and reference not in REFERENCES:
+        advice = f"Give one of {', '.join(REFERENCES)}, or another model."
+        raise RunError(f"{verb}(reference={reference!r})", "no such reference", advice=advice)
+    if by not in BY:
+        raise RunError(f"{verb}(by={by!r})", "not a choice", advice=f"Give one of {', '.join(BY)}.")
 
 
 @dataclass(slots=True)

@@ -131,9 +131,12 @@ def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args:
 
 
 def policy_on(device_type: str) -> Policy:
-    """Return the policy in force for a device type, without what was placed for eager code; native if there is none."""
+    """Return the policy in force for a device type, without what was placed for eager code; native if there is none, or
+    one without rules, under which no weight would follow an input to its format.
+    """
     region = region_on(device_type)
-    return region.prepared.for_graphs.policy if region is not None else Policy.native()
+    policy = Policy.native() if region is None else region.prepared.for_graphs.policy
+    return policy if policy.rules else Policy.native()
 
 
 # -- for recordings ----------------------------------------------------------------------------------------------------

@@ -212,7 +212,8 @@ def _inside(scopes: Scopes, calls: Mapping[str, ModuleCall], plans: Mapping[str,
                 low = DTYPES[inside_call.low]
                 session = next(iter(inside.values())).session if inside else scanner.new_session()
                 around = scopes.get(ruled) or Scope(ruled, True, low, "", True, session)
-                inside[ruled] = replace(around, enabled=True, low=low)
+                policy = around.policy if policy_of(around).rules else ""  # as bounded.policy_on
+                inside[ruled] = replace(around, enabled=True, low=low, policy=policy)
             elif ruled in scopes:
                 inside[ruled] = replace(scopes[ruled], enabled=False)
     return inside

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Module
 
-from narrowcast.core.policy import Policy
+from narrowcast.core.policy import Kind, Policy
 from narrowcast.errors import PinError
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
 from narrowcast.runtime.torch_surface.patches import once
@@ -40,6 +41,13 @@ class Pin:
         self.tag = f"pin {next(_numbers)}"  # no other pin's; what Dynamo guards on
         self.boundaries: dict[Any, Any] = {}
 
+    @property
+    def lowers(self) -> bool:
+        """Whether something computes in a lower format than fp32 by it."""
+        formats = [rule.action.format for rule in self.policy.rules if rule.action.kind is not Kind.LOWER]
+        is_low = len(formats) < len(self.policy.rules) or any(f is not None and f.bits < 32 for f in formats)
+        return is_low or self.region is not None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Pin:
         return self
 
@@ -57,6 +65,22 @@ def own_pin(target: Any) -> Pin | None:
     """Return the pin that was set on this very module or class."""
     pin: Pin | None = vars(target).get(ATTRIBUTE)
     return pin
+
+
+@contextmanager
+def without_low_pins(model: Any) -> Iterator[None]:
+    """Leave the pins of a model's modules that lower them aside, also those of their classes."""
+    modules = [m for m in model.modules() if (pin := pin_of(m)) and pin.lowers] if isinstance(model, Module) else []
+    own = [(vars(module), vars(module).get(ATTRIBUTE)) for module in modules]
+    try:
+        for attributes, _ in own:
+            attributes[ATTRIBUTE] = None
+        yield
+    finally:
+        for attributes, pin in own:
+            attributes.pop(ATTRIBUTE, None)
+            if pin is not None:
+                attributes[ATTRIBUTE] = pin
 
 
 def is_module(target: Any) -> bool:
