@@ -1,5 +1,6 @@
 """Compiled models as objects: their methods, copies, other compiled code around them, and compiling them again."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -7,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 
@@ -151,3 +153,33 @@ def test_state_dicts_go_round():
     plain.load_state_dict(model._orig_mod.state_dict())
     with nc.autocast("cpu", BF16):
         assert torch.equal(plain(X), model(X))
+
+
+class Recomputed(nn.Module):
+    """A checkpointed block that draws a mask."""
+
+    def __init__(self, keeps=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.keeps = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), keeps
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=self.keeps)
+
+
+@pytest.mark.parametrize("under", [None, "bf16"])
+@pytest.mark.parametrize("looks", [nc.watch, nc.capture, nc.record])
+def test_a_compiled_recomputation_that_is_observed_draws_the_numbers_of_the_forward(under, looks):
+    """Gradients and the random numbers that follow are those of the program that nobody looks at."""
+
+    def gradients(looking):
+        torch._dynamo.reset()
+        model = Recomputed()
+        compiled = nc.compile(model, under=under, backend="aot_eager")
+        torch.manual_seed(1)
+        with looking():
+            compiled(torch.linspace(-1, 1, 32).view(4, 8)).sum().backward()
+        return [*(p.grad for p in model.parameters()), torch.randn(2)]
+
+    for a, b in zip(gradients(contextlib.nullcontext), gradients(looks), strict=True):
+        assert torch.equal(a, b)

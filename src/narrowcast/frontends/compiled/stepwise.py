@@ -23,12 +23,13 @@ from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.sites.python_stack import called_modules, module_path
 from narrowcast.runtime.torch_bridge import device_type_of, op_facts
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
+from narrowcast.runtime.torch_surface.fx import Interpreter
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 
 _NO_POLICY = Policy("graph", extends=())
 
 
-class Stepwise(torch.fx.Interpreter):
+class Stepwise(Interpreter):
     """One run of a graph: each node at its site, and watchers notified of the calls that a policy decides."""
 
     def __init__(self, graph: GraphModule, watching: tuple[Watcher, ...]) -> None:
@@ -84,7 +85,7 @@ def run_program(program: GraphModule, watching: tuple[Watcher, ...], args: Argum
 # -- graphs that Dynamo shares between modules or regions that it cannot tell apart, and must not share ----------------
 
 
-class Elsewhere(torch.fx.Interpreter):
+class Elsewhere(Interpreter):
     """A graph that was compiled for calls in one module and under one policy, and may be called in another.
 
     Dynamo shares the code of modules that are alike; a rule about one of them must not reach the other. And it does not

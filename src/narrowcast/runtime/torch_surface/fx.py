@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._higher_order_ops.utils import reenter_make_fx as reenter_make_fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from torch.utils.checkpoint import checkpoint
 
 without_pre_dispatch_mode = proxy_tensor._temp_remove_pre_dispatch_torch_function_mode
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -19,6 +21,20 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 def same_random_numbers() -> Any:
     """Return a context after which the random state is as before."""
     return torch._dynamo.utils.preserve_rng_state()
+
+
+class Interpreter(torch.fx.Interpreter):
+    """Runs a graph node by node. What it recomputes in the backward draws the random numbers of the forward again:
+    torch's own op for that is made for compilers, which see to it themselves.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call."""
+        if target is not tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        body, *inputs = args
+        chosen = {} if (make := body.meta.get("_checkpoint_context_fn")) is None else {"context_fn": make}
+        return checkpoint(Interpreter(body).run, *inputs, **{**kwargs, **chosen, "use_reentrant": False})
 
 
 def keep_calls(*functions: Callable[..., Any]) -> None:
