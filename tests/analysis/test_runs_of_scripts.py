@@ -139,3 +139,31 @@ def test_a_trace_that_counts_its_batches_is_observed_in_each_call(look):
         with look():
             assert torch.equal(traced(x), expected)
     assert traced.state_dict()["1.num_batches_tracked"] == 4  # once when it was traced
+
+
+class Counts(nn.Module):
+    """A buffer that a forward writes to without gradients, which a trace does not record."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.float().mean(0), alpha=0.1)
+        return y * 2
+
+
+@pytest.mark.parametrize("trace", [lambda m, x: nc.trace(m, (x,), under="bf16"), lambda m, x: torch.jit.trace(m, (x,))])
+def test_a_buffer_that_a_trace_writes_to_is_as_it_was(trace):
+    """Its value, and that it requires no gradient: of the model, whose buffer it is, and of the trace."""
+    model, x = Counts(), torch.randn(3, 4)
+    traced = trace(model, x)
+    before = model.mean.clone()
+    for looks in (lambda: nc.compare(traced, (x,), reference=model), lambda: nc.capture(traced, (x,)),
+                  lambda: nc.compare(model, (x,), under="bf16")):  # fmt: skip
+        looks()
+        assert torch.equal(model.mean, before) and not model.mean.requires_grad

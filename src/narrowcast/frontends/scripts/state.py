@@ -25,7 +25,7 @@ class ScriptState:
     def __init__(self, model: torch.nn.Module) -> None:
         values, weights = _attributes(model), set(map(id, model.parameters()))
         self._kept = [
-            (owner, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+            (owner, name, value, value_of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
             for owner, name, value in values
             if not isinstance(value, _NOT_KEPT) and id(value) not in weights
         ]
@@ -42,8 +42,20 @@ class ScriptState:
                     continue
                 if owner.getattr(name) is not value:
                     owner.setattr(name, value)
-                if not torch.equal(value, as_it_was):
-                    value.copy_(as_it_was)
+                restore_value(value, as_it_was)
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor's value, from which it is restored."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def restore_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor its value again, and no gradient if it had none: a trace writes outside of the model's no_grad."""
+    if not torch.equal(tensor, value):
+        tensor.copy_(value)
+    if tensor.requires_grad and not value.requires_grad and not tensor._is_view():
+        tensor.detach_()
 
 
 def converted_script(script: torch.jit.ScriptModule, dtype: torch.dtype) -> torch.jit.ScriptModule:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.frontends.scripts.state import ScriptState
+from narrowcast.frontends.scripts.state import ScriptState, restore_value, value_of
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_surface.dispatch import without_modes
@@ -47,14 +47,14 @@ class _Modules(ExitStack):
         self.enter_context(Attributes(vars(module)))
         with without_modes():
             own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
-            self._buffers += [(buffer, buffer.detach().clone()) for buffer in own]
+            self._buffers += [(buffer, value_of(buffer)) for buffer in own]
 
     def _restore_buffers(self) -> None:
         """Restore buffers where their values have changed."""
         with torch.no_grad():
             for buffer, value in self._buffers:
-                if buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                if buffer.layout is torch.strided and not buffer.is_meta:
+                    restore_value(buffer, value)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Run(Result):
         left = {number: n for n, number in enumerate(n for n in range(len(self.calls)) if n not in numbers)}
         self.calls[:] = [self.calls[number] for number in left]
         self.elapsed_ns[:] = [self.elapsed_ns[number] for number in left if self.elapsed_ns]
-        self.cast_elapsed_ns[:] = [(left[n], *cast) for n, *cast in self.cast_elapsed_ns if n in left]
+        self.cast_elapsed_ns[:] = [(left[n], a, b, ns) for n, a, b, ns in self.cast_elapsed_ns if n in left]
         self.calls_before_step -= sum(number < self.calls_before_step for number in numbers)
         self.notes.append(f"Left out: {counted(len(numbers), 'call')} of constructors, which fill new parameters.")
 

@@ -52,7 +52,7 @@ ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 attention_by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
 """Matmuls, a mask, softmax, in any format: what fused kernels compute."""
 cudnn_rnn = torch.ops.aten._cudnn_rnn.default
-_EQUAL = torch.ops.aten.equal.default
+_READS_NUMBERS = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
 _WIDE = {float: torch.float64, complex: torch.complex128}
 """The dtypes of tensors that Python numbers become."""
 
@@ -89,11 +89,11 @@ class DispatchMode(TorchDispatchMode):
 
 
 def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op that a dispatch mode was given. TorchScript's optimizer compares constants by `aten.equal`, and
-    hands tensors that were Python numbers to a mode as these numbers, which that op alone does not take. On the CPU ops
-    on lists call those on their tensors, which count what they write, but not beneath a mode: it is counted here.
+    """Call an op that a dispatch mode was given. TorchScript compares and reads constants, and hands tensors that were
+    Python numbers to a mode as these numbers, which the ops for that do not take. On the CPU ops on lists call those on
+    their tensors, which count what they write, but not beneath a mode: it is counted here.
     """
-    if op is _EQUAL:
+    if op in _READS_NUMBERS:
         args = [arg if isinstance(arg, torch.Tensor) else _number(arg) for arg in args]
     result = op(*args, **kwargs)
     if result is None and op_name(op).startswith("_foreach_"):
