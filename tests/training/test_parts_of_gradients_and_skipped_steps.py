@@ -1,5 +1,7 @@
 """Loops in which a step is skipped, a part of a gradient is cleared, or a penalty is made of gradients."""
 
+import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.reports.results.saved import parse
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -202,3 +205,48 @@ def test_a_step_that_the_scaler_would_skip_is_made_by_hand(at, by_hand):
     assert by_hand is not ("by a scaler" in str(watching)), str(watching)
     if by_hand and at == "op":
         assert "scaler.step(optimizer)" in str(watching)
+
+
+def averaging(rounds):
+    """Return a step with a target that is averaged outside of no_grad, which makes its weights results of an op."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    target, low = (copy.deepcopy(model).requires_grad_(False) for _ in range(2))
+    low.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        x = torch.randn(6, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                y = target(x)
+            loss = F.mse_loss(model(x), y + 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch._foreach_lerp_(list(target.parameters()), list(model.parameters()), 0.005)
+        if rounds:
+            with torch.no_grad():
+                weights = [w.bfloat16() for w in model.parameters()]
+                torch._foreach_lerp_(list(low.parameters()), weights, 0.0005)
+
+    step()
+    return step
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_weights_that_are_results_have_no_gradient_to_read(rounds):
+    """torch warns where theirs is read, and the program may make errors of warnings."""
+    step = averaging(rounds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check = nc.check_training(step)
+    assert check.verdict == ("wrong" if rounds else "sound") and not check.not_inspected, str(check)
+
+
+def test_a_loop_that_could_not_be_inspected_is_not_sound(monkeypatch):
+    """Where looking failed nothing is said of the loop as a whole, and an assertion does not hold."""
+    monkeypatch.setattr("narrowcast.training.check.looking.LoopObserver.end_of_round", lambda self: 1 / 0)
+    check = nc.check_training(averaging(False))
+    assert check.verdict == "not inspected" and not check and check.not_inspected == check.steps, str(check)
+    assert "Not all of this loop could be inspected" in str(check) and parse(check.to_json()).verdict == check.verdict

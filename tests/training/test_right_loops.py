@@ -313,3 +313,28 @@ def test_a_model_in_fp16_without_region_and_scaler_is_found() -> None:
         loop.train_in_bf16(cross_entropy(loop.net(loop.x.half()).float(), loop.y))
 
     assert nc.check_training(step).kinds == ("an update that is not finite", "fp16 without a scaler")
+
+
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_a_penalty_on_a_jacobian_of_torch_func_is_in_fp32_on_purpose(scale):
+    """Outside of the region, as one that is made with create_graph is; a forward there by mistake is still reported."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    x, y = torch.randn(8, 5), torch.arange(8) % 2
+
+    def step(forward=lambda x: 0.0):
+        weights = dict(model.named_parameters())
+        rows = torch.func.vmap(torch.func.jacrev(lambda v: torch.func.functional_call(model, weights, (v,))))(x)
+        with torch.autocast("cpu", torch.bfloat16 if scale is None else torch.float16):
+            loss = cross_entropy(model(x), y)
+        loss = loss + 0.01 * rows.square().sum((1, 2)).mean() + forward(x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert nc.check_training(step).verdict == "sound"
+    found = nc.check_training(lambda: step(lambda x: model(x).square().mean()))
+    assert found.kinds == ("forward outside of the region",), str(found)

@@ -15,6 +15,7 @@ from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.reports.results.run import Run
+from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
@@ -81,7 +82,7 @@ class Parameters:
         if not self._run.steps:
             self._run.calls_before_step = len(self._run.calls)
             used = [p for ps in (parameters, *(root.parameters() for root in self._roots())) for p in ps]
-            self._first = {id(p): self._table.number(p.grad) for p in used if p.grad is not None}
+            self._first = {id(p): self._table.number(g) for p in used if (g := gradient_of(p)) is not None}
         self._run.steps += 1
 
     def _note_values(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -103,8 +104,8 @@ class Parameters:
 
     def _note_gradients(self, parameters: Iterable[Any]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._note(parameter, gradient=self._table.number(parameter.grad))
+            if (gradient := gradient_of(parameter)) is not None:
+                self._note(parameter, gradient=self._table.number(gradient))
 
     def _note(self, parameter: Any, **numbers: int) -> None:
         before = {"before": self._before[id(parameter)]} if id(parameter) in self._before else {}
@@ -116,7 +117,7 @@ class Parameters:
         self._note_gradients(p for root in roots for p in root.parameters())
         for written in self._written.values():
             parameter = written()
-            if parameter is not None and parameter.grad is None:
+            if parameter is not None and gradient_of(parameter) is None:
                 self._note(parameter)
         if self._stepped:  # some have no gradient where others have one
             for parameter in (p for root in roots for p in root.parameters() if p.requires_grad):

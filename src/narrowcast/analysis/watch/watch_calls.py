@@ -22,6 +22,7 @@ from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
 from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -357,7 +358,7 @@ class WatchCalls(Observer):
         if self._history and not is_skipped:
             roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
             held = (*parameters, *(p for root in roots for p in root.parameters()))
-            for gradient in [p.grad for p in held if p.grad is not None]:
+            for gradient in [g for p in held if (g := gradient_of(p)) is not None]:
                 if (carrier := self._history.carriers.get(gradient)) is not None:
                     self._history.came_to(carrier.waiting, "it reached the gradient of a parameter")
         if final:

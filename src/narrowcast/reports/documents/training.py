@@ -38,6 +38,8 @@ def training_verdict(result: TrainingCheck) -> str:
     number = len(result.findings) - slow
     if number:
         return f"{counted(number, 'thing')} wrong with the precision of this loop"
+    if result.not_inspected:
+        return "Not all of this loop could be inspected: nothing is said of it as a whole"
     costs = f", and {counted(slow, 'thing')} {'cost' if slow > 1 else 'costs'} time" if slow else ""
     return f"No fault was found in the precision of this loop{costs}"
 

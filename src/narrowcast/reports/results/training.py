@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from narrowcast.core.ledger import Advice
 from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.verdicts import COSTS_TIME, SOUND, WRONG
+from narrowcast.reports.results.verdicts import COSTS_TIME, NOT_INSPECTED, SOUND, WRONG
 
 COST_TIME = ("weights cast again", "no region")
 """Kinds of findings that leave the numbers as they are."""
@@ -20,7 +20,7 @@ class TrainingCheck(Result):
 
     times: each finding, in the order in which they were met, with how often it was. steps: how often the step ran.
     calls: how many calls of the forward a region decided about, and how many that it would have lowered ran outside of
-    any.
+    any. not_inspected: how often inspecting failed, as notes say.
     """
 
     WHAT: ClassVar[str] = "the check of a training loop"
@@ -30,6 +30,7 @@ class TrainingCheck(Result):
     steps: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    not_inspected: int = 0
 
     @property
     def findings(self) -> tuple[Advice, ...]:
@@ -38,8 +39,10 @@ class TrainingCheck(Result):
 
     @property
     def verdict(self) -> str:
-        """`sound`, `costs time` or `wrong`."""
-        return (COSTS_TIME if self.findings else SOUND) if self else WRONG
+        """`sound`, `costs time` or `wrong`; `not inspected` where nothing is wrong, and looking failed somewhere."""
+        if any(finding.kind not in COST_TIME for finding in self.findings):
+            return WRONG
+        return NOT_INSPECTED if self.not_inspected else COSTS_TIME if self.findings else SOUND
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -54,4 +57,4 @@ class TrainingCheck(Result):
 
     def __bool__(self) -> bool:
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
-        return all(finding.kind in COST_TIME for finding in self.findings)
+        return self.verdict in (SOUND, COSTS_TIME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from operator import methodcaller
@@ -18,6 +19,19 @@ def note_forward(ctx: Any, dtype: torch.dtype, used_autocast: bool) -> None:
 def noted_forward(ctx: Any) -> tuple[torch.dtype, bool]:
     """Return what `note_forward` noted."""
     return ctx._dtype, ctx._fwd_used_autocast
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's gradient; None of a result that keeps none: torch warns where that is read."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def is_in_derivative() -> bool:
+    """Return whether a function that torch.func differentiates is running on this thread."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch._functorch.eager_transforms":
+        frame = frame.f_back
+    return frame is not None
 
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled

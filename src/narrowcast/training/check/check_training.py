@@ -97,7 +97,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     if looking.updates.skipped:
         skipped = counted(looking.updates.skipped, "step")
         notes.append(f"{skipped} skipped: gradients were not finite at the scaler's scale.")
-    return TrainingCheck(findings, ran, looking.calls, notes)
+    return TrainingCheck(findings, ran, looking.calls, notes, door.times)
 
 
 def _refuse_what_has_not_run(result: Any) -> None:

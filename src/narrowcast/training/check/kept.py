@@ -11,6 +11,7 @@ from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of, written_tensors
+from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -84,7 +85,7 @@ class KeptMemory:
 
     def gradients(self) -> set[int]:
         """Return the storage keys of the current gradients of the parameters of models and optimizers."""
-        return {storage_key(t) for t in _in_memory([parameter.grad for _, parameter in self._parameters()])}
+        return {storage_key(t) for t in _in_memory([gradient_of(parameter) for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
         """Return the names of the models' parameters, by storage key."""

@@ -17,11 +17,13 @@ from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
-from narrowcast.runtime.torch_surface.autograd import next_sequence_number
+from narrowcast.runtime.torch_surface.autograd import is_in_derivative, next_sequence_number
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.gradients import Found
 
 _LOW = frozenset(FORMATS[dtype].name for dtype in LOW)
+_OF_FUNC = -1
+"""In the place of the autograd node of a call in a function that torch.func differentiates."""
 
 
 @dataclass(slots=True)
@@ -95,7 +97,8 @@ class OutsideRegions:
         if self._evaluation is not None:
             self._evaluation.outside.append((call.id.op, call.site))
         elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
-            self._outside.append((next_sequence_number() - 1, call.id.op, call.site))
+            node = _OF_FUNC if is_in_derivative() else next_sequence_number() - 1
+            self._outside.append((node, call.id.op, call.site))
 
     @property
     def follows(self) -> bool:
@@ -140,7 +143,7 @@ class OutsideRegions:
                 "nc.watch() names the first call that gives NaN or infinity. Compute the loss in fp32: "
                 "loss_fn(output.float(), ...).", site,
             ))  # fmt: skip
-        outside = [o for o in self._outside if not self.inside or o[0] not in differentiated]
+        outside = [o for o in self._outside if not self.inside or o[0] not in {_OF_FUNC, *differentiated}]
         if outside:
             _, op, site = outside[0]
             findings.append((
