@@ -309,7 +309,7 @@ class Backwards:
         if is_unscaled and not self._is_checked and not takes_scale(optimizer):
             self.found.append(never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
-                "too large, they are not, and neither are the weights afterwards"
+                "too large, they are not, and neither are the weights afterwards", has_scaler=True,
             ))  # fmt: skip
         self._judge_added(known)
         self._used = gradients
@@ -347,7 +347,7 @@ class Backwards:
         with quietly():
             if not all(map(is_finite, self._broken)):
                 what = "gradients are not finite in this step, and neither are the weights after it"
-                self.found.append(never_skipped(what))
+                self.found.append(never_skipped(what, self.has_scaled))
         self._broken = []
 
     def _judge_powers(self, gradients: list[torch.Tensor]) -> None:

@@ -157,11 +157,10 @@ def steps_with_scaled(todo: str, site: Site) -> Found:
     )
 
 
-def never_skipped(what: str) -> Found:
-    """Return a finding: nobody asks whether gradients are finite."""
-    return (
-        NEVER_SKIPPED, what,
-        "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps, "
-        "nc.watch() names the first call that gives NaN or infinity.",
-        loop_line(),
-    )  # fmt: skip
+def never_skipped(what: str, has_scaler: bool) -> Found:
+    """Return a finding: nobody asks whether gradients are finite. has_scaler: a loss is scaled, else no scale helps."""
+    todo = "Fix the first call that gives NaN or infinity: nc.watch() names it."
+    if has_scaler:
+        asks = "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps"
+        todo = f"{asks}, f{todo[1:]}"
+    return NEVER_SKIPPED, what, todo, loop_line()
