@@ -217,3 +217,22 @@ def test_times_are_those_of_eager_code_and_said_to_be(goal, fresh_dynamo):
     text = " ".join(str(found).split())
     assert "as eager code it takes" in text.partition("VERDICT")[2]
     assert not goal or "Choose formats by measured time" not in text
+
+
+def test_a_cast_before_what_only_moves_values_is_no_other_decision():
+    """A program whose inputs are cast once, before they are gathered and concatenated, decides as eager code does."""
+
+    class Edges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.message, self.update = nn.Linear(32, 16), nn.Linear(16, 16)
+
+        def forward(self, x, i, j):
+            return self.message(torch.cat([x[i], x[j]], -1)).sum() + self.update(x).sum()
+
+    inputs = (torch.randn(10, 16), torch.arange(10), torch.arange(10).flip(0))
+    found = nc.explain(
+        Edges(), inputs, under=nc.autocast("cpu", policy="safe"), front_end="compile", backend="aot_eager"
+    )
+    assert any(edit.kind == "follow" for edit in found.ledger.edits) and not found.differences, str(found)
+    assert "BUG" not in str(found)

@@ -39,7 +39,9 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
 
 
 def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifference, ...]:
-    """Return decided calls of which eager and graph have different numbers in some formats; none if they agree."""
+    """Return decided calls of which eager and graph have different numbers in some formats; none if they agree. Not
+    those that only move values, and do so in another format since a cast of what they move stands before them.
+    """
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
         for kind, tally in ledger.calls.items():
@@ -47,6 +49,8 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     differences = [DecisionDifference(*key, *both) for key, both in other_counts(*counts).items()]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
+    moving = {(edit.op, edit.module_path) for edit in graph.edits if edit.kind == "follow"}
+    differences = [each for each in differences if (each.op, each.module_path) not in moving]
     return tuple(d for d in differences if not f"{d.module_path}.".startswith(others))
 
 
