@@ -1,5 +1,6 @@
 """What flows between the calls that an explanation lists: from what made a value to what reads it."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,3 +57,14 @@ def test_without_fake_tensors_the_page_says_that_it_has_the_order_alone():
     found = nc.explain(Queries(), (torch.randn(2, 4, 16),), under=torch.bfloat16, real=True)
     graph = document_of(found).graph
     assert not graph.flow and "not recorded" in graph.note
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_every_cast_is_on_an_edge(has_bias):
+    """Also of calls whose optional arguments are missing."""
+    model = nn.Sequential(
+        nn.Linear(8, 8, bias=has_bias), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 3, bias=has_bias), nn.Softmax(-1)
+    )  # fmt: skip
+    found = nc.explain(model, (torch.randn(3, 8),), under=torch.bfloat16)
+    drawn = [(edge.argument, edge.src, edge.dst) for edge in document_of(found).graph.edges if edge.src != edge.dst]
+    assert sorted(drawn) == sorted((cast.argument, cast.src, cast.dst) for cast in found.ledger.casts), str(found)

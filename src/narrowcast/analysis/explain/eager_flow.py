@@ -9,6 +9,7 @@ import torch
 from narrowcast.core.ops import multiplications
 from narrowcast.core.policy import Policy
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
+from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
@@ -114,7 +115,6 @@ def _size(tensor: torch.Tensor, format: str) -> int:
 
 def _planned(call: SeenCall) -> dict[int, str]:
     """Return the formats to which a call's plan casts its tensors, by their ids."""
-    given, planned = tensors_in(call.args, call.kwargs), () if call.plan is None else call.plan.formats
-    if len(given) != len(planned):
-        return {}
-    return {id(tensor): str(dst) for tensor, dst in zip(given, planned, strict=True) if dst is not None}
+    given, planned = gather(call.facts, call.args, call.kwargs), () if call.plan is None else call.plan.formats
+    pairs = zip(given, planned, strict=True) if len(given) == len(planned) else ()
+    return {id(tensor): str(dst) for tensor, dst in pairs if tensor is not None and dst is not None}
