@@ -87,6 +87,16 @@ def test_a_script_is_watched_unchanged(cli, script, tmp_path):
     assert code == 1 and "1 call made a NaN or an infinity" in out
 
 
+def test_options_behind_a_script_are_the_scripts(cli, tmp_path):
+    """Also those that narrowcast has, too; an unknown one before it is an error."""
+    script = tmp_path / "argv.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    asked = ["--save", "kept", "--every", "10", "--log", "run.log", "--stop", "-o", "out", "--all", "--help"]
+    code, out, _ = cli("watch", script, *asked)
+    assert code == 0 and repr(asked) in out
+    assert cli("watch", "--epochs", "3", script)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
@@ -173,7 +183,7 @@ def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp
     assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
     assert cli("compare", target, "--under", "bf16", "--html", page)[0] == 0 and has_page(page, "comparison")
     assert cli("headroom", target, "--html", page)[0] == 0 and has_page(page, "headroom")
-    assert cli("watch", script, "--html", page, "--", "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
+    assert cli("watch", "--html", page, script, "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
     code, out, _ = cli("explain", target, "--under", "bf16", "--html", page)
     assert code == 0 and "VERDICT" in out and has_page(page, "explanation")
 

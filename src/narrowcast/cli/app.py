@@ -39,7 +39,7 @@ for panel, command, example in (
     (_RUNS, runs.watch_command, "watch --stop train.py --lr 0.1"),
 ):
     name, epilog = command.__name__.removesuffix("_command"), f"Example: narrowcast {example}"
-    settings = {"ignore_unknown_options": True} if name == "watch" else None
+    settings = {"allow_interspersed_args": False} if name == "watch" else None  # what follows is the script's
     app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(with_groups(command))
 app.add_typer(policy_app, name="policy", rich_help_panel=_DEVICES)
 app.add_typer(profile_app, name="profile", rich_help_panel=_DEVICES)
