@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from narrowcast.core.ledger import CallKind
@@ -11,7 +10,7 @@ from narrowcast.output.words import counted
 from narrowcast.reports.documents import comparisons, ledgers, placements
 from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
-from narrowcast.reports.documents.words import in_time, number, place
+from narrowcast.reports.documents.words import in_time, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
@@ -112,14 +111,17 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         return f"Not finite, where fp32 is: {first.value} made by {first.op} in {module}", "bad"
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
-        joined = ", but" if ratio > SLOWER and verdict not in AT_FAULT else ", and"
+        is_slower = ratio > SLOWER and comparison.is_clear
+        joined = ", but" if is_slower and verdict not in AT_FAULT else ", and"
         how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
         either = (
             ", which is not finite itself" if verdict in comparisons.SOUND and comparison.reference_not_finite else ""
         )
-        text = f"{VERDICTS.get(verdict, verdict)}{either}{joined}{how} it takes {ratio:.2f} times the time of fp32 here"
+        low, high = comparison.time_quartiles
+        time = f"{ratio:.2f}" if comparison.is_clear else f"about {ratio:.2f} ({low:.2f} to {high:.2f})"
+        text = f"{VERDICTS.get(verdict, verdict)}{either}{joined}{how} it takes {time} times the time of fp32 here"
         text += comparisons.share_of_output(comparison.differences, "the output error")
-        return text, "bad" if verdict in AT_FAULT else "" if ratio > SLOWER else "good"
+        return text, "bad" if verdict in AT_FAULT else "" if is_slower else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))
     if chosen:
         return chosen, ""
@@ -148,13 +150,14 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
 
 
 def spent(comparison: Comparison) -> str:
-    """Return what takes the region's time: what is not casts and not kernels is calls, and overhead."""
-    if not math.isfinite(comparison.casts_ms):
-        return ""
+    """Return what takes the region's time: what is not casts and not kernels is calls, and overhead. Nothing, where ops
+    took longer one by one than the runs that were timed: on a busy machine, or where they are tiny.
+    """
     rest = comparison.region_ms - comparison.casts_ms - comparison.kernels_ms
+    if not (rest > 0 and comparison.reference_kernels_ms <= comparison.reference_ms):
+        return ""
     known = (comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, rest)
     casts, kernels, reference, left = (in_time(1e6 * ms) for ms in known)
-    left = left if rest > 0 else "too little to measure"
     return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
 
 
@@ -184,14 +187,14 @@ def _todos(result: Explanation) -> list[Todo]:
     todos += ledgers.advice_todos(result.ledger, "rule without effect" if result.rules else "")
     of_casts = ledgers.cast_todos(result.ledger, result.front_end in ("compile", "export"), result.gradients)
     is_placed = bool(placements.placed_graphs(result.graphs))  # formats are chosen by time already
-    if comparison is not None and comparison.time_ratio > SLOWER and not is_placed:
+    if comparison is not None and comparison.time_ratio > SLOWER and comparison.is_clear and not is_placed:
         on = spent(comparison)
         why = f"a run takes {comparison.time_ratio:.2f} times what fp32 takes on this machine"
         under = f'"{result.low}"' if result.policy == "native" else "..."  # the region, or its policy
         what = f'Choose formats by measured time: nc.compile(model, under={under}, goal="fast")'
         fast = Todo(what, f"{why}{on and ': '}{on}")
         more_ms = comparison.region_ms - comparison.reference_ms
-        is_by_casts = (number(comparison.casts_ms) or 0.0) > more_ms / 2
+        is_by_casts = bool(on) and comparison.casts_ms > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += [*of_casts, *unhelped]
     if comparison is not None and not comparison.differences.tried and not is_sound:

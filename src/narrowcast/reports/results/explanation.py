@@ -108,6 +108,12 @@ class Comparison:
     reference_kernels_ms: float = math.nan
 
     @property
+    def is_clear(self) -> bool:
+        """Whether the quartiles of the ratios agree on which of the two takes longer."""
+        low, high = self.time_quartiles
+        return low > 1.0 or high < 1.0
+
+    @property
     def outputs(self) -> tuple[OutputError, ...]:
         """The error of each output."""
         return self.differences.outputs
