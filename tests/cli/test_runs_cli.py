@@ -228,3 +228,13 @@ def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_p
     cli("compare", target, "--under", "bf16", "--isolate", "0", "-o", tmp_path / "c.json")
     code, _, err = cli("show", tmp_path / "c.json", "--trace", trace)
     assert code == 2 and "no calls with times" in err
+
+
+def test_saved_explanations_are_compared_by_their_casts(cli, target, tmp_path):
+    """The same casts: 0; others: one line each, and 1."""
+    files = [tmp_path / f"{low}.json" for low in ("bf16", "fp16")]
+    for file in files:
+        assert cli("explain", target, "--under", file.stem, "-o", file)[0] == 0
+    assert cli("diff", files[0], files[0])[:2] == (0, "the same casts\n")
+    code, out, _ = cli("diff", *files)
+    assert code == 1 and "fp32 -> bf16: 1 -> 0" in out and "fp32 -> fp16: 0 -> 1" in out

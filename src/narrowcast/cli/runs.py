@@ -72,7 +72,10 @@ def compare_command(
 
 def diff_command(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A saved run; or a policy: native, safe, ipex, native:DEVICE, or a file.")
+        str,
+        typer.Argument(
+            metavar="A", help="A saved run or explanation; or a policy: native, safe, ipex, native:DEVICE, or a file."
+        ),
     ],
     b: Annotated[list[str], typer.Argument(metavar="B", help="The other one; or the saved runs of each of its ranks.")],
     result: options.ResultOptions,
@@ -84,7 +87,8 @@ def diff_command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device type for which two policies are compared.")] = None,
 ) -> None:
-    """Find where two saved runs differ, without running anything; or list what changes from one policy to another.
+    """Find where two saved runs differ, without running anything; or list what changes from one policy to another, or
+    which casts from one saved explanation to another.
 
     Exits with 1 if values of the runs differ beyond round-off, or the policies differ, and with 2 if no values could be
     compared.
@@ -105,7 +109,10 @@ def diff_command(
     if device is not None:
         raise TargetError(f"{asked} --device", "runs have their devices", advice="Omit --device.")
     is_given = mapping is not None and mapping.exists()
-    difference = nc.diff(a, b, mapping=mapping if is_given else None)
+    difference = nc.diff(a, b if len(b) > 1 else b[0], mapping=mapping if is_given else None)
+    if isinstance(difference, tuple):  # of two ledgers
+        typer.echo("\n".join(map(str, difference)) or "the same casts")
+        raise typer.Exit(int(bool(difference)))
     if mapping is not None and not is_given:
         difference.mapping.save(mapping)
     notices = [f"{'read' if is_given else 'wrote'} {mapping}: correct it, and give it again"] if mapping else []
