@@ -235,14 +235,13 @@ def _compare_ends(
     unpaired = judging.counts_of_unpaired(left_out)
     has_low = _has_low(result)
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    result.gradients = gradients(
-        judging.values, pairs, band_of_all(judging.widest, GRADIENTS, are_others), judging.widest
-    )
+    band = band_of_all(judging.widest, GRADIENTS, are_others)
+    result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
     trains_alike = have_moved_alike or trains_the_same(judging.values, result.gradients, parameters)
     is_same = trains_alike and judging.are_returned_alike()
-    are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters)
+    are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.pieces import Piece, distance
+from narrowcast.analysis.diff.pieces import Piece, distance, together
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
@@ -52,7 +52,7 @@ def gradients(values: Values, pairs: list[Aligned], band: float, of_call: float 
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
-    named, rows = rows, {names: None for names in rows if names[0] != names[1] or values.are_parts(*names)}
+    named, rows = rows, {names: None for names in rows if values.are_parts(*names)}
     rows |= _of_one_value(values, *([name for name in side if not any(name in names[n] for names in rows)]
                                     for n, side in enumerate((a, b))))  # fmt: skip
     taken = [{name for names in rows for name in names[n]} for n in range(2)]  # models of one class have any names
@@ -237,15 +237,31 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
     return rows
 
 
-def gradients_are_alike(values: Values, rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
-    """Return whether each parameter of either run with a gradient is compared, and alike, or a replica of one that is.
-    parameters: their names.
+def gradients_are_alike(
+    values: Values, rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]], band: float
+) -> bool:
+    """Return whether each parameter of either run with a gradient is compared, and alike, or a replica of one that is;
+    or else what is left of both is one arranged otherwise: transposed, stacked. parameters: their names; band: the
+    bound of all gradients.
     """
     if not rows or any(row.is_beyond for row in rows):
         return False
     compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
-    left = ((n, name) for n, names in enumerate(parameters) for name in names if name not in compared[n])
-    return all(any(_is_replica(values, n, name, of) for of in compared[n]) for n, name in left)
+    left = [
+        [name for name in names if name not in known and not any(_is_replica(values, n, name, of) for of in known)]
+        for n, (names, known) in enumerate(zip(parameters, compared, strict=True))
+    ]
+    return not any(left) or (all(left) and _are_arranged_otherwise(values, left, band))
+
+
+def _are_arranged_otherwise(values: Values, names: Sequence[Sequence[str]], band: float) -> bool:
+    """Return whether these parameters of both runs have as many elements, and values and gradients of one range and
+    one root mean square.
+    """
+    both = list(enumerate(names))
+    weights = [together([values.sides[n].value(name) for name in own]) for n, own in both]
+    gradients = [together([_gradient(values, name, n) for name in own]) for n, own in both]
+    return weights[0].is_like(weights[1], _SAME) and gradients[0].is_like(gradients[1], band)
 
 
 def _is_replica(values: Values, run: int, name: str, of: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
-from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE
+from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE, together
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
@@ -181,22 +181,14 @@ def is_in_another_order(values: Values, widest: float) -> bool:
     """Return whether both models returned as much, in the same range and of the same root mean square, in another
     order or in other parts: one by one these are unlike. widest: the widest rounding bound of a call.
     """
-    wholes, returned = [], [side.runs[0].returned for side in values.sides]
+    returned = [side.runs[0].returned for side in values.sides]
     both = zip(values.sides, returned, strict=True)
     shapes = [[side.runs[0].tensors[n].shape for n in numbers] for side, numbers in both]
     apart = [values.between(a, b).relative for a, b in zip(*returned, strict=False)]
     if shapes[0] == shapes[1] and not max(apart, default=0.0) > UNLIKE:
         return False
-    for side in values.sides:
-        pieces = [side.piece(0, number) for number in side.runs[0].returned]
-        count = sum(piece.elements for piece in pieces)
-        mean = math.fsum(piece.elements * piece.rms**2 for piece in pieces) / max(1, count)
-        ends = min((p.low for p in pieces), default=0.0), max((p.high for p in pieces), default=0.0)
-        wholes.append((count, math.sqrt(mean), *ends))
-    (a, *one), (b, *other) = wholes
-    size = max(map(abs, one), default=0.0)
-    least = size * (band_of_all(widest, OUTPUTS) if widest < BAND_OF_LOW else widest / _OF_ONE_SIZE)
-    return a == b and size > 0 and all(abs(x - y) <= least for x, y in zip(one, other, strict=True))
+    a, b = (together([side.piece(0, number) for number in side.runs[0].returned]) for side in values.sides)
+    return a.size > 0 and a.is_like(b, band_of_all(widest, OUTPUTS) if widest < BAND_OF_LOW else widest / _OF_ONE_SIZE)
 
 
 def are_written_otherwise(

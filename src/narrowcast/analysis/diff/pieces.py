@@ -275,3 +275,31 @@ def _of_statistics(a: Piece, b: Piece) -> float:
     if a.is_whole and b.is_whole:
         difference = max(difference, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
     return difference if difference > NINE_DIGITS else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Several tensors put together, in whatever order: how many elements, their root mean square, and their range."""
+
+    elements: int
+    rms: float
+    low: float
+    high: float
+
+    @property
+    def size(self) -> float:
+        """The largest of these."""
+        return max(self.rms, abs(self.low), abs(self.high))
+
+    def is_like(self, other: Together, most: float) -> bool:
+        """Return whether another has as many, and is as far apart at most, in parts of this one's size."""
+        apart = max(abs(self.rms - other.rms), abs(self.low - other.low), abs(self.high - other.high))
+        return self.elements == other.elements and apart <= most * self.size
+
+
+def together(pieces: Sequence[Piece]) -> Together:
+    """Return these put together."""
+    count = sum(piece.elements for piece in pieces)
+    mean = math.fsum(piece.elements * piece.rms**2 for piece in pieces) / max(1, count)
+    low, high = min((piece.low for piece in pieces), default=0.0), max((piece.high for piece in pieces), default=0.0)
+    return Together(count, math.sqrt(mean), low, high)
