@@ -1,6 +1,7 @@
 """Errors and memory, against hand-made cases."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -65,7 +66,9 @@ def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
     both = (lambda: run("fp32"), lambda: run("region"))
     short = with_cost(found, ({"m": 1.0}, {"m": 2.0}), both, weight_bytes=48, repeats=3)
     assert short.metric_found == {"m": 2.0} and runs == {"fp32": 5, "region": 5}
-    assert short.memory_ratio == 1 and short.region_peak_bytes == 16 and "kernels" in spent(short)
+    assert short.memory_ratio == 1 and short.region_peak_bytes == 16
+    assert "kernels" in spent(replace(short, region_ms=1.0, reference_ms=1.0))
+    assert spent(replace(short, region_ms=0.0)) == spent(replace(short, reference_ms=0.0)) == ""  # no sum of parts
     low, high = short.time_quartiles
     assert low <= short.time_ratio <= high
 

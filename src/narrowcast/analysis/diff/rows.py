@@ -273,12 +273,8 @@ class Judging:
             band = max(self.values.band(pair), self.widest)  # of the formats before it, as for a sum in fp32
             known = EndDifference.of(result.relative, band, result.growth)
             outcomes.append(known if result.is_known else EndDifference(math.inf))
-            upstream = self._upstream(
-                [
-                    [p.call.outputs[0][1] for module_call in x.module_calls for p in module_call if p.rank == 0]
-                    for x in (a, b)
-                ]
-            )
+            made = [[p.call.outputs[0][1] for each in x.module_calls for p in each if p.rank == 0] for x in (a, b)]
+            upstream = self._upstream(made)
             if result.is_known and result.relative > self._explained(pair, *upstream):
                 for bundle in (*upstream[0].alone, *upstream[1].alone):
                     self.unpaired.setdefault(bundle, result.relative)
