@@ -17,6 +17,7 @@ from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Alone, Ke
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME, Format, fp32
+from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.trial.output_errors import (
     MASKED,
     decibels,
@@ -190,8 +191,12 @@ def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str,
     unit = max(
         (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
     )
-    pairs = zip(expected.given, kept.given, strict=False)
-    return [(a, b) for a, b in pairs if a != b and "dtype" not in a[0] and not _are_alike(a[1], b[1], unit)]
+    was, now = dict(expected.given), dict(kept.given)
+    calls = (kept.call, expected.call)
+    tensors = {name for call in calls for name, _ in tensors_by_name(call.facts, call.args, call.kwargs)}
+    names = [name for name in {**was, **now} if "dtype" not in name and name not in tensors]
+    values = [(name, was.get(name, "None"), now.get(name, "None")) for name in names]
+    return [((n, a), (n, b)) for n, a, b in values if a != b and not _are_alike(a, b, unit)]
 
 
 def _are_alike(a: str, b: str, unit: float) -> bool:
