@@ -43,7 +43,7 @@ def test_zeros_of_whole_numbers_are_counted():
     """A mean over nothing divides by a count."""
     x, lengths = torch.ones(3, 2, requires_grad=True), torch.tensor([[2], [0], [1]])
     found = first(lambda: (x / lengths).sum().backward())
-    assert found.id.op == "aten.div.Tensor" and "1 of 3 elements of other are zero" in found.sentence
+    assert found.id.op == "aten.div.Tensor" and "1 of 3 elements of other is zero" in found.sentence
 
 
 class Large(torch.nn.Module):

@@ -466,7 +466,7 @@ class TestWatch:
         assert w.first is None and "masked" in next(iter(w.intentional))
         with nc.watch() as w:
             kept = x.log() * 2
-        assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self are zero" in w.first.sentence, kept
+        assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self is zero" in w.first.sentence, kept
 
     def test_who_rounded_a_value_onto_a_limit_is_found_by_running_it_again(self):
         """acos of a cosine, and what is divided by a root of squares: no format of the call itself is to blame."""

@@ -65,7 +65,9 @@ def test_runs_without_steps_say_nothing_of_them(tmp_path):
 def test_difference_of_a_loop_is_the_first_steps():
     """Later steps start from other weights, in which everything differs."""
     found = nc.diff(trained(Head()), trained(Head(factor=0.5)))
-    assert found.verdict == "values differ" and any("before the first step" in note for note in found.notes), str(found)
+    assert found.verdict == "values differ" and any("precedes the first step" in note for note in found.notes), str(
+        found
+    )
     assert len(found.rows) < 16 and "aten.tanh" in str(found) + str(found.rows[1].a), str(found)
     assert nc.diff(trained(Head()), trained(Head())).verdict == "alike"
 

@@ -160,4 +160,4 @@ def test_stretch_ends_at_a_call_that_is_surely_of_both():
     places = {one.place.rpartition(":")[2] for one in [*found.alone, *found.unsure] if one.run == "b"}
     assert str(fault) in places, (fault, places)
     text = " ".join(str(found).split())
-    assert "compute in other ways" in text and str(fault) in text.partition("first read by out")[0], text
+    assert "compute differently" in text and str(fault) in text.partition("first read by out")[0], text

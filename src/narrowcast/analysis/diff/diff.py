@@ -58,8 +58,8 @@ from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
 _FIRST_STEP = (
-    "only what comes before the first step of an optimizer is compared: it differs already, and later steps start from "
-    "other weights"
+    "only what precedes the first step of an optimizer is compared: the runs differ there already, and later steps "
+    "start from other weights"
 )
 _OF_A_FACTOR = "look at the scale of the loss, clipping, and averages over a batch, micro-batches or ranks"
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
@@ -247,7 +247,7 @@ def _compare_ends(
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
         ends.append(EndDifference(0.0, judging.widest))
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        if are_others and (is_same or is_in_another_order(judging.values, judging.widest)):
+        if are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))

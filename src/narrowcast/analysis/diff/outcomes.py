@@ -16,12 +16,12 @@ from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
 from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE, together
 from narrowcast.analysis.diff.sides import Bundle
-from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
 UNEXPLAINED = "its inputs do not explain that"
-OF_OTHERS = "its inputs are outputs of other calls"
+OF_OTHERS = "it reads what another call made than in the other run"
 OF_PARTS = "its inputs are other parts of what the same call gives"
 _OTHER_WAY = "the programs reach the same outputs by other steps here"
 _PLAIN = 8.0
@@ -177,16 +177,18 @@ def difference_as_returned(values: Values, numbers: tuple[int, int]) -> float | 
     return seen.relative if len(shapes) == 1 and seen.by in (SKETCHES, TENSORS) else None
 
 
-def is_in_another_order(values: Values, widest: float) -> bool:
-    """Return whether both models returned as much, in the same range and of the same root mean square, in another
-    order or in other parts: one by one these are unlike. widest: the widest rounding bound of a call.
+def is_in_another_order(values: Values, rows: Sequence[RunRow], widest: float) -> bool:
+    """Return whether both models returned as much, in the same range and of the same root mean square, in other parts
+    or in another order: one by one these are unlike, as are the inputs. widest: the widest rounding bound of a call.
     """
     returned = [side.runs[0].returned for side in values.sides]
     both = zip(values.sides, returned, strict=True)
     shapes = [[side.runs[0].tensors[n].shape for n in numbers] for side, numbers in both]
-    apart = [values.between(a, b).relative for a, b in zip(*returned, strict=False)]
-    if shapes[0] == shapes[1] and not max(apart, default=0.0) > UNLIKE:
-        return False
+    if shapes[0] == shapes[1]:
+        apart = max((values.between(a, b).relative for a, b in zip(*returned, strict=True)), default=0.0)
+        read = next((row.inputs for row in rows if row.a[0].direction == FORWARD), 0.0)
+        if not (apart > UNLIKE and read > UNLIKE):  # a program that reverses its output has other results
+            return False
     a, b = (together([side.piece(0, number) for number in side.runs[0].returned]) for side in values.sides)
     return a.size > 0 and a.is_like(b, band_of_all(widest, OUTPUTS) if widest < BAND_OF_LOW else widest / _OF_ONE_SIZE)
 

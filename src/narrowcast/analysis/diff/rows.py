@@ -28,9 +28,10 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
-_OF_SAMPLES, _OTHERS = 4.0, 0.3
+_OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 1e-3
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
-difference of other parts of a rounded tensor.
+difference of other parts of a rounded tensor; and by values that differ so little that fewer elements than this are
+expected to be chosen otherwise, none is.
 """
 
 
@@ -131,7 +132,8 @@ class Judging:
         if result.relative <= band + self.values.gain(*pair.a, *pair.b) * result.growth * before:
             return INHERITED, ""
         by = self._chosen_by(pair)
-        if by and (max(by) > 0 or is_among_others or self._is_fed_back(pair, band)):
+        is_likely = bool(by) and max(by) * max(x.elements for x in (*pair.a, *pair.b)) > _LIKELY
+        if by and (is_likely or is_among_others or self._is_fed_back(pair, band)):
             self._has_chosen, is_one = True, self._largest or not is_among_others
             return INHERITED, "it chooses by values that differ" if is_one else "it indexes other rows"
         if self._has_moved(pair, result, band):

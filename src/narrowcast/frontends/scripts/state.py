@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.frontends.scripts.callers import path_of
+from narrowcast.runtime.torch_surface.dispatch import is_view
 from narrowcast.runtime.torch_surface.jit import compiled, compiled_method, method_names
 
 Path = tuple[str, ...]
@@ -54,7 +55,7 @@ def restore_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor its value again, and no gradient if it had none: a trace writes outside of the model's no_grad."""
     if not torch.equal(tensor, value):
         tensor.copy_(value)
-    if tensor.requires_grad and not value.requires_grad and not tensor._is_view():
+    if tensor.requires_grad and not value.requires_grad and not is_view(tensor):
         tensor.detach_()
 
 

@@ -155,7 +155,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         apart = max(one.apart for one in result.alone)
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
         is_sure = not result.unsure
-        what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute in other ways"
+        what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
         parts = [*_lines_alone([*result.alone, *result.unsure]), *_readers(result)]
         todos.append(Todo(what, f"its effect differs{effect}: {'; '.join(parts)}"))
     if value is not None:

@@ -22,7 +22,7 @@ from narrowcast.training.check.gradients import Found
 _DOES = {
     "param_dtype": "weights reach every call in it",
     "output_dtype": "what a module returns is cast to it",
-    "reduce_dtype": "gradients are added up over processes in it",
+    "reduce_dtype": "gradients are summed across processes in it",
 }
 
 
@@ -65,7 +65,7 @@ class Reduced:
         who = ", ".join(self._hooks) or "a hook of the reducer's own"
         return (
             "gradients reduced in a low format",
-            f"{who} adds gradients in fp32 up over processes in {str(low.dtype).removeprefix('torch.')}",
+            f"{who} sums gradients in fp32 across processes in {str(low.dtype).removeprefix('torch.')}",
             "Register no such hook: without one gradients are added up in their own format.", self._site,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ class ScaledBy:
             "gradients of several scales",
             f"gradients of a loss that is multiplied by {scale[1]:g} are added to those of one that was multiplied by "
             f"{before.scale[1]:g}, and are divided by one of these",
-            "Change the scale, scaler.update(), once all micro-batches have stepped.",
+            "Change the scale, scaler.update(), once gradients of all micro-batches were used.",
             site,
         )
 
