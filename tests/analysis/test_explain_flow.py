@@ -62,9 +62,8 @@ def test_without_fake_tensors_the_page_says_that_it_has_the_order_alone():
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_every_cast_is_on_an_edge(has_bias):
     """Also of calls whose optional arguments are missing."""
-    model = nn.Sequential(
-        nn.Linear(8, 8, bias=has_bias), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 3, bias=has_bias), nn.Softmax(-1)
-    )  # fmt: skip
+    linear, conv = nn.Linear(8, 8, bias=has_bias), nn.Conv1d(2, 2, 3, bias=has_bias)
+    model = nn.Sequential(linear, nn.Unflatten(1, (2, 4)), conv, nn.Softmax(-1))
     found = nc.explain(model, (torch.randn(3, 8),), under=torch.bfloat16)
     drawn = [(edge.argument, edge.src, edge.dst) for edge in document_of(found).graph.edges if edge.src != edge.dst]
     assert sorted(drawn) == sorted((cast.argument, cast.src, cast.dst) for cast in found.ledger.casts), str(found)

@@ -87,7 +87,7 @@ def diff_command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device type for which two policies are compared.")] = None,
 ) -> None:
-    """Find where two saved runs differ, without running anything; or what changes between two policies or explanations.
+    """Find where two saved runs differ, without running anything; or what changes between policies or explanations.
 
     Exits with 1 if values of the runs differ beyond round-off, or the policies differ, and with 2 if no values could be
     compared.
