@@ -159,6 +159,10 @@ def _todos(result: Differences) -> list[Todo]:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
+    wrong = [row for row in result.faults if row.verdict == FAULT and row.why]
+    if wrong and result.reference not in ("fp32", "fp64"):  # of two models: no format mends another argument
+        row = wrong[0]
+        return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", row.why, path=row.id.module_path)]
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
     if result.verdict == NOT_COMPARED and result.gradients:  # they are not finite
