@@ -100,7 +100,7 @@ def comparison_verdict(result: Differences) -> str:
     error += f" (largest {number_text(largest)})" if largest else ""
     band = f"; round-off bound {number_text(result.round_off_bound)}" if result.round_off_bound else ""
     if 0 < result.round_off_bound < max(errors, default=0.0) and result.verdict == ROUND_OFF:
-        band += f", a fault from {OUTPUT_FACTOR:.0f} times that on"
+        band += f", and up to {OUTPUT_FACTOR:.0f} times that is no fault"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     broken = [row.parameter for row in result.gradients if row.verdict == NOT_FINITE]
     if result.verdict in (ROUND_OFF, NOT_COMPARED) and result.reference_not_finite:

@@ -61,7 +61,7 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
     makers = sum(finding.made_by != TREND for finding in result.findings)
     if makers:
         passed = f"; {counted(result.spread, 'later call')} passed it on" if result.spread else ""
-        again = f", {counted(result.repeated, 'time')} more" if result.repeated else ""
+        again = f", {counted(result.repeated, 'more time')}" if result.repeated else ""
         return f"{counted(makers, 'call')} made a NaN or an infinity{again}{passed}", "bad"
     if result.not_inspected:
         often = counted(result.not_inspected, "time")
