@@ -49,6 +49,8 @@ def figures(placed: Placed) -> list[Figure]:
         return []
     (chosen, policy), unit, time = _costs(placed), placed[0][1].unit, _measured(placed)
     kept = f"kept: {', '.join(dict.fromkeys(graph.chosen for graph, _ in placed))}"
+    others = [f"{name} {in_time(other)}" for name, other in _others(placed).items()]
+    kept += f"; the others: {', '.join(others)}" if others else ""
     measured = Figure("measured", "not timed", kept) if time is None else Figure("measured", time, kept, unit="ns")
     return [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit), measured]
 
@@ -57,6 +59,14 @@ def _measured(placed: Placed) -> float | None:
     """Return the time of the candidates that are kept, of all graphs; None if one was not timed."""
     kept = [c.measured_ns for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
     return sum(kept) if len(kept) == len(placed) else None
+
+
+def _others(placed: Placed) -> dict[str, float]:
+    """Return the times of the other candidates by name, of all graphs, if they were timed in each."""
+    times = [{c.name: c.measured_ns for c in graph.candidates if c.measured_ns} for graph, _ in placed]
+    kept = {graph.chosen for graph, _ in placed}
+    every = [name for name in times[0] if name not in kept and all(name in of_graph for of_graph in times)]
+    return {name: sum(of_graph[name] for of_graph in times) for name in every}
 
 
 def bars(placed: Placed) -> list[Bar]:
@@ -84,7 +94,7 @@ def _notes(graph: CompiledGraph, placement: Placement) -> list[str]:
     returned, written_bytes = graph.returned
     if returned and placement.raised == len(placement.calls):
         high = "Every call runs high; results keep the formats that the policy gives them"
-        notes.append(f"{high}: {returned} casts of results, {in_bytes(written_bytes)} written")
+        notes.append(f"{high}: {counted(returned, 'cast')} of results, {in_bytes(written_bytes)} written")
     if timed is not None and timed.measured_ns and not 0.5 < timed.predicted_ns / timed.measured_ns < 2:
         notes.append("The cost model is wrong here by more than half")
     return notes
