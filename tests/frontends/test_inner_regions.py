@@ -147,3 +147,38 @@ def test_a_block_that_is_native_inside_a_native_region_hides_nothing():
     with nc.record() as ledger:
         eager(model, x, nc.Policy.native())
     assert {advice.kind for advice in ledger.advice} == {"switched off"}
+
+
+class Adjacent(nn.Module):
+    """Two regions that begin at one place: the outer one rules again where the inner one has ended."""
+
+    def __init__(self, outer, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.outer, self.inner = nn.Linear(8, 8), nn.Linear(8, 8), outer, inner
+
+    def forward(self, x):
+        with self.outer():
+            with self.inner():
+                a = self.first(x)
+            b = self.second(x)
+        return a, b, x * 2
+
+
+HIGH = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"), name="high")
+NESTED = {
+    "high": lambda: nc.autocast("cpu", torch.bfloat16, policy=HIGH),
+    "safe": lambda: nc.autocast("cpu", torch.bfloat16, policy="safe"),
+    "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+    "off": lambda: torch.autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize("inner", NESTED)
+def test_the_outer_of_two_regions_that_begin_together_rules_after_the_inner(outer, inner):
+    """In exported and compiled code as in eager code."""
+    model, x = Adjacent(NESTED[outer], NESTED[inner]), torch.randn(4, 8)
+    expected = model(x)
+    for found in (nc.export(model, (x,)).module()(x), nc.compile(model, backend="aot_eager")(x)):
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -112,16 +112,16 @@ def caches_as_in_eager_code() -> Iterator[None]:
 
 def exported_key(body: torch.fx.GraphModule) -> str | None:
     """Return the key of the region of ours that torch.export made this body of; None if it was a region of torch's.
-
-    A region of torch's inside one of ours has our note, too, but one level deeper than the note says.
+    A region of torch's inside one of ours has our note, too, but one level deeper than the note says; and what stands
+    in a further region inside, perhaps at the very beginning, has a note that is deeper than the body.
     """
     depth = autocast_nesting() + 1
     for node in body.graph.nodes:
         note = (node.meta.get("custom") or {}).get(_NOTE)
-        if (
-            node.op == "call_function" and note is not None and node.target is not ASSERT_METADATA
-        ):  # that has others' notes
-            noted, _, key = note.partition(" ")
+        if node.op != "call_function" or note is None or node.target is ASSERT_METADATA:  # that has others' notes
+            continue
+        noted, _, key = note.partition(" ")
+        if int(noted) <= depth:
             return key if int(noted) == depth and key in _in_graphs else None
     return None
 
