@@ -230,7 +230,7 @@ class _Capture(Observer):
         super().__init__(policies)
         self._times = self.sees_inside = times
         self._run, self._table = run, table
-        self._filling, self._copies = Filling(), 0
+        self._filling = Filling()
         self.parameters: Parameters
         self.device_type = ""
 
@@ -271,10 +271,9 @@ class _Capture(Observer):
             self._table.copied(args[0], result)
         read = tensors_in(args, kwargs)
         if facts.op is CLONE or facts.writes or not read:  # not a view
-            self._copies += 1
             written = list(written_tensors(facts, args, kwargs)) if facts.writes else []
             made = [] if written else tensors_in(result)
-            self._filling.note(-self._copies, read, written, made, self._may_fill)
+            self._filling.note(None, read, written, made, self._may_fill)
 
     def before(self, call: SeenCall) -> None:
         """Note the facts of its tensors, before an op may write to them."""

@@ -10,7 +10,7 @@ import torch
 from narrowcast.observation.statistics.by_storage import ByStorage
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Memory:
     """is_new: whether the run made it. The numbers of the calls that wrote to it before any read it, and of those that
     read it. is_used: by a call that fills nothing.
@@ -34,12 +34,16 @@ class Filling:
         self._memory: ByStorage[_Memory] = ByStorage()
         self._written: dict[int, list[_Memory]] = {}
         self._has_computed = False
+        self._others = 0  # how many that are no calls
 
     def note(
-        self, number: int, read: list[torch.Tensor], written: list[torch.Tensor], made: list[torch.Tensor],
+        self, number: int | None, read: list[torch.Tensor], written: list[torch.Tensor], made: list[torch.Tensor],
         may_fill: bool,
     ) -> None:  # fmt: skip
-        """Note a call by its number, what is no call by a negative one. may_fill: whether it may be one of those."""
+        """Note a call by its number, and what is no call by None. may_fill: whether it may be one of those."""
+        if number is None:
+            self._others += 1
+            number = -self._others
         memories = [self._of(tensor) for tensor in read]
         filled = [self._of(tensor) for tensor in written] + [self._of(tensor, is_new=True) for tensor in made]
         self._has_computed |= number >= 0 and not written
