@@ -23,6 +23,13 @@ class Inside:
     low: Format | None
 
 
+def policy_inside(policy: Policy) -> Policy:
+    """Return the policy of a region in a format of its own inside of one under this policy: native for one without
+    rules, under which no weight would follow an input to its format.
+    """
+    return policy if policy.rules else Policy.native()
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
     """The call of a module at a site, in a region, under a policy."""

@@ -13,6 +13,7 @@ from torch.fx.traceback import annotate
 from torch.nn import Module
 
 from narrowcast.core.decide import Argument, Call, decide
+from narrowcast.core.module_calls import policy_inside
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
 from narrowcast.frontends.eager.boundary import (
     Boundary,
@@ -131,12 +132,9 @@ def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args:
 
 
 def policy_on(device_type: str) -> Policy:
-    """Return the policy in force for a device type, without what was placed for eager code; native if there is none, or
-    one without rules, under which no weight would follow an input to its format.
-    """
+    """Return the policy for a region inside: of the one in force, without what was placed for eager code; or native."""
     region = region_on(device_type)
-    policy = Policy.native() if region is None else region.prepared.for_graphs.policy
-    return policy if policy.rules else Policy.native()
+    return Policy.native() if region is None else policy_inside(region.prepared.for_graphs.policy)
 
 
 # -- for recordings ----------------------------------------------------------------------------------------------------

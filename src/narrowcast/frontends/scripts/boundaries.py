@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.decide import Plan, Region
-from narrowcast.core.module_calls import ModuleCall
+from narrowcast.core.module_calls import ModuleCall, policy_inside
 from narrowcast.core.policy import Kind, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.callers import is_forward, mark_whole
@@ -212,8 +212,9 @@ def _inside(scopes: Scopes, calls: Mapping[str, ModuleCall], plans: Mapping[str,
                 low = DTYPES[inside_call.low]
                 session = next(iter(inside.values())).session if inside else scanner.new_session()
                 around = scopes.get(ruled) or Scope(ruled, True, low, "", True, session)
-                policy = around.policy if policy_of(around).rules else ""  # as bounded.policy_on
-                inside[ruled] = replace(around, enabled=True, low=low, policy=policy)
+                policy = policy_of(around)
+                digest = around.policy if policy_inside(policy) is policy else ""
+                inside[ruled] = replace(around, enabled=True, low=low, policy=digest)
             elif ruled in scopes:
                 inside[ruled] = replace(scopes[ruled], enabled=False)
     return inside
