@@ -43,7 +43,7 @@ from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import OUTPUT_FACTOR, Differences
+from narrowcast.reports.results.differences import ANOTHER_MODEL, OUTPUT_FACTOR, Differences
 from narrowcast.runtime.regions.pinned import without_low_pins
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
 from narrowcast.runtime.torch_bridge.case import Case
@@ -95,7 +95,7 @@ def compare(
     default = "native" if is_own and not trial.is_made else None
     opened = observed_region("compare", trial, under, default)
     other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
-    result = _empty_result(trial.name, opened, str(reference) if is_own else "another model", by)
+    result = _empty_result(trial.name, opened, str(reference) if is_own else ANOTHER_MODEL, by)
     around = Uncast(opened.device) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
     _Comparing(trial, other, opened, around, dtype, limit_bytes, result).run(isolate)

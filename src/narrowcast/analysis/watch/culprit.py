@@ -324,9 +324,8 @@ def _cause(call: SeenCall, inputs: Named) -> str:
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
         if zeros and name in named("finite.not_at_zero"):
-            return (
-                f"; {zeros} of {counted(tensor.numel(), 'element')} of {argument} {'is' if zeros == 1 else 'are'} zero"
-            )
+            are = "is" if zeros == 1 else "are"
+            return f"; {zeros} of {counted(tensor.numel(), 'element')} of {argument} {are} zero"
         if negative and name in named("finite.not_below_zero"):
             return f"; {negative} of {counted(tensor.numel(), 'element')} of {argument} are negative"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from narrowcast.core.policy import Rule
 from narrowcast.formats import FORMATS
@@ -25,7 +26,15 @@ from narrowcast.reports.documents.model import (
 from narrowcast.reports.documents.rules import glob_unescaped, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
-from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, Remedy
+from narrowcast.reports.results.differences import (
+    ANOTHER_MODEL,
+    OUTPUT_FACTOR,
+    CallError,
+    Differences,
+    GradientError,
+    Growth,
+    Remedy,
+)
 from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import (
     AT_FAULT,
@@ -159,10 +168,9 @@ def _todos(result: Differences) -> list[Todo]:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
-    wrong = [row for row in result.faults if row.verdict == FAULT and row.why]
-    if wrong and result.reference not in ("fp32", "fp64"):  # of two models: no format mends another argument
-        row = wrong[0]
-        return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", row.why, path=row.id.module_path)]
+    wrong = _first_fault(result)
+    if wrong and result.reference == ANOTHER_MODEL:  # no format mends another argument
+        return wrong
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
     if result.verdict == NOT_COMPARED and result.gradients:  # they are not finite
@@ -175,16 +183,24 @@ def advice_todos(result: Differences) -> list[Todo]:
     """Return what runs have shown to help, or else where the error is; nothing where nothing was tried."""
     remedy, growth = result.remedy, result.growth
     if remedy is not None:
-        faults = [row for row in result.faults if row.verdict == FAULT and row.why]
-        look = [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", row.why) for row in faults[:1]]
-        return [*_unknown_ops(result), *_lines_to_change(remedy), *_rules_to_add(remedy), *look]
+        return [*_unknown_ops(result), *_lines_to_change(remedy), *_rules_to_add(remedy), *_first_fault(result)]
     if not result.tried:
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
     if growth is not None:
         grows = f"the error grows there from {number_text(growth.before)} to {number_text(growth.after)}"
-        return [Todo(f"Look at {growth.id.op} ({place(growth.file, growth.line)})", f"{grows}; {why}")]
-    return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why) for row in result.worst[:1]]
+        return [_look_at(growth, f"{grows}; {why}")]
+    return [_look_at(row, why) for row in result.worst[:1]]
+
+
+def _look_at(row: CallError | Growth, why: str) -> Todo:
+    return Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why)
+
+
+def _first_fault(result: Differences) -> list[Todo]:
+    """Return the first call at fault of which is known why."""
+    found = [row for row in result.faults if row.verdict == FAULT and row.why]
+    return [replace(_look_at(row, row.why), path=row.id.module_path) for row in found[:1]]
 
 
 def _unknown_ops(result: Differences) -> list[Todo]:
@@ -194,7 +210,7 @@ def _unknown_ops(result: Differences) -> list[Todo]:
         return []
     row = found[0]
     why = f"it makes an error of {number_text(row.local)}, beyond round-off, and no bound of its own error is known"
-    return [Todo(f"Look at {row.id.op} ({place(row.file, row.line)})", why)]
+    return [_look_at(row, why)]
 
 
 def _lines_to_change(remedy: Remedy) -> list[Todo]:

@@ -15,6 +15,8 @@ SHOWN = 5
 """How many calls are listed as most to blame."""
 
 
+ANOTHER_MODEL = "another model"
+"""The reference, if it is neither fp32 nor fp64."""
 OUTPUT_FACTOR = 4.0
 """Propagated errors, and those of outputs, are beyond round-off from this many times the rounding bound on."""
 
