@@ -521,6 +521,11 @@ FAULTS = [
     Known("the gradient of prod in compiled code (torch.compile's)",
           lambda front, text: front == "compile" and ".prod(" in text, 1e-5,
           ("compile", small("pass", "return ((x * 1.5).prod(1, keepdim=True),)", around=""))),
+    Known("docs/limits.md, torch.compile: a backward computes again from a buffer that the forward has changed",
+          lambda front, text: front == "compile" and "self.count0." in text, None,
+          ("compile", small('self.m0, self.count0 = nn.Linear(8, 8), nn.Buffer(torch.ones(8))', "v0 = self.m0(x * 1.5)",
+                            "for _ in range(2):", "    self.count0.mul_(0.5)",
+                            "    v0 = F.normalize(v0 * 1.25 + self.count0, dim=1)", "return (v0,)"))),
 ]  # fmt: skip
 
 
