@@ -182,3 +182,34 @@ def test_the_outer_of_two_regions_that_begin_together_rules_after_the_inner(oute
     expected = model(x)
     for found in (nc.export(model, (x,)).module()(x), nc.compile(model, backend="aot_eager")(x)):
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Twice(nn.Module):
+    """A weight that two of torch's blocks cast, in a region of ours."""
+
+    def __init__(self, region):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.region = nn.Linear(4, 4), region
+
+    def forward(self, x: torch.Tensor):
+        with self.region():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.a(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.a(y * 1.5)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("asked", [{"policy": "safe"}, {"policy": "native", "cache_enabled": False}], ids=str)
+def test_torchs_blocks_keep_no_casts_in_a_region_without_a_weight_cache(asked):
+    """Whether two uses of a weight add up their gradients in fp32, as eager code does."""
+    model, x = Twice(lambda: nc.autocast("cpu", BF16, **asked)), torch.randn(2, 4)
+
+    def gradient(call):
+        model.zero_grad()
+        call(x).sum().backward()
+        return model.a.weight.grad
+
+    in_eager_code = gradient(model)
+    assert torch.equal(gradient(nc.compile(model, backend="aot_eager")), in_eager_code)

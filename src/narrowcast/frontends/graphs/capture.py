@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.composites import decompositions
-from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
+from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key, find_marked
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.runtime.sites.numbering import PLAIN_BODIES, Numbering
 from narrowcast.runtime.torch_bridge import is_weight
@@ -174,7 +174,7 @@ class _GraphRunner(torch.fx.Interpreter):
         node = _tracer().create_node("call_function", target, args, {})
         node.meta["val"] = None
         if target is enter_marked:
-            self.cached.append(self.cached[-1])
+            self.cached.append(find_marked(*args).prepared.facts.cache)
         else:
             self.cached.pop()
         with fx.without_pre_dispatch_mode():  # it would record torch's region inside ours, too
