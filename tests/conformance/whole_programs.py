@@ -500,7 +500,8 @@ OFF = 'with torch.autocast("cpu", enabled=False):'
 COMPOSITES = ("reflect", "nll_loss", "tensordot", "inner(", "multi_dot", "einsum")
 LIMITS = [
     Known("docs/limits.md, graphs: a weight used in two graphs (a part breaks them), or inside and outside of a "
-          "checkpointed part, is cast in each, so its gradients add up in fp32",
+          "checkpointed part, is cast in each, so its gradients add up in fp32; PyTorch's: they are zeros in place of "
+          "None where a later graph drops an output",
           lambda front, text: front == "compile" and ("part(" in text or "checkpoint(" in text), 0.05),
     Known("docs/internals/torchscript.md: the weight cache holds for one call of a script",
           lambda front, text: front in ("eager", "trace") and "part(nc.script" in text, 0.05),
