@@ -323,6 +323,22 @@ def test_a_region_after_another_has_its_own_policy():
 
 
 @pytest.mark.slow
+def test_a_sparse_product_has_another_format_than_torch_export_foresees():
+    """It notes fp32 and asserts that at the cast after it; in eager code and in the program the product is low."""
+
+    class SparseProduct(nn.Module):
+        def forward(self, x):
+            product = torch.sparse.mm(torch.eye(4).to_sparse(), x)
+            return (product * 1.5).float(), product
+
+    model, x = SparseProduct(), torch.randn(4, 4)
+    with nc.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    found = nc.export(model, (x,), under=nc.autocast("cpu", torch.bfloat16)).module()(x)
+    assert expected[1].dtype is torch.bfloat16
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
     """Compiled to a package, loaded in a process of its own; same formats, and bits within Inductor's rounding."""
     model, x = Model().eval(), torch.randn(4, 8)
