@@ -120,6 +120,18 @@ def test_a_rule_about_a_composite_op_holds():
     assert nc.script(program, under="bf16")(SQUARE).dtype is BF16
 
 
+@pytest.mark.parametrize(("op", "inside"), [(torch.inner, "aten.tensordot"), (torch.corrcoef, "aten.cov")])
+def test_a_rule_about_an_op_inside_a_composite_op_holds(op, inside):
+    """`inner` calls `tensordot`, about which `safe` has a rule."""
+    policy = nc.Policy.native().with_rules(nc.Rule(inside, "full"))
+    arguments = (X, X) if op is torch.inner else (X,)
+    with nc.autocast("cpu", BF16, policy=policy):
+        expected = op(*arguments)
+    made = nc.script(torch.jit.trace(lambda *given: op(*given), arguments, check_trace=False), under=policy)
+    found = made(*arguments)
+    assert found.dtype is expected.dtype is torch.float32 and torch.equal(found, expected)
+
+
 class Recurrent(nn.Module):
     def __init__(self, **options):
         super().__init__()

@@ -28,16 +28,22 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
         products.linalg_matrix_power, products.cov, products.corrcoef, products.mv,
     )
 } | {"aten::_sparse_mm": products.sparse_mm, "aten::_sparse_addmm": products.sparse_addmm}  # fmt: skip
+_OF_OTHERS = ("aten::inner", "aten::corrcoef")
+"""Those whose kernels call another of them, which a policy may name."""
 _GRU = "aten::gru"
 
 
-def open_composites(graph: Any, section: Section) -> bool:
-    """Replace these ops by what their kernels do, in regions whose policies do not name them. Return whether any is."""
+def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
+    """Replace these ops by what their kernels do, in regions whose policies do not name them: those that call others of
+    them, or the rest. Return whether any is.
+    """
     opened = False
     for item in section.walk():
         node = item.node
         on = [scope for scope in item.scopes.values() if scope.enabled is not False]
         if not on or not is_composite(node) or any(_is_named(policy_of(scope), node) for scope in on):
+            continue
+        if (node.kind() in _OF_OTHERS) is not of_others:
             continue
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own

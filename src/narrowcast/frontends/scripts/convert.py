@@ -104,7 +104,9 @@ def make_graph_explicit(
     _simplify(graph)
     scanner = Scanner(graph, around, caller, enter_call)
     section = scanner.scan()
-    if open_composites(graph, section):
+    for of_others in (True, False):
+        if not open_composites(graph, section, of_others):
+            continue
         graph.setInsertPoint(graph.block())  # it stood before nodes that are gone
         _simplify(graph)
         scanner = Scanner(graph, around, caller, enter_call)

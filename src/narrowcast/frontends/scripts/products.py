@@ -56,7 +56,8 @@ def inner(self: Tensor, other: Tensor) -> Tensor:
     """Multiply over the last dimension of each."""
     if self.dim() == 0 or other.dim() == 0:
         return self * other
-    return tensordot(self, other, [-1], [-1])
+    product: Tensor = torch.ops.aten.tensordot(self, other, [-1], [-1])
+    return product
 
 
 def linalg_multi_dot(tensors: list[Tensor]) -> Tensor:
@@ -170,7 +171,7 @@ def cov(self: Tensor, correction: int = 1, fweights: Tensor | None = None, aweig
 
 def corrcoef(self: Tensor) -> Tensor:
     """Return the correlation of rows."""
-    c = cov(self)
+    c = torch.cov(self)
     if c.dim() == 0:
         return c / c
     deviation = torch.sqrt(c.diagonal())
