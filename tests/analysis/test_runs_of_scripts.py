@@ -124,8 +124,13 @@ def test_a_script_runs_in_fp64_with_what_it_remembers_and_what_does_not_is_said(
 
 def test_where_torchscript_casts_itself_it_is_said_how_to_see_its_calls(x):
     """The report suggests `nc.script` and still fits 25 lines."""
-    text = str(nc.compare(torch.jit.script(nn.Linear(16, 4)), (x,), under="bf16"))
-    assert "nc.script(script, under=...)" in text and len(text.splitlines()) <= 25, text
+
+    class Attending(nn.Module):
+        def forward(self, x: torch.Tensor):
+            return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])
+
+    text = str(nc.compare(torch.jit.script(Attending()), (x,), under="bf16"))
+    assert "nc.script(script, under=...)" in " ".join(text.split()) and len(text.splitlines()) <= 25, text
 
 
 @pytest.mark.parametrize("look", [nc.capture, nc.record, nc.watch], ids=["capture", "record", "watch"])
@@ -167,3 +172,24 @@ def test_a_buffer_that_a_trace_writes_to_is_as_it_was(trace):
         looks(traced, (x,))
         nc.compare(model, (x,), under="bf16")
         assert torch.equal(model.mean, before) and not model.mean.requires_grad
+
+
+class Attention(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.mix, self.scale = nn.Linear(8, 24), nn.Conv1d(8, 8, 3, padding=1), scale
+
+    def forward(self, x: torch.Tensor):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * self.scale, -1)
+        return self.mix(torch.matmul(weights, v).transpose(1, 2))
+
+
+def test_calls_of_a_script_are_compared_with_those_that_eager_code_has_for_them():
+    """Linear and addmm, matmul and bmm, conv1d and convolution, one after the other."""
+    x = torch.randn(2, 6, 8)
+    sound = nc.compare(nc.script(Attention(0.35), under="bf16"), (x,), reference=Attention(0.35))
+    assert sound.verdict == "round-off" and not sound.unmatched and len(sound.rows) == 6, sound
+    wrong = nc.compare(nc.script(Attention(0.7), under="bf16"), (x,), reference=Attention(0.35))
+    assert "its argument other is 0.7, 0.35 in the reference" in " ".join(str(wrong).split()), wrong

@@ -56,6 +56,44 @@ def test_a_line_that_rounds_whole_numbers_is_named_and_no_rule_is_shown(function
     assert "rounds whole numbers beyond 256" in " ".join(str(found).split()) and "[[rule]]" not in str(found)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("made", ["exported", "scripted", "compiled, of low weights"])
+def test_what_helps_code_that_was_made_is_looked_for_in_its_original(made):
+    model, low = Between(positions_made_low), X.to(torch.bfloat16)
+    if made == "exported":
+        found = nc.compare(nc.export(model, (X,), under="bf16"), (X,), reference=model)
+    elif made == "scripted":
+        found = nc.compare(nc.script(WithPositions(), under="bf16"), (X,), reference=WithPositions())
+    else:
+        found = nc.compare(nc.compile(model.bfloat16(), backend="aot_eager"), (low,))
+    [asked] = found.remedy.asked
+    assert "# rounded" in TEXT[asked.line - 1] and found.remedy.error < 0.02, found
+    assert "looked for in eager code, under native in bf16" in " ".join(str(found).split())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_where_low_weights_are_to_blame_a_region_is_advised(monkeypatch):
+    """One that keeps exponentials in fp32, as native does on cuda."""
+    region = nc.autocast("cpu", torch.bfloat16, policy="native:cuda")
+    monkeypatch.setattr("narrowcast.analysis.compare.advising.observed_region", lambda *asked: region)
+    model = Between(lambda y: torch.log(torch.exp(y * 0.01)) * 100).bfloat16()
+    found = nc.compare(nc.compile(model, backend="aot_eager"), (X.to(torch.bfloat16),))
+    assert found.verdict == "round-off" and not found.remedy.rules, found
+    assert "1. Make it in a region (under=), of weights in fp32" in str(found)
+
+
+class WithPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor):
+        y = self.up(x)
+        at = torch.arange(1001, 1009, dtype=y.dtype)  # rounded
+        return y * torch.cos(at[:, None] * 0.7)
+
+
 def silent(y):
     return torch.where(torch.arange(8)[:, None] == 0, torch.zeros_like(y), y)
 

@@ -35,7 +35,8 @@ CLOSED_OPS = ("linalg.pinv", "nn.functional.bilinear", "nn.functional.linear_cro
 SCALED = "on the cpu its kernel calls a product that eager autocast casts; a warning says so (docs/limits.md)"
 SCALED_OPS = ("torch._scaled_mm", "torch._scaled_mm_v2")
 KNOWN: dict[str, dict[str, str]] = {
-    **{kind: dict.fromkeys(SCALED_OPS, SCALED) for kind in ("compile", "export")},
+    "compile": dict.fromkeys(SCALED_OPS, SCALED),
+    "export": dict.fromkeys(SCALED_OPS, SCALED) | {"tensor_split": "its places are a tensor (docs/limits.md)"},
     **{kind: dict.fromkeys((*CLOSED_OPS, *SCALED_OPS), CLOSED) for kind in ("convert", "script", "trace")},
 }
 """By front end, by op: why it differs."""

@@ -146,6 +146,27 @@ def test_what_a_module_holds(kind, form, tmp_path):
         assert_same(expected, run(made, made))
 
 
+class Traced(nn.Module):
+    """Holds a script with a layer whose bias may be None."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = torch.jit.script(nn.Conv1d(1, 2, 3, padding=1))
+
+    def forward(self, x):
+        return self.part(x[:, None])
+
+
+def test_what_a_conversion_reads_is_not_in_the_trace_around_it():
+    """Sizes of a bias were calls there, of which TorchScript knows none for what may be None."""
+    model, x = Traced(), torch.randn(4, 8)
+    with nc.autocast("cpu", BF16):
+        expected = model(x)
+    traced = nc.trace(model, (x,), under="bf16")
+    assert torch.equal(traced(x), expected) and "aten::size" not in str(traced.inlined_graph)
+
+
 def test_a_bias_that_may_be_none_is_not_asked_for():
     """A convolution's graph decides no more, while it runs, than that of a linear layer."""
     convolution, linear = (nc.script(m, under=BF16).graph for m in (nn.Conv1d(1, 2, 3), nn.Linear(8, 8)))

@@ -12,18 +12,22 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.compare.isolating import writes
+from narrowcast.analysis.compare.judging import low_format_of
 from narrowcast.analysis.compare.low_calls import AsksHigh, LowFlow
 from narrowcast.analysis.compare.rules import rule_about, rule_about_result
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
+from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.trial.output_errors import gradient_error, output_errors
-from narrowcast.observation.trial.trial import Outcome
+from narrowcast.observation.trial.trial import Outcome, Trial
+from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import AskedFormat, Differences, Remedy
+from narrowcast.reports.results.differences import AskedFormat, CallError, Differences, Remedy
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SOURCE = "narrowcast compare"
@@ -82,17 +86,32 @@ def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
     return Harm(parameter, errors[parameter])
 
 
+def region_to_try(trial: Trial, other: Trial, region: autocast, rows: list[CallError]) -> autocast:
+    """Return the region in which what helps is looked for: for code that was made, that in which it was, or native in
+    its low format, with eager code in it (`other`).
+    """
+    under = (asked_before(trial.model) or {}).get("under")
+    if under is None and trial.is_made and region.policy is NOTHING:
+        under = low_format_of(rows)
+    return region if under is None else observed_region("compare", other, under)
+
+
 class Advising:
     """Looks for what helps. run: runs the model in a region under an observer, with gradients if those are at fault."""
 
     def __init__(self, run: RunIn, region: autocast, expected: Outcome, result: Differences, harm: Harm) -> None:
         self._run, self._region, self._expected, self._result, self._harm = run, region, expected, result, harm
 
-    def run(self, around: autocast) -> None:
-        """Note what helps, or how many runs were tried in vain. around: the reference's region."""
+    def run(self, around: autocast, is_low: bool = False) -> None:
+        """Note what helps, or how many runs were tried in vain. around: the reference's region. is_low: the code has
+        low weights, so that a region may be what helps.
+        """
         flow = LowFlow((self._region.policy,))
-        if self._harm.is_helped_by(self._harm.left(self._expected, self._run(self._region, flow))):
-            return  # compiled code alone has this error
+        error = self._harm.left(self._expected, self._run(self._region, flow))
+        if self._harm.is_helped_by(error):  # compiled code alone has this error, or code with low weights
+            is_region = is_low and self._result.verdict == verdicts.ROUND_OFF
+            self._result.remedy = self._remedy(error) if is_region else None
+            return
         self._result.growth = flow.growth(self._result.rows, VISIBLE * self._epsilon)
         self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
-from narrowcast.core.ledger.identity import CallId
-from narrowcast.core.ledger.pairing import pairs_of
+from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.core.ledger.pairing import grouped, pairs_of
 from narrowcast.core.ops import op_kind
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM
 from narrowcast.formats import Format, parse_format
@@ -51,6 +52,27 @@ def cast_formats(reference: Keep, under: Keep, is_own: bool) -> dict[CallId, For
             known = [(FORMATS[a], FORMATS[b]) for a, b in both if a in FORMATS and b in FORMATS]
             formats[identity] += [here for there, here in known if here.epsilon > there.epsilon]
     return {identity: max(cast_to, key=_epsilon) for identity, cast_to in formats.items() if cast_to}
+
+
+def by_names_of(reference: Mapping[CallId, KeptCall], calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
+    """Return the calls of another program by the names that the reference has for them: graphs and scripts call addmm
+    where eager code calls linear. Calls of one kind in a module are the same, one after the other, if there are as
+    many, with results of the same sizes.
+    """
+    names: dict[CallId, CallId] = {}
+    theirs, ours = (grouped((i for i in side if i.direction == FORWARD), _kind) for side in (reference, calls))
+    for kind, here in ours.items():
+        there = theirs.get(kind, [])
+        sizes = [[s.numel() for i in ids for s in side[i].samples] for side, ids in ((reference, there), (calls, here))]
+        if len(here) == len(there) and set(here) != set(there) and sizes[0] == sizes[1]:
+            names |= zip(here, there, strict=True)
+    return {names.get(identity, identity): kept for identity, kept in calls.items()}
+
+
+def _kind(identity: CallId) -> tuple[str, str]:
+    family = op_kind(identity.op).family
+    op = family if family in (GEMM, CONV, ATTENTION) else identity.op.rpartition(".")[0]
+    return identity.module_path, op
 
 
 class Moved(Observer):

@@ -18,8 +18,8 @@ import torch
 
 from narrowcast.analysis.capture.capture import note_of_changed, observed_region
 from narrowcast.analysis.compare import judging
-from narrowcast.analysis.compare.advising import Advising, harm_of
-from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
+from narrowcast.analysis.compare.advising import Advising, harm_of, region_to_try
+from narrowcast.analysis.compare.bands import Bands, Moved, by_names_of, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.reference import REFERENCES, Alone, Keep, KeptCall, RunAlone, check_arguments
 from narrowcast.analysis.watch.culprit import first_not_finite
@@ -28,7 +28,6 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ledger.pairing import pairs_of
 from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import fp32
-from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
@@ -156,6 +155,7 @@ class _Comparing:
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
+        under.calls = by_names_of(reference.calls, under.calls)
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
@@ -177,7 +177,7 @@ class _Comparing:
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
             self._isolate(isolate, expected)
-        if result.reference in REFERENCES and not under.saw_scripts:
+        if not under.saw_scripts if self._is_own else self._trial.is_made and not self._other.is_made:
             self._advise(expected)
         if result.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in result.rows):
             self._note(
@@ -294,17 +294,20 @@ class _Comparing:
         result = self._result
         reference, under = judging.without_sums(reference), judging.without_sums(under)
         pairs = pairs_of(reference, under)
-        elsewhere = {identity.module_path for identity in (*pairs.only_a, *pairs.only_b)}
-        result.unmatched += [f"{identity}: only under the policy" for identity in pairs.only_b]
+        single = (*pairs.only_a, *pairs.only_b)
+        modules, ops = {i.module_path for i in single}, {(i.module_path, i.op) for i in single}
+        result.unmatched += [judging.unmatched(*call, "only under the policy") for call in pairs.only_b.items()]
         for identity, (expected, kept) in pairs.both.items():
-            is_same = judging.has_same_shapes(kept, expected) and not judging.other_arguments(kept, expected)
-            if not is_same and identity.module_path in elsewhere:
-                result.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
+            is_other = not judging.has_same_shapes(kept, expected) and identity.module_path in modules
+            in_doubt = (identity.module_path, identity.op) in ops and judging.other_arguments(kept, expected)
+            if is_other or in_doubt:
+                why = "another call, in a module that makes other calls, too"
+                result.unmatched.append(judging.unmatched(identity, kept, why))
                 continue
             band = self._bands.calls.get(identity)
             alone = again.get(identity)
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
-        result.unmatched += [f"{identity}: only in the reference" for identity in pairs.only_a]
+        result.unmatched += [judging.unmatched(*call, "only in the reference") for call in pairs.only_a.items()]
         shaky = [row for row in result.rows if row.verdict == verdicts.NONDETERMINISTIC]
         if shaky:
             first = shaky[0]
@@ -362,10 +365,8 @@ class _Comparing:
             )
 
     def _advise(self, expected: Outcome) -> None:
-        """Find by runs what helps where an error is too large; of compiled code, by runs of what it was compiled of."""
-        trial, region = self._other, self._region
-        if (asked := asked_before(self._trial.model)) is not None and asked["under"] is not None:
-            region = observed_region("compare", trial, asked["under"])
+        """Find by runs what helps where an error is too large; of code that was made, by runs of its original."""
+        trial, region = self._other, region_to_try(self._trial, self._other, self._region, self._result.rows)
         harm = harm_of(self._result, FORMATS[region.fast_dtype].epsilon)
         if harm is None or region.policy is NOTHING:
             return
@@ -376,9 +377,12 @@ class _Comparing:
             watching = None if observer is None else self._observed(observer)
             return self._run(trial, region, watching, self.dtype if reference else None)
 
-        Advising(run, region, expected, self._result, harm).run(self._around)
-        if self._trial.is_compiled and self._result.tried:
-            self._note("What helps was looked for in eager code, in the region of the compiled model.")
+        Advising(run, region, expected, self._result, harm).run(
+            self._around, is_low=self._trial.fp32_for_low() is not None
+        )
+        if self._trial.is_made and self._result.tried:
+            policy, low = region.policy.name, FORMATS[region.fast_dtype]
+            self._note(f"What helps was looked for in eager code, under {policy} in {low}.")
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         def run(region: autocast) -> float | None:

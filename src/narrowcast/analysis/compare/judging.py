@@ -5,6 +5,7 @@ rounding bounds that are measured (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -183,10 +184,11 @@ def has_same_shapes(kept: KeptCall, expected: KeptCall) -> bool:
 def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     """Return arguments that are no tensors, nor dtypes, and differ: those of the reference, and those here.
 
-    Empty where other tensors are passed, too: a mask where the reference has `is_causal`. Numbers that are equal in the
-    formats of the call, or that masks are filled with, count as the same.
+    Empty of other ops, and where other tensors are passed, too: a mask where the reference has `is_causal`. Numbers
+    that are equal in the formats of the call, or that masks are filled with, count as the same.
     """
-    if len(kept.dtypes) != len(expected.dtypes):
+    ops = {each.call.id.op.rpartition(".")[0] for each in (kept, expected)}
+    if len(kept.dtypes) != len(expected.dtypes) or len(ops) > 1:
         return []
     unit = max(
         (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
@@ -289,6 +291,13 @@ def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
     return max((error for error, band in pairs if bands.runs and error > max(NAMED * band, TINY)), default=0.0)
 
 
+def low_format_of(rows: list[CallError]) -> str | None:
+    """Return the low format in which most calls compute that are in another in the reference; None if none is low."""
+    computing = Counter(name for row in rows if row.is_low for name in set(row.computes.split(",")))
+    low = [name for name, _ in computing.most_common() if FORMATS_BY_NAME.get(name, fp32).bits < fp32.bits]
+    return next(iter(low), None)
+
+
 def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
     """Return whether no call is lower than in the reference, which is low itself, or unknown (is_made)."""
     formats = {name for row in rows for name in row.reference.split(",")}
@@ -313,6 +322,12 @@ def about_underflow(rows: list[CallError], format: Format) -> str:
 def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """Return all calls but the sums of a tensor's gradients, whose order in autograd depends on the casts."""
     return {identity: kept for identity, kept in calls.items() if not identity.is_sum_of_gradients}
+
+
+def unmatched(identity: CallId, kept: KeptCall, why: str) -> str:
+    """Return the text about a call that one side alone made."""
+    site = kept.call.site
+    return f"{identity}{f' ({site.file}:{site.line})' if site.file else ''}: {why}"
 
 
 def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:

@@ -184,7 +184,10 @@ class RunAlone(Observer):
         kept, wanted = self._reference.get(call.id), self._under.get(call.id)
         if call.is_cast or kept is None or wanted is None:
             return
-        if wanted.dtypes != kept.dtypes or wanted.output != kept.output:
+        is_as_low = wanted.call.id.op == kept.call.id.op or (
+            wanted.call.plan is None and len(set(wanted.dtypes)) == 1 and len(wanted.dtypes) == len(kept.dtypes)
+        )
+        if is_as_low and (wanted.dtypes != kept.dtypes or wanted.output != kept.output):
             samples = map(sample_like, run_low(call, wanted) or [], kept.samples)
             call.notes["alone"] = [sample for sample in samples if sample is not None]
 

@@ -86,7 +86,8 @@ class Method:
             name = (observed, *key, caller, begins)
             if name not in self.variants:
                 graph, around = self.raw.copy(), {**scopes, **self.around}
-                make_graph_explicit(graph, around, self.module, self.name, caller, False, observed, begins)
+                with jit.not_traced():
+                    make_graph_explicit(graph, around, self.module, self.name, caller, False, observed, begins)
                 self.variants[name] = jit.function_from_graph(self.name, graph)
             variant = self.variants[name]
         with autocast_off(), _as_written(), inside_script() if observed else nullcontext():

@@ -169,7 +169,7 @@ def _todos(result: Differences) -> list[Todo]:
     if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
         return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
     wrong = _first_fault(result)
-    if wrong and result.reference == ANOTHER_MODEL:  # no format mends another argument
+    if wrong and result.reference == ANOTHER_MODEL and result.remedy is None:  # no format mends another argument
         return wrong
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
@@ -183,7 +183,18 @@ def advice_todos(result: Differences) -> list[Todo]:
     """Return what runs have shown to help, or else where the error is; nothing where nothing was tried."""
     remedy, growth = result.remedy, result.growth
     if remedy is not None:
-        return [*_unknown_ops(result), *_lines_to_change(remedy), *_rules_to_add(remedy), *_first_fault(result)]
+        region = (
+            []
+            if remedy.asked or remedy.rules
+            else [Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))]
+        )
+        return [
+            *_unknown_ops(result),
+            *region,
+            *_lines_to_change(remedy),
+            *_rules_to_add(remedy),
+            *_first_fault(result),
+        ]
     if not result.tried:
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"

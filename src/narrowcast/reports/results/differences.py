@@ -158,7 +158,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What the model was run with, and what helped: rules, or lines that ask for a low format in fp32.
+    """What the model was run with, and what helped: rules, lines that ask for a low format in fp32, or a region alone.
 
     error: what it left of the relative error of the output, or of the gradient of a parameter; before: that without it.
     lines: of the calls that are no longer low by it, the nearest to where the error shows first.

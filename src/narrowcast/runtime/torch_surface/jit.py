@@ -25,6 +25,7 @@ ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
 
 tracing_state = torch._C._get_tracing_state
 """What torch.jit.trace is writing on this thread; None if it traces nothing."""
+_set_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
 optimizes = torch._C._get_graph_executor_optimize
 """Whether scripts are optimized when they run."""
 function_from_graph = torch._C._create_function_from_graph
@@ -206,6 +207,17 @@ def script_calls_replaced(wrap: Wrap, why: str) -> Iterator[None]:
 def forks_replaced(fork: Wrap, wait: Wrap) -> AbstractContextManager[None]:
     """Replace what torch.jit.fork and torch.jit.wait call."""
     return held(torch._C, "traces follow forks", fork=fork, wait=wait)
+
+
+@contextmanager
+def not_traced() -> Iterator[None]:
+    """Keep what this thread does out of the trace that it is writing, where sizes that are read are calls."""
+    state = tracing_state()
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(state)
 
 
 @contextmanager
