@@ -414,3 +414,26 @@ def test_other_random_numbers_in_fp64_are_no_fault():
     assert is_sound(nc.compare(Noisy(), X, under="bf16"))
     dropout = nn.Sequential(nn.Dropout(), nn.Linear(64, 16))
     assert is_sound(nc.compare(dropout, X, under="bf16", reference="fp64"))
+
+
+class Classifying(nn.Module):
+    """Its loss is a module made in the forward; gradients of two classes cancel in the bias."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def forward(self, x, labels):
+        return nn.CrossEntropyLoss()(self.head(torch.tanh(self.inner(x)) * 0.02), labels)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_casts_that_policies_insert_into_compiled_code_are_roundings_as_in_eager_code():
+    """The bias's gradient is rounded where the loss's reaches the logits, and little is left of it."""
+    model, inputs = Classifying(), (torch.randn(8, 16), torch.tensor([0, 1] * 4))
+    made = nc.compile(model, under="bf16", backend="aot_eager")
+    in_eager, found = nc.compare(model, inputs, under="bf16", backward=True), nc.compare(made, inputs, backward=True)
+    assert in_eager.verdict == found.verdict == "round-off" and not found.unmatched, found
+    bounds = [{g.parameter: g.round_off_bound for g in each.gradients}["head.bias"] for each in (in_eager, found)]
+    assert bounds[1] > bounds[0] / 4, bounds

@@ -56,11 +56,11 @@ def cast_formats(reference: Keep, under: Keep, is_own: bool) -> dict[CallId, For
 
 def by_names_of(reference: Mapping[CallId, KeptCall], calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """Return the calls of another program by the names that the reference has for them: graphs and scripts call addmm
-    where eager code calls linear. Calls of one kind in a module are the same, one after the other, if there are as
-    many, with results of the same sizes.
+    where eager code calls linear, and know no module that was made in a forward. Calls of one kind in a module are the
+    same, one after the other, if there are as many, with results of the same sizes.
     """
     names: dict[CallId, CallId] = {}
-    theirs, ours = (grouped((i for i in side if i.direction == FORWARD), _kind) for side in (reference, calls))
+    theirs, ours = (grouped(side, _kind) for side in (reference, calls))
     for kind, here in ours.items():
         there = theirs.get(kind, [])
         sizes = [[s.numel() for i in ids for s in side[i].samples] for side, ids in ((reference, there), (calls, here))]
@@ -69,10 +69,12 @@ def by_names_of(reference: Mapping[CallId, KeptCall], calls: dict[CallId, KeptCa
     return {names.get(identity, identity): kept for identity, kept in calls.items()}
 
 
-def _kind(identity: CallId) -> tuple[str, str]:
-    family = op_kind(identity.op).family
-    op = family if family in (GEMM, CONV, ATTENTION) else identity.op.rpartition(".")[0]
-    return identity.module_path, op
+def _kind(identity: CallId) -> tuple[str, str, str]:
+    path = ".".join(name for name in identity.module_path.split(".") if not name.startswith("<"))
+    family, op = op_kind(identity.op).family, identity.op
+    if identity.direction == FORWARD:  # a backward has other products than that of another op
+        op = family if family in (GEMM, CONV, ATTENTION) else op.rpartition(".")[0]
+    return path, op, identity.direction
 
 
 class Moved(Observer):
@@ -147,13 +149,15 @@ class Moved(Observer):
         self.errors[call.id] = error_of([t for t, _ in sampled], [r for _, r in sampled])
 
 
-def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool) -> dict[CallId, Format]:
-    """Return by call of the reference the format by whose unit its results are perturbed. low: the region's. The same
-    program may cast them to a low format itself, which is no cast in the reference; casts of another do not count.
+def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool, is_same: bool) -> dict[CallId, Format]:
+    """Return by call of the reference the format by whose unit its results are perturbed.
+
+    low: the region's. is_same: the program that was compiled is the same one: it may cast results to a low format
+    itself, which is no cast in the reference; casts of another do not count.
     """
     pairs = pairs_of(reference.calls, under.calls)
     formats = {
-        identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_own else ())]), key=_epsilon)
+        identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_same else ())]), key=_epsilon)
         for identity, (_, kept) in pairs.both.items()
     }
     if not is_own:

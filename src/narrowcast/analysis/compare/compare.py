@@ -132,15 +132,15 @@ class _Comparing:
     ) -> None:  # fmt: skip
         self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._around = trial, other, region, around
-        self._is_own = other.model is trial.model
+        self._is_own, self._is_same = other.model is trial.model, result.reference in REFERENCES
+        self._low = FORMATS[region.fast_dtype]
         self.dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
         self.weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
-        self._changed: set[str] = set()
         self._step: Step = lambda: None
         self._bands, self._underflow = Bands(), frozenset[str]()
-        self._door = Door(result.notes)
+        self._changed, self._door = set[str](), Door(result.notes)
 
     def run(self, isolate: int) -> None:
         with long_work(f"comparing {self._result.subject}", 6 + isolate * self._is_own) as self._step:
@@ -248,7 +248,7 @@ class _Comparing:
         """Run the reference with each call's results perturbed by one unit in the last place. That may raise if shapes
         depend on values; the runs that are compared did not.
         """
-        formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
+        formats = moved_formats(reference, under, self._low, self._is_own, self._is_same)
         casts = cast_formats(reference, under, self._is_own)
         kept = {identity: kept.samples for identity, kept in reference.calls.items()}
         for seed in seeds:
@@ -267,8 +267,8 @@ class _Comparing:
         """Return whether outputs or gradients are beyond round-off after more runs; note if underflow explains them."""
         self._move(reference, under, expected, _MORE_SEEDS)
         is_beyond = self._read_outputs(expected, actual)
-        small = [f for f in moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own).values()
-                 if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
+        formats = moved_formats(reference, under, self._low, self._is_own, self._is_same).values()
+        small = [format for format in formats if format.exponent_bits < fp32.exponent_bits]
         if not is_beyond or not small:
             return is_beyond
         scale = judging.scale_of_loss(reference.calls, under.calls)
