@@ -6,7 +6,7 @@ import time
 import pytest
 from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
-from narrowcast.reports.documents.model import Document, Edge, Graph, Node
+from narrowcast.reports.documents.model import Column, Document, Edge, Graph, Node, Table
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.html import page_html
 
@@ -312,6 +312,23 @@ def test_paper_has_every_row_of_every_table_in_dark_ink(show, browser):
     browser.ask("Emulation.setEmulatedMedia", media="")
     page.value("dispatchEvent(new Event('afterprint')), 1")
     assert page.value("document.querySelectorAll('.paper tr').length") == 0
+
+
+def test_paper_has_every_column_of_a_wide_table(show, browser):
+    """Chromium scales what is wider than the paper, a letter, by 1.5 at most; the rest is cut."""
+    path, file = "encoder.layers.1.attention.projection", "modeling_of_many_things.py:1234"
+    kinds = ["call", "call_b", "module", "op", *["format"] * 2, *["error"] * 6, "line", "line"]
+    values = [f"{path} aten.linear.default #1"] * 2 + [path, "aten.linear.default", "fp32", "bf16", *[1e-3] * 6]
+    columns = tuple(Column(f"column of {kind}", kind) for kind in kinds)
+    wide = Table("wide", "A wide table", columns, [[*values, file, file]])
+    page = show(page_html(Document("ledger", "m", "v", tables=[wide])))
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    browser.ask("Emulation.setDeviceMetricsOverride", width=740, height=1000, deviceScaleFactor=1, mobile=False)
+    page.value("dispatchEvent(new Event('beforeprint')), 1")
+    assert 600 < page.value("document.querySelector('.paper table').scrollWidth") <= 1.5 * 740
+    assert page.value("document.documentElement.scrollWidth") <= 1.5 * 740
+    browser.ask("Emulation.setEmulatedMedia", media="")
+    browser.ask("Emulation.clearDeviceMetricsOverride")
 
 
 SUBTITLES = """(() => {

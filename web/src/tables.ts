@@ -136,8 +136,8 @@ class TableView {
     }
     if (column.kind === "format" && text)
       return h("td", {}, ...text.split(",").map((name) => h("b", { class: `chip ${formatClass(name)}` }, name)));
-    const title = column.kind === "line" || column.kind === "op" ? String(value ?? "") : undefined;
-    return h("td", { class: NUMBERS.has(column.kind) ? "number" : column.kind === "text" && text.length > 40 ? "long" : "", title }, text);
+    if (column.kind === "line" || column.kind === "op") return h("td", { class: "name", title: String(value ?? "") }, text);
+    return h("td", { class: NUMBERS.has(column.kind) ? "number" : column.kind === "text" && text.length > 40 ? "long" : "" }, text);
   }
 
   private csv(): string {
