@@ -132,6 +132,37 @@ def test_a_rule_about_an_op_inside_a_composite_op_holds(op, inside):
     assert found.dtype is expected.dtype is torch.float32 and torch.equal(found, expected)
 
 
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.RNNCell(4, 4)
+
+    def forward(self, x: torch.Tensor):
+        return self.cell(x)
+
+
+WHERE = (
+    {"module": "cell"}, {"module": "other"}, {"module_class": "Other"}, {"module_class": "Cell"},
+    {"function": "*.forward"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("op", ["aten.*", "aten.rnn_tanh_cell"])
+def test_a_rule_about_other_places_leaves_a_composite_op_open(op, where):
+    policy = nc.Policy.native().with_rules(nc.Rule(op, "full", **where))
+    model = Cell()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with nc.autocast("cpu", BF16, policy=policy):
+            expected = model(X)
+        found = nc.script(model, under=policy)(X)
+        compiled = nc.compile(model, under=policy, backend="aot_eager")(X)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+    assert compiled.dtype is expected.dtype and torch.equal(compiled, expected)
+
+
 class Recurrent(nn.Module):
     def __init__(self, **options):
         super().__init__()

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from narrowcast.core.ops import named
-from narrowcast.core.policy import Policy
+from narrowcast.core.policy import Policy, Rule
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.frontends.scripts.scopes import Section, policy_of
+from narrowcast.frontends.scripts.scopes import Item, Section, policy_of
 from narrowcast.runtime.torch_bridge import find_registered, op_id
 from narrowcast.runtime.torch_surface.dispatch import op_name
 
@@ -41,7 +41,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
     for item in section.walk():
         node = item.node
         on = [scope for scope in item.scopes.values() if scope.enabled is not False]
-        if not on or not is_composite(node) or any(_is_named(policy_of(scope), node) for scope in on):
+        if not on or not is_composite(node) or any(_is_ruled(policy_of(scope), item) for scope in on):
             continue
         if (node.kind() in _OF_OTHERS) is not of_others:
             continue
@@ -81,7 +81,7 @@ def casts_inside(node: Any, policies: Iterable[Policy], device_type: str) -> boo
     calls_one = not decided_as_itself(facts.id, device_type) or op_name(facts.op) in named("inside.stands_for_one")
     if not (calls_one or is_composite(node)):
         return False
-    return not any(_is_named(policy, node) for policy in policies)
+    return not any(_rules_about(policy, node) for policy in policies)
 
 
 def is_composite(node: Any) -> bool:
@@ -106,6 +106,13 @@ def tell_closed(section: Section) -> None:
             warnings.warn(text, ScriptWarning, stacklevel=2)
 
 
-def _is_named(policy: Policy, node: Any) -> bool:
+def _is_ruled(policy: Policy, item: Item) -> bool:
+    """Return whether a rule about the op holds where the node is."""
+    rules = _rules_about(policy, item.node)
+    return bool(rules) and any(rule.matches_site(site_in(item.caller, item.node)) for rule in rules)
+
+
+def _rules_about(policy: Policy, node: Any) -> tuple[Rule, ...]:
+    """Return the rules about calls of the op as a whole."""
     op = find_registered(node.schema().partition("(")[0])
-    return op is not None and bool(policy.table.candidates(op_id(op), True).whole)
+    return policy.table.candidates(op_id(op), True).whole if op is not None else ()
