@@ -58,13 +58,14 @@ function main(): void {
     reveal: (name, side) => shown.views[side]!.reveal(named(name, side)!),
   };
   const hasCalls = shown.views.some((view) => view.model.calls.length > 0);
-  const sections = ["Overview", ...(hasCalls ? ["Graph"] : []), "Tables", ...(plots.any ? ["Plots"] : [])];
+  const hasTables = data.tables.length > 0;
+  const sections = ["Overview", ...(hasCalls ? ["Graph"] : []), ...(hasTables ? ["Tables"] : []), ...(plots.any ? ["Plots"] : [])];
   document.getElementById("page")!.replaceChildren(
     h("a", { class: "skip", href: "#overview" }, "To the overview"),
     h("header", {}, h("h1", {}, data.title), h("span", { class: "kind" }, `Narrowcast ${data.kind}`),
       h("nav", { "aria-label": "Sections" }, ...sections.map((name) => h("a", { href: `#${name.toLowerCase()}` }, name))),
       theme(() => plots.draw())),
-    h("main", {}, overview(model, places.open), hasCalls ? shown.element : null, tables(model, places, scope), plots.element));
+    h("main", {}, overview(model, places.open), hasCalls ? shown.element : null, hasTables ? tables(model, places, scope) : null, plots.element));
   shown.start();
   plots.draw();
   document.addEventListener("keydown", (event) => {

@@ -33,7 +33,7 @@ export function tables(model: Model, places: Places, scope: Scope): HTMLElement 
   addEventListener("afterprint", () => paper.replaceChildren());
   if (all[0]) choose(all[0]);
   return h("section", { id: "tables", "aria-labelledby": "tables-title" }, h("h2", { id: "tables-title" }, "Tables"), scope.chip(),
-    all.length > 0 ? h("div", { class: "tabs", role: "tablist", "aria-label": "Tables" }, ...tabs) : h("p", {}, "There is nothing to list."), paper, body);
+    h("div", { class: "tabs", role: "tablist", "aria-label": "Tables" }, ...tabs), paper, body);
 }
 
 function cellText(value: Cell, column: Column): string {
