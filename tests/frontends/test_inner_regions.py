@@ -185,26 +185,37 @@ def test_the_outer_of_two_regions_that_begin_together_rules_after_the_inner(oute
 
 
 class Twice(nn.Module):
-    """A weight that two of torch's blocks cast, in a region of ours."""
+    """A weight that two regions cast, in a third."""
 
-    def __init__(self, region):
+    def __init__(self, outer, inner):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.region = nn.Linear(4, 4), region
+        self.a, self.outer, self.inner = nn.Linear(4, 4), outer, inner
 
     def forward(self, x: torch.Tensor):
-        with self.region():
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+        with self.outer():
+            with self.inner():
                 y = self.a(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with self.inner():
                 return self.a(y * 1.5)
 
 
+CACHES = {
+    "torch's": lambda: torch.autocast("cpu", dtype=BF16),
+    "safe": lambda: nc.autocast("cpu", BF16, policy="safe"),
+    "off": lambda: nc.autocast("cpu", BF16, cache_enabled=False),
+    "checked": lambda: nc.autocast("cpu", BF16, cache_enabled="checked"),
+}
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("asked", [{"policy": "safe"}, {"policy": "native", "cache_enabled": False}], ids=str)
-def test_torchs_blocks_keep_no_casts_in_a_region_without_a_weight_cache(asked):
-    """Whether two uses of a weight add up their gradients in fp32, as eager code does."""
-    model, x = Twice(lambda: nc.autocast("cpu", BF16, **asked)), torch.randn(2, 4)
+@pytest.mark.parametrize("outer", CACHES)
+@pytest.mark.parametrize("inner", ["torch's", "checked"])
+def test_regions_inside_share_casts_of_weights_as_in_eager_code(outer, inner):
+    """Two uses of a weight add up their gradients in fp32, or in the low format. Regions whose casts are checked share
+    them where one of ours is around.
+    """
+    model, x = Twice(CACHES[outer], CACHES[inner]), torch.randn(2, 4)
 
     def gradient(call):
         model.zero_grad()

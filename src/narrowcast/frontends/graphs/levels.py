@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.policy import Policy, Site
 from narrowcast.programs.program import OpenedRegion
 from narrowcast.runtime.regions.ruling import region_on
-from narrowcast.runtime.regions.stack import Prepared
+from narrowcast.runtime.regions.stack import CHECKED, Prepared
 from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside
 from narrowcast.runtime.torch_bridge import FORMATS
 
@@ -45,10 +45,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The regions that hold, by device type, and the outermost block that hides one."""
+    """The regions that hold, by device type, and the outermost block that hides one. session: of the weight cache.
+    is_ours: whether a region of ours is open, in the outermost of which checked casts are kept.
+    """
 
     regions: Mapping[str, Open] = field(default_factory=dict)
     hiding: HidingBlock | None = None
+    session: int = 0
+    is_ours: bool = False
 
 
 class Levels:
@@ -57,24 +61,28 @@ class Levels:
     def __init__(self, around: Mapping[str, Prepared]) -> None:
         self.numbers: dict[OpenedRegion, int] = {}
         self.policies: dict[str, Policy] = {}
-        self.session = 0
-        self.stack = [Level({device: self._opened(prepared) for device, prepared in around.items()})]
+        self.sessions = 0
+        regions = {device: self._opened(prepared, 0) for device, prepared in around.items()}
+        self.stack = [Level(regions, is_ours=bool(regions))]
 
-    def _opened(self, prepared: Prepared) -> Open:
+    def _opened(self, prepared: Prepared, session: int) -> Open:
         digest = prepared.policy.digest[:16]
         self.policies.setdefault(digest, prepared.policy)
-        sessions = [2 * self.session, 2 * self.session + 1] if prepared.changed else [2 * self.session]
+        sessions = [2 * session, 2 * session + 1] if prepared.changed else [2 * session]
         opened = [OpenedRegion(prepared.facts, digest, session) for session in sessions]
         numbers = [self.numbers.setdefault(one, len(self.numbers)) for one in opened]
         return Open(prepared, numbers[0], numbers[-1])
 
-    def open(self, prepared: Prepared, find_site: Callable[[], Site]) -> None:
+    def open(self, prepared: Prepared, find_site: Callable[[], Site], is_ours: bool = True) -> None:
         """Enter a region. find_site: where, asked if it may hide another."""
         around, device = self.stack[-1], prepared.facts.device_type
-        if len(self.stack) == 1 and not around.regions:
-            self.session += 1
+        is_outermost = len(self.stack) == 1 and not around.regions
+        if is_outermost or (is_ours and not around.is_ours and prepared.grade in CHECKED):
+            self.sessions += 1
+            around = replace(around, session=self.sessions)
         hiding = around.hiding or _hiding(around.regions.get(device), prepared, find_site)
-        self.stack.append(Level({**around.regions, device: self._opened(prepared)}, hiding))
+        regions = {**around.regions, device: self._opened(prepared, around.session)}
+        self.stack.append(Level(regions, hiding, around.session, is_ours or around.is_ours))
 
     def open_native(self, device: str, dtype: Any, enabled: bool, cached: bool, find_site: Callable[[], Site]) -> None:
         """Enter a region of torch's."""
@@ -84,7 +92,7 @@ class Levels:
         prepared = Prepared(facts, Policy.native(device))
         if around is not None and around.prepared.holds_inside:
             prepared = around.prepared.with_facts(facts)
-        self.open(prepared, find_site)
+        self.open(prepared, find_site, is_ours=False)
 
     def leave(self) -> None:
         """Leave the region that was entered last."""
