@@ -91,7 +91,7 @@ def region_to_try(trial: Trial, other: Trial, region: autocast, rows: list[CallE
     its low format, with eager code in it (`other`).
     """
     under = (asked_before(trial.model) or {}).get("under")
-    if under is None and trial.is_made and region.policy is NOTHING:
+    if under is None and region.policy is NOTHING and (trial.is_made or trial.fp32_for_low() is not None):
         under = low_format_of(rows)
     return region if under is None else observed_region("compare", other, under)
 

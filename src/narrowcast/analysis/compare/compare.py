@@ -38,7 +38,7 @@ from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import said_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
-from narrowcast.observation.trial.uncast import NOTHING, Uncast
+from narrowcast.observation.trial.uncast import NOTHING, Uncast, enabled
 from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
@@ -92,7 +92,7 @@ def compare(
     trial = Trial.of("compare", model, inputs, backward)
     is_own = isinstance(reference, str)
     default = "native" if is_own and not trial.is_made else None
-    opened = observed_region("compare", trial, under, default)
+    opened = enabled(observed_region("compare", trial, under, default))
     other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
     result = _empty_result(trial.name, opened, str(reference) if is_own else ANOTHER_MODEL, by)
     around = Uncast(opened.device) if is_own else opened

@@ -90,7 +90,8 @@ class Keep(Observer):
             self.unseen += [call.id] * any(t.is_floating_point() for t in call.results)
             return
         if call.is_cast:
-            self._casts.append((call.without_tensors(), results[0].dtype))
+            if _rounds(call, results[0].dtype):
+                self._casts.append((call.without_tensors(), results[0].dtype))
             makers = filter(None, map(self._makers.get, came_in(call)))
             for maker in makers if results[0].dtype in LOW else ():
                 self.calls[maker].cast_to.append(results[0].dtype)
@@ -109,7 +110,7 @@ class Keep(Observer):
                 kept.nonfinite = _made_by(call, results, kept.judged)
 
     def strange_casts(self) -> list[tuple[SeenCall, torch.dtype]]:
-        """Return the casts to formats in which no call of the run computes, nor returns a result."""
+        """Return the casts that round to formats in which no call of the run computes, nor returns a result."""
         known = {dtype for kept in self.calls.values() for dtype in (*kept.dtypes, *kept.output)}
         return [cast for cast in self._casts if cast[1] not in known]
 
@@ -118,6 +119,13 @@ class Keep(Observer):
         sample = sample_of(tensor.detach(), wanted).clone()
         self._left -= sample.nbytes
         return sample
+
+
+def _rounds(call: SeenCall, dtype: torch.dtype) -> bool:
+    """Return whether the format lacks numbers that what is cast may have."""
+    to = FORMATS[dtype]
+    known = [FORMATS[t.dtype] for t in came_in(call) if t.dtype in FORMATS]
+    return not known or any(f.epsilon < to.epsilon or f.exponent_bits > to.exponent_bits for f in known)
 
 
 def _made_by(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:

@@ -371,7 +371,7 @@ def _is_number(a: str, b: str) -> bool:
             float(text)
         except ValueError:
             return {a, b} == {"True", "False"}
-    return float(a) != float(b) and any(mark in text for text in (a, b) for mark in ".en")
+    return not math.isclose(float(a), float(b), rel_tol=1e-6) and any(mark in text for text in (a, b) for mark in ".en")
 
 
 def _formats_of(run: Run, bundle: Bundle) -> list[str]:

@@ -257,7 +257,7 @@ def _compare_ends(
     of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, of_alone)
-    if outcomes.are_alike and are_gradients_alike:
+    if are_gradients_alike:
         result.rows, judging.unpaired = outcomes.backward(
             result.rows,
             judging.unpaired,

@@ -7,7 +7,6 @@ from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned, range_difference
 from narrowcast.analysis.diff.sides import Bundle, Makers, Side
-from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import RunRow
 
 GOES_ON, ABSORBED, UNKNOWN = "goes on", "absorbed", "unknown"
@@ -20,7 +19,7 @@ CANCELS = 8.0
 
 
 class Effects:
-    """Follows differences from call to call, in the forward. paired: by side, the pair of each call.
+    """Follows differences from call to call. paired: by side, the pair of each call.
 
     widest: the widest rounding bound of a call.
     """
@@ -33,7 +32,7 @@ class Effects:
         self._readers: dict[Aligned, dict[tuple[Aligned, bool], None]] = {}
         for maker, pair_of in zip(makers, paired, strict=True):
             for bundle in maker.bundles:
-                if bundle in pair_of and bundle.id.direction != BACKWARD:
+                if bundle in pair_of:
                     for number in maker.read(bundle):
                         upstream = maker.upstream([number], pair_of)
                         for known in upstream.known:
@@ -46,11 +45,7 @@ class Effects:
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
     def _of(self, pair: Aligned) -> str:
-        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged, and
-        in a backward, which is not followed.
-        """
-        if pair.a[0].id.direction == BACKWARD:
-            return UNKNOWN
+        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged."""
         both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
         results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
         if len(results) < 2 or range_difference(*results) <= self._rows[pair].round_off_bound:

@@ -84,13 +84,15 @@ class Outcomes:
     def forward(self, rows: Sequence[RunRow], is_low: bool, effects: Sequence[str]) -> list[RunRow]:
         """Return the rows; if outputs are alike, with differences that are other steps marked as such: where inputs are
         unknown, or others, calls may be no pair, or compensated elsewhere (a factor of a product). In programs that are
-        written differently, so is every visible difference, and unrelated results are no pair. is_low: in low formats
+        written differently, so is every visible difference, and unrelated results are no pair. In a backward only what
+        later calls cancel is. is_low: in low formats
         rounding may hide a fault. effects: what comes of each row's difference.
         """
         steps = [
             (_differs(row, False) and self._is_a_step(row, is_low, effect))
             or self._is_no_pair(row)
             or (self.are_alike and self._are_others and _is_crossed(row, rows))
+            or (self.are_alike and _differs(row, True) and effect == ABSORBED and not row.given)
             for row, effect in zip(rows, effects, strict=True)
         ]
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)]
@@ -119,10 +121,11 @@ class Outcomes:
         """Return the differences due to calls without a partner that the outputs do not rule out as faults: of a
         backward none. effects: what comes of each. In low formats rounding explains what no call's bound exceeds.
         """
-        if self.are_exact and not is_low:
-            return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if not self.are_alike:
             return of_unpaired
+        of_backward = {bundle for bundle in of_backward if effects[bundle] != ABSORBED}
+        if self.are_exact and not is_low:
+            return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
         if is_low:
             of_unpaired = {bundle: one for bundle, one in of_unpaired.items() if one > self._widest}
         if not (self._are_others or self._are_equal):  # what reads unrelated values is no pair

@@ -51,8 +51,7 @@ class Judging:
         self._of_pairs: dict[Aligned, float] = {}
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
-        self._largest = self._jumped = 0.0
-        self._has_chosen = self.are_alike_as_a_whole = False
+        self._largest, self._jumped, self._has_chosen, self.are_alike_as_a_whole = 0.0, 0.0, False, False
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*(values.band(pair) for pair in pairs), *(values.band_of(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
@@ -262,26 +261,28 @@ class Judging:
         the outcome, where all of that can be compared: what else nothing reads is no result of theirs.
         """
         returned = self._returned(with_losses) if are_others else []
-        ends = [list(dict.fromkeys([*makers.ends, *makers.returned])) for makers in self.makers]
-        ends = [[x for x in side if with_losses or not x.is_loss] for side in ends]
+        ends = [[x for x in dict.fromkeys([*m.ends, *m.returned]) if with_losses or not x.is_loss] for m in self.makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
         for a, b in self._nearest(*left):
-            if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                outcomes.append(EndDifference(math.inf))  # one program continues, to probabilities or a loss
-                continue
             pair = Aligned((a,), (b,), "")
             result = self.values.results(pair)
             band = max(self.values.band(pair), self.widest)  # of the formats before it, as for a sum in fp32
             known = EndDifference.of(result.relative, band, result.growth)
-            outcomes.append(known if result.is_known else EndDifference(math.inf))
+            goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) and known.difference > known.band
+            if a.elements != b.elements or goes_on or not result.is_known:  # to probabilities, or a loss
+                known = EndDifference(math.inf)
+            outcomes.append(known)
             made = [[p.call.outputs[0][1] for each in x.module_calls for p in each if p.rank == 0] for x in (a, b)]
             upstream = self._upstream(made)
-            if result.is_known and result.relative > self._explained(pair, *upstream):
+            if math.isfinite(known.difference) and result.relative > self._explained(pair, *upstream):
                 for bundle in (*upstream[0].alone, *upstream[1].alone):
                     self.unpaired.setdefault(bundle, result.relative)
         by_calls = {row.a: row for row in rows}
         for pair in [self.paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
+            is_read = any(x[0] not in makers.ends for x, makers in zip((pair.a, pair.b), self.makers, strict=True))
+            if is_read and pair.a[0].elements != pair.b[0].elements:
+                continue  # a module returned it, of sequences one by one, or padded, and it is no outcome
             last = [makers.last(bundles[0]) for makers, bundles in zip(self.makers, (pair.a, pair.b), strict=True)]
             read, difference = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
@@ -289,9 +290,8 @@ class Judging:
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self.values.band(pair)
-                apart = row.difference
-                if row.measured_by in (STATISTICS, RANGES):
-                    apart = self._as_returned(pair, row.difference)
+                is_rough = row.measured_by in (STATISTICS, RANGES)
+                apart = self._as_returned(pair, row.difference) if is_rough else row.difference
                 outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
             else:  # within the bound of the formats before it, as a loss in fp32
                 outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))

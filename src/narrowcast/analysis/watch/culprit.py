@@ -27,7 +27,10 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, short_type,
 from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
-_NO_REGION = "Rules hold inside nc.autocast, and none is open here: open it in place of torch.autocast"
+_NO_REGION = (
+    "Rules hold inside nc.autocast, and none is open here: open it in place of torch.autocast, or make a script with "
+    "nc.script(model, under=...)"
+)
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _LINEAR = "aten.linear.default"
 _AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}

@@ -49,6 +49,11 @@ class Uncast(autocast):
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
+def enabled(region: autocast) -> autocast:
+    """Return the region; one that casts nothing in place of one that is off."""
+    return region if region.prepared.facts.enabled else Uncast(region.device)
+
+
 def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:
     """Return a wrap that answers as if the region at this depth, on this device type, were not there."""
 

@@ -174,8 +174,9 @@ def _todos(result: Differences) -> list[Todo]:
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
     if result.verdict == NOT_COMPARED and result.gradients:  # they are not finite
+        reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
         where = result.reference_not_finite or "nc.watch() around forward and backward names the call that makes them"
-        return [Todo(f"Fix what is not finite in {result.reference} either; no rule helps", where)]
+        return [Todo(f"Fix what is not finite in {reference} either; no rule helps", where)]
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 
