@@ -1,8 +1,10 @@
 """Errors and memory, against hand-made cases."""
 
+import copy
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 import narrowcast as nc
@@ -131,3 +133,32 @@ def test_an_argument_that_one_of_two_models_leaves_out_is_named():
         assert [row.why for row in found.faults] == [f"its argument scale {was} the reference"], found
         [todo] = found.todos
         assert todo.what.startswith("Look at aten.scaled_dot_product_attention.default") and not todo.rule, found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_cast_to_a_wider_format_rounds_nothing_and_is_not_named():
+    """A weight is transposed in one of two models, whose backwards cast gradients to fp32."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    right = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)
+    )
+    wrong = copy.deepcopy(right)
+    wrong[2].weight.data = right[2].weight.detach().t().contiguous()
+    a, b = (nc.compile(model, under="bf16", backend="aot_eager") for model in (wrong, right))
+    found = nc.compare(a, (x,), reference=b, backward=True)
+    assert found.verdict == "fault" and "rounds to fp32" not in str(found), found
+
+
+def test_a_region_that_is_off_is_none_and_no_rule_is_tried_in_it():
+    """What a region would do is not said to be what a rule does."""
+
+    class Overflows(torch.nn.Module):
+        def forward(self, x):
+            return torch.tanh((x * 300) @ x.t() / 300)
+
+    x = torch.linspace(1, 20, 64, dtype=torch.float16).view(8, 8)
+    found = nc.compare(Overflows().half(), (x,), under=nc.autocast("cpu", enabled=False))
+    assert not found.policy and found.verdict == "not finite", found
+    if found.remedy is not None:
+        assert "in fp16" in " ".join(found.notes)

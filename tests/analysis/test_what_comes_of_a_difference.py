@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from narrowcast.analysis.diff.aligned_values import is_number
 
 
 class Attention(nn.Module):
@@ -161,3 +163,89 @@ def test_stretch_ends_at_a_call_that_is_surely_of_both():
     assert str(fault) in places, (fault, places)
     text = " ".join(str(found).split())
     assert "compute differently" in text and str(fault) in text.partition("first read by out")[0], text
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+        self.scale = nn.Parameter(torch.full((24,), 0.5))
+
+    def forward(self, x):
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks whose branches are scaled; checkpointed, with one op for the scale and the sum."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.blocks, self.head, self.fused = nn.ModuleList(Scaled() for _ in range(4)), nn.Linear(24, 5), fused
+
+    def part(self, block, x):
+        y = block.norm(x)
+        y = block.down(F.gelu(block.up(y)))
+        return torch.addcmul(x, block.scale, y)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(self.part, block, x, use_reentrant=False) if self.fused else block(x)
+        return self.head(x)
+
+
+def test_what_a_backward_computes_in_another_order_is_no_fault_where_what_reads_it_agrees():
+    """Of the second model, made in the block, no gradient is left."""
+    torch.manual_seed(5)
+    first, x, y = Blocks(fused=False), torch.randn(16, 24) * 2, torch.randint(5, (16,))
+    with torch.no_grad():
+        for block in first.blocks:
+            block.norm.weight.uniform_(0.2, 1.8)
+    with nc.capture() as a:
+        F.cross_entropy(first(x), y).backward()
+    with nc.capture() as b:
+        second = Blocks(fused=True)
+        second.load_state_dict(first.state_dict())
+        F.cross_entropy(second(x), y).backward()
+        del second
+    found = nc.diff(a, b)
+    assert found.verdict in ("alike", "round-off"), str(found)
+
+
+def test_a_part_of_sequences_one_by_one_or_padded_is_no_outcome():
+    """A module gives as many rows as each sequence has; the other program masks what it gives of the rest."""
+    torch.manual_seed(0)
+    sequences, first, last = [torch.randn(n, 12) for n in (3, 7, 5, 2)], nn.Linear(12, 24), nn.Linear(24, 2)
+    with nc.capture() as a:
+        last(torch.stack([first(x).relu().mean(0) for x in sequences]))
+    with nc.capture() as b:
+        lengths = torch.tensor([len(x) for x in sequences])
+        mask = torch.arange(7) < lengths[:, None]
+        padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        last((first(padded).relu() * mask[..., None]).sum(1) / lengths[:, None])
+    found = nc.diff(a, b)
+    assert found.verdict == "round-off", str(found)
+
+
+def test_numbers_that_are_one_but_for_rounding_are_no_other_arguments():
+    assert not is_number(str(1 - 0.9), "0.1") and is_number("0.1", "0.1001") and is_number("1e-08", "1e-06")
+
+
+def test_gradients_far_apart_behind_equal_outputs_are_told_in_low_formats_too():
+    """A loss is another, and clamps decide alike, since what they read is equal."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(64, 16), torch.randn(64, 4)
+
+    def run(loss):
+        model.zero_grad()
+        with nc.capture() as run:
+            with nc.autocast("cpu", torch.bfloat16):
+                given = model(x).float()
+                given = torch.where(given > given.mean(), given, given.exp().log())
+            loss(given).backward()
+        return run
+
+    both = (lambda given: (given - y).square().mean()), (lambda given: (given - y).abs().mean())
+    found = nc.diff(*map(run, both))
+    assert found.verdict == "values differ", str(found)
+    again = nc.diff(run(both[0]), run(lambda given: F.mse_loss(given, y)))
+    assert again.verdict != "values differ", str(again)

@@ -142,7 +142,7 @@ class Values:
         is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in INTERCHANGEABLE
         numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
         rows = [(n, x, y) for n, x in numbers_a.items()
-                 if n != "keepdim" and (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
+                 if n != "keepdim" and (y := numbers_b.get(n)) is not None and x != y and is_number(x, y)]  # fmt: skip
         if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be part of a later call
             names = [{n for n, _ in call.inputs if n in ("weight", "bias")} for call in (a, b)]
             there = ["there", "not there"]
@@ -362,7 +362,7 @@ def _row_of(name: str, a: str, b: str, difference: float) -> tuple[str, str, str
     return name, a, f"{b}, {difference:.1e} apart"
 
 
-def _is_number(a: str, b: str) -> bool:
+def is_number(a: str, b: str) -> bool:
     """Return whether two texts are different floats, flags or words; whole numbers are sizes, which layouts change."""
     for text in (a, b):
         if text.startswith("'"):

@@ -72,7 +72,7 @@ not a call is named for it: in other formats, only where one of the programs mak
 """
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
-_FAR_OF_GRADIENTS, _FAR_OF_WEIGHTS = 0.3, 0.1
+_FAR_OF_GRADIENTS, _FAR_OF_WEIGHTS = 0.25, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
 pairs. So far apart, in parts of their way, are in fp32 weights that other steps have made.
 """
@@ -264,7 +264,7 @@ def _compare_ends(
             judging.of_inputs(pairs),
             min(judging.widest, max((g.difference for g in result.gradients), default=0.0)),
         )
-    elif not _is_unexplained(result, judging, left_out):
+    elif not _is_unexplained(result, judging, left_out, are_equal=not any(one.difference for one in ends)):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
@@ -288,12 +288,13 @@ def _explain_formats(result: RunDifferences, judging: Judging, left_out: Collect
     return bool(result.formats) and (not any(judging.counts_of_unpaired(left_out)) or judging.widest >= WIDEST)
 
 
-def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collection[Bundle]) -> bool:
+def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collection[Bundle], are_equal: bool) -> bool:
     """Return whether gradients differ visibly in fp32, or by much in a low format, and nothing that was found makes
-    that.
+    that. are_equal: outputs are, so that no condition was decided otherwise.
     """
     largest = max((row.difference for row in result.gradients if row.is_beyond), default=0.0)
-    if judging.unpaired or judging.has_chosen(largest) or any(row.verdict == DIFFERS for row in result.rows):
+    has_chosen = not are_equal and judging.has_chosen(largest)
+    if judging.unpaired or has_chosen or any(row.verdict == DIFFERS for row in result.rows):
         return False
     if judging.widest < BAND_OF_LOW:
         return largest > _VISIBLE

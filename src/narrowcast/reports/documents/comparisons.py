@@ -151,8 +151,9 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
     details = []
     if others:
         worst = max(others, key=lambda row: or_infinity(row.relative_error))
-        details.append(f"largest error: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
-        details += [f"cosine {worst.cosine:.4f}"]
+        off = f"{number_text(worst.relative_error)}; cosine {worst.cosine:.4f}"
+        off = "not finite in either run" if math.isnan(worst.cosine) and not worst.relative_error else off
+        details.append(f"largest error: {worst.parameter} ({worst.format}), {off}")
         details += [f"{worst.underflow:.0%} underflow"] if worst.underflow >= 0.005 else []
     if zero:
         names = f"{zero[0].parameter}{', ...' if len(zero) > 1 else ''}"
