@@ -257,7 +257,9 @@ def _compare_ends(
     of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, of_alone)
-    if are_gradients_alike:
+    compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
+    are_all = all(known.issuperset(names) for known, names in zip(compared, parameters, strict=True))
+    if are_gradients_alike and (outcomes.are_alike or are_all):
         result.rows, judging.unpaired = outcomes.backward(
             result.rows,
             judging.unpaired,

@@ -220,8 +220,8 @@ def _next_to_each_other(pieces: Mapping[str, Piece], of: Piece, least: int, most
 
 
 def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[GradientRow]:
-    """Return rows of parameters, of modules that both runs call, of which one run alone has a gradient other than zero:
-    a difference of 1. compared: the rows of the others.
+    """Return rows of parameters of both runs, by name, by module or by value, of which one alone has a gradient other
+    than zero: a difference of 1. compared: the rows of the others.
     """
     rows: list[GradientRow] = []
     for n, (side, other) in enumerate((values.sides, values.sides[::-1])):
@@ -231,9 +231,11 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
                 continue
             path, _, leaf = name.rpartition(".")
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
-            if "gradient" in row and "gradient" not in there.get(name, {}) and (reads or name in there):
-                if side.piece(0, row["gradient"]).rms > 0:
-                    rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
+            if "gradient" not in row or "gradient" in there.get(name, {}) or not side.piece(0, row["gradient"]).rms > 0:
+                continue
+            frozen = (x for x in there if "gradient" not in there[x] and _are_equal(side.value(name), other.value(x)))
+            if reads or name in there or any(True for _ in frozen):
+                rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return rows
 
 
