@@ -211,6 +211,7 @@ class Writer:
     def __init__(self, draw, wanted):
         self.draw, self.wanted, self.legal = draw, wanted, EVERYWHERE
         self.counter = self.temporaries = self.blocks = self.helpers = 0
+        self.in_torchs_script = False  # torch.jit.script compiles no decorated function
         self.above: list[str] = []  # classes and functions
 
     def pick(self, choices):
@@ -374,7 +375,7 @@ class Writer:
         """A function of its own, maybe with a decorator."""
         if depth > 2:
             return self._assign(body, depth, in_loop)
-        decorator = self.take(body, REGIONS).text if self.draw(st.booleans()) else ""
+        decorator = self.take(body, REGIONS).text if not self.in_torchs_script and self.draw(st.booleans()) else ""
         on = "enabled=False" not in decorator if decorator else None
         inner = Body(on, None, body.legal, "return v0", body.fixed, body.inner or bool(decorator), body.again)
         lines = [
@@ -401,7 +402,9 @@ class Writer:
         decorator = self.take(inner, REGIONS).text if not also and self.often(3) else ""
         if decorator:
             inner.on, inner.inner = "enabled=False" not in decorator, True
+        self.in_torchs_script = "torch.jit.script" in how
         lines = ["v2 = v0 * v1", *self.block(inner, 2, False), f"return {self.pick(inner.names)} * {self.constant()}"]
+        self.in_torchs_script = False
         n = self.blocks
         self.blocks += 1
         self.above += [*class_of(f"Block{n}", own, lines, "v0, v1", decorator), "", ""]
