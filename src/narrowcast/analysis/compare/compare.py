@@ -377,10 +377,9 @@ class _Comparing:
             watching = None if observer is None else self._observed(observer)
             return self._run(trial, region, watching, self.dtype if reference else None)
 
-        Advising(run, region, expected, self._result, harm).run(
-            self._around, is_low=self._trial.fp32_for_low() is not None
-        )
-        if self._trial.is_made and self._result.tried:
+        is_low = self._trial.fp32_for_low() is not None
+        Advising(run, region, expected, self._result, harm).run(self._around, is_low)
+        if region is not self._region and self._result.tried:
             policy, low = region.policy.name, FORMATS[region.fast_dtype]
             self._note(f"What helps was looked for in eager code, under {policy} in {low}.")
 

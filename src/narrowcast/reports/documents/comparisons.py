@@ -185,18 +185,9 @@ def advice_todos(result: Differences) -> list[Todo]:
     """Return what runs have shown to help, or else where the error is; nothing where nothing was tried."""
     remedy, growth = result.remedy, result.growth
     if remedy is not None:
-        region = (
-            []
-            if remedy.asked or remedy.rules
-            else [Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))]
-        )
-        return [
-            *_unknown_ops(result),
-            *region,
-            *_lines_to_change(remedy),
-            *_rules_to_add(remedy),
-            *_first_fault(result),
-        ]
+        changes = [*_lines_to_change(remedy), *_rules_to_add(remedy)]
+        region = Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))
+        return [*_unknown_ops(result), *(changes or [region]), *_first_fault(result)]
     if not result.tried:
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
