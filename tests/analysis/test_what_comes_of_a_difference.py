@@ -249,3 +249,22 @@ def test_gradients_far_apart_behind_equal_outputs_are_told_in_low_formats_too():
     assert found.verdict == "values differ", str(found)
     again = nc.diff(run(both[0]), run(lambda given: F.mse_loss(given, y)))
     assert again.verdict != "values differ", str(again)
+
+
+def test_ends_without_a_partner_are_said_not_to_be_compared():
+    """Logarithms of probabilities, and what is none of them."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8), torch.randn(4, 8)
+
+    def run(last):
+        with nc.capture() as run:
+            last(F.linear(x, weight))
+        return run
+
+    def log_softmax(y):
+        return y.log_softmax(-1)
+
+    wrong = nc.diff(run(log_softmax), run(lambda y: y - 2 * torch.logsumexp(y, -1, keepdim=True)))
+    assert "the last calls of both runs have no partner" in str(wrong.notes), wrong
+    right = nc.diff(run(log_softmax), run(lambda y: y - torch.logsumexp(y, -1, keepdim=True)))
+    assert right.verdict == "round-off" and "no partner" not in str(right.notes), right

@@ -210,8 +210,10 @@ def _has_low(result: RunDifferences) -> bool:
 
 
 def _about_outputs(result: RunDifferences, apart: float, judging: Judging) -> list[str]:
-    """Return a note about outputs that are further apart than the bound of any call, where no call is named for it."""
+    """Return a note about outputs that are not compared, or further apart than any call's bound, and none is named."""
     band = judging.widest
+    if math.isnan(apart) and result.verdict != VALUES_DIFFER and result.unaligned:
+        return ["the last calls of both runs have no partner: what they come to is not compared"]
     is_alike = apart <= (band if _has_low(result) else band_of_all(judging.widest, OUTPUTS))
     if result.verdict == VALUES_DIFFER or not band or is_alike or not result.unaligned:
         return []
@@ -228,7 +230,7 @@ def _compare_ends(
     result: RunDifferences, judging: Judging, pairs: list[Aligned], left_out: Collection[Bundle]
 ) -> float:
     """Compare outputs and gradients; where these are alike, differences before them are other steps, no faults. Return
-    how far apart outputs are, as far as that is known.
+    how far apart outputs are, as far as that is known; NaN if it is not.
     """
     sides = judging.values.sides
     leave_out_compensated(judging, result.rows)
@@ -270,8 +272,10 @@ def _compare_ends(
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
-    returned = 0.0 if judging.are_alike_as_a_whole else judging.returned_apart()
-    return max([returned, *(one.difference for one in ends if math.isfinite(one.difference))])
+    apart = [one.difference for one in ends if math.isfinite(one.difference)]
+    if not (apart or result.gradients or all(side.runs[0].returned for side in sides)):
+        return math.nan
+    return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
 
 
 def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:
@@ -347,8 +351,7 @@ def _unaligned(
 
 
 def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
-    notes = []
-    a, b = sides
+    notes, (a, b) = list[str](), sides
     if a.casts or b.casts:
         notes.append(f"casts are not paired: a has {a.casts}, b has {b.casts}")
     kept = [len(side.runs[0].tokens) for side in sides]
@@ -358,15 +361,13 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a makes a call up to {often[0]}, b up to {often[1]}: in calls of a module, or steps of a loop")
-    parts = sum(row.is_part for row in result.rows)
-    if parts:
+    if parts := sum(row.is_part for row in result.rows):
         notes.append(
             f"{counted(parts, 'pair', 'are')} compared in part: one run has elements that the other does not have"
         )
     if len(a.runs) != len(b.runs):
         notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
-    missing = sum(row.verdict == NOT_COMPARED for row in result.rows)
-    if missing:
+    if missing := sum(row.verdict == NOT_COMPARED for row in result.rows):
         notes.append(f"results of {counted(missing, 'pair')} cannot be compared (other shapes, or no floats)")
     if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
         notes.append("neither run has sketches (older files have none): ranges are compared")
