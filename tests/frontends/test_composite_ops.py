@@ -143,9 +143,12 @@ class Cell(nn.Module):
 
 
 WHERE = (
-    {"module": "cell"}, {"module": "other"}, {"module_class": "Other"}, {"module_class": "Cell"},
+    {"module": "cell"},
+    {"module": "other"},
+    {"module_class": "Other"},
+    {"module_class": "Cell"},
     {"function": "*.forward"},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)

@@ -280,9 +280,9 @@ class Judging:
                     self.unpaired.setdefault(bundle, result.relative)
         by_calls = {row.a: row for row in rows}
         for pair in [self.paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
-            is_read = any(x[0] not in makers.ends for x, makers in zip((pair.a, pair.b), self.makers, strict=True))
-            if is_read and pair.a[0].elements != pair.b[0].elements:
-                continue  # a module returned it, of sequences one by one, or padded, and it is no outcome
+            least, most = sorted(max(x[0].elements, 1) for x in (pair.a, pair.b))
+            if most % least and any(x[0] not in m.ends for x, m in zip((pair.a, pair.b), self.makers, strict=True)):
+                continue  # returned of sequences one by one, or padded, it is no part of a batch, and no outcome
             last = [makers.last(bundles[0]) for makers, bundles in zip(self.makers, (pair.a, pair.b), strict=True)]
             read, difference = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
