@@ -322,7 +322,6 @@ def test_a_region_after_another_has_its_own_policy():
     assert found.dtype is expected.dtype is torch.bfloat16 and torch.equal(found, expected)
 
 
-@pytest.mark.slow
 def test_a_sparse_product_has_another_format_than_torch_export_foresees():
     """It notes fp32 and asserts that at the cast after it; in eager code and in the program the product is low."""
 
@@ -339,6 +338,7 @@ def test_a_sparse_product_has_another_format_than_torch_export_foresees():
     assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.slow
 def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
     """Compiled to a package, loaded in a process of its own; same formats, and bits within Inductor's rounding."""
     model, x = Model().eval(), torch.randn(4, 8)
