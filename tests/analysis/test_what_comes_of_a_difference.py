@@ -231,7 +231,7 @@ def test_numbers_that_are_one_but_for_rounding_are_no_other_arguments():
 
 
 def test_gradients_far_apart_behind_equal_outputs_are_told_in_low_formats_too():
-    """A loss is another, and clamps decide alike, since what they read is equal."""
+    """A loss is another, and conditions decide alike, since what they read is equal."""
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(64, 16), torch.randn(64, 4)
 

@@ -233,8 +233,8 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
             if "gradient" not in row or "gradient" in there.get(name, {}) or not side.piece(0, row["gradient"]).rms > 0:
                 continue
-            frozen = (x for x in there if "gradient" not in there[x] and _are_equal(side.value(name), other.value(x)))
-            if reads or name in there or any(True for _ in frozen):
+            frozen = (_are_equal(side.value(name), other.value(x)) for x in there if "gradient" not in there[x])
+            if reads or name in there or any(frozen):
                 rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return rows
 

@@ -85,8 +85,8 @@ class Outcomes:
         """Return the rows; if outputs are alike, with differences that are other steps marked as such: where inputs are
         unknown, or others, calls may be no pair, or compensated elsewhere (a factor of a product). In programs that are
         written differently, so is every visible difference, and unrelated results are no pair. In a backward only what
-        later calls cancel is. is_low: in low formats
-        rounding may hide a fault. effects: what comes of each row's difference.
+        later calls cancel is. is_low: in low formats rounding may hide a fault. effects: what comes of each row's
+        difference.
         """
         steps = [
             (_differs(row, False) and self._is_a_step(row, is_low, effect))

@@ -108,8 +108,8 @@ def tell_closed(section: Section) -> None:
 
 def _is_ruled(policy: Policy, item: Item) -> bool:
     """Return whether a rule about the op holds where the node is."""
-    rules = _rules_about(policy, item.node)
-    return bool(rules) and any(rule.matches_site(site_in(item.caller, item.node)) for rule in rules)
+    site = site_in(item.caller, item.node)
+    return any(rule.matches_site(site) for rule in _rules_about(policy, item.node))
 
 
 def _rules_about(policy: Policy, node: Any) -> tuple[Rule, ...]:
