@@ -159,6 +159,4 @@ def test_a_region_that_is_off_is_none_and_no_rule_is_tried_in_it():
 
     x = torch.linspace(1, 20, 64, dtype=torch.float16).view(8, 8)
     found = nc.compare(Overflows().half(), (x,), under=nc.autocast("cpu", enabled=False))
-    assert not found.policy and found.verdict == "not finite", found
-    if found.remedy is not None:
-        assert "in fp16" in " ".join(found.notes)
+    assert not found.policy and found.verdict == "not finite" and found.remedy is None, found
