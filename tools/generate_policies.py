@@ -30,7 +30,11 @@ GONE = {
     "aten.cumsum.dimname": "fp32_set_opt_dtype", "aten.sum.dim_DimnameList": "fp32_set_opt_dtype",
     "aten.index_copy.dimname": "promote",
 }  # fmt: skip
-EXTRA = {"cuda": {"aten._cudnn_rnn.default": ("lower", "AutocastRNN.cpp casts input, states and weights")}}
+EXTRA = {
+    "cuda": {
+        "aten._cudnn_rnn.default": ("to(fp16)", "AutocastRNN.cpp casts input, states and weights to fp16 in any region")
+    }
+}
 
 
 def op_id(name: str) -> str:

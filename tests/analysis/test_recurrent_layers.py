@@ -33,24 +33,29 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_explained_for_cuda(name):
-    """Its input, each weight and the states come in the low format, as the ledger of a real run on a GPU has it."""
+    """Its input, each weight and the states come in fp16, which is what torch casts to on cuda in a bf16 region, too."""
     model = Model(LAYERS[name]())
     found = nc.explain(model, (torch.randn(2, 5, 8),), under=BF16, device="cuda")
     casts = [cast.argument for cast in found.ledger.casts if cast.op == KERNEL]
     states = ["hx", "cx"] if isinstance(model.rnn, nn.LSTM) else ["hx"]
     assert sorted(casts) == sorted(["input", *["weight"] * len(list(model.rnn.parameters())), *states])
     calls = {kind.op: kind.computes for kind in found.ledger.calls}
-    assert calls[KERNEL] == calls["aten.linear.default"] == "bf16" and "Recurrent" not in found.note
+    assert calls[KERNEL] == "fp16" and calls["aten.linear.default"] == "bf16" and "Recurrent" not in found.note
     assert not any("addmm" in op or "tanh" in op or "mkldnn" in op for op in calls)
 
 
 def test_a_rule_about_the_layer_holds():
-    """By the kernel's name, and by the module."""
+    """By the kernel's name, and by the module; `lower` brings it into the region's format."""
     model, args = Model(LAYERS["gru"]()), (torch.randn(2, 5, 8),)
-    for rule in (nc.Rule("aten._cudnn_rnn", "full"), nc.Rule("aten.*", "full", module="rnn")):
+    rules = {
+        nc.Rule("aten._cudnn_rnn", "full"): "fp32",
+        nc.Rule("aten.*", "full", module="rnn"): "fp32",
+        nc.Rule("aten._cudnn_rnn", "lower"): "bf16",
+    }
+    for rule, format in rules.items():
         region = nc.autocast("cuda", BF16, policy=nc.Policy.native().with_rules(rule))
         found = nc.explain(model, args, under=region)
-        assert {kind.computes for kind in found.ledger.calls if kind.op == KERNEL} == {"fp32"}
+        assert {kind.computes for kind in found.ledger.calls if kind.op == KERNEL} == {format}
         assert found.rules[0].calls == 1
 
 
