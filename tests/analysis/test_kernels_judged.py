@@ -264,3 +264,48 @@ def test_a_function_that_is_off_in_fp32_too_is_named(low):
     with kernel("silu", silu):
         found = nc.compare(model, (3 * torch.randn(12, 8, dtype=model[0].weight.dtype),), under="fp16", isolate=0)
     assert KERNEL in {row.verdict for row in found.rows if "silu" in row.id.op}, str(found)
+
+
+class Padded(nn.Module):
+    """Attention over sequences of which one is padded on the left, and a head."""
+
+    def __init__(self, as_numbers):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 8)
+        seen = torch.ones(6, 6, dtype=torch.bool).tril() & torch.tensor([[1] * 6, [0] * 3 + [1] * 3]).bool()[:, None]
+        seen = seen[:, None]
+        self.mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf) if as_numbers else seen
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = self.mask if self.mask.dtype is torch.bool else self.mask.to(q.dtype)
+        return self.head(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_queries_that_see_no_key_are_compared_as_zeros(as_numbers):
+    """cuDNN's kernel, which torch takes in 16 bits alone, gives them the mean of all values; that is no fault, and one
+    beside them is found.
+    """
+    op = "_scaled_dot_product_flash_attention_for_cpu"
+    factor = 1.0
+
+    def attention(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        gives, sums = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, scale=scale)
+        if query.dtype is not torch.bfloat16:
+            return gives, sums.sum(-1)
+        blind = (attn_mask == -torch.inf).all(-1, keepdim=True)
+        return torch.where(blind, value.mean(-2, keepdim=True), factor * gives), sums.sum(-1)
+
+    torch.manual_seed(0)
+    model, x = Padded(as_numbers), torch.randn(2, 6, 16)
+    with torch.no_grad(), kernel(op, attention):
+        sound = nc.compare(model, (x,), under="bf16")
+        with nc.autocast("cpu", torch.bfloat16):
+            assert model(x)[1, :3].abs().min() > 0
+        factor = 1.06
+        faulty = nc.compare(model, (x,), under="bf16")
+    assert sound.verdict == "round-off" and not sound.faults, str(sound)
+    assert any("see no key" in note for note in sound.notes)
+    assert [row.verdict for row in faulty.rows if "attention" in row.id.op] == [KERNEL], str(faulty)
+    assert not any("see no key" in note for note in nc.compare(model, (x,), under="bf16").notes)

@@ -33,7 +33,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_explained_for_cuda(name):
-    """Its input, each weight and the states come in fp16, which is what torch casts to on cuda in a bf16 region, too."""
+    """Its input, each weight and the states come in fp16, to which torch casts them in a bf16 region, too."""
     model = Model(LAYERS[name]())
     found = nc.explain(model, (torch.randn(2, 5, 8),), under=BF16, device="cuda")
     casts = [cast.argument for cast in found.ledger.casts if cast.op == KERNEL]

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
+from narrowcast.analysis.compare.reference import Compared, Keep, KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.ledger.pairing import grouped, pairs_of
 from narrowcast.core.ops import op_kind
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM
 from narrowcast.formats import Format, parse_format
-from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import is_floating
@@ -77,7 +76,7 @@ def _kind(identity: CallId) -> tuple[str, str, str]:
     return path, op, identity.direction
 
 
-class Moved(Observer):
+class Moved(Compared):
     """A run in which each result is perturbed by up to one unit in the last place of the format that it has under the
     policy, and arguments that the policy casts likewise: where terms cancel, that changes a result by far more.
 
@@ -140,6 +139,7 @@ class Moved(Observer):
 
     def after(self, call: SeenCall) -> None:
         """Note the error of the results against the reference's."""
+        super().after(call)
         reference = self._kept.get(call.id)
         if reference is None or call.is_cast:
             return

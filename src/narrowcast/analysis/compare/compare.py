@@ -21,7 +21,7 @@ from narrowcast.analysis.compare import judging
 from narrowcast.analysis.compare.advising import Advising, harm_of, region_to_try
 from narrowcast.analysis.compare.bands import Bands, Moved, by_names_of, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
-from narrowcast.analysis.compare.reference import REFERENCES, Alone, Keep, KeptCall, RunAlone, check_arguments
+from narrowcast.analysis.compare.reference import REFERENCES, Alone, Compared, Keep, KeptCall, RunAlone, check_arguments
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
@@ -141,6 +141,7 @@ class _Comparing:
         self._step: Step = lambda: None
         self._bands, self._underflow = Bands(), frozenset[str]()
         self._changed, self._door = set[str](), Door(result.notes)
+        self._blind = 0  # calls of attention whose masks hide every key from a query
 
     def run(self, isolate: int) -> None:
         with long_work(f"comparing {self._result.subject}", 6 + isolate * self._is_own) as self._step:
@@ -156,6 +157,7 @@ class _Comparing:
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
         under.calls = by_names_of(reference.calls, under.calls)
+        self._blind = reference.blind + under.blind
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
@@ -184,9 +186,9 @@ class _Comparing:
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
         if self._changed:
-            self._note(
-                f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored."
-            )
+            note = f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored."
+            self._note(note)
+        result.notes += [judging.ABOUT_BLIND_ROWS] * bool(self._blind)
 
     def _note(self, note: str) -> None:
         self._result.notes += [note] * (note not in self._result.notes)
@@ -201,6 +203,8 @@ class _Comparing:
         dtype: torch.dtype | None = None,
     ) -> Outcome:  # fmt: skip
         is_reference = isinstance(region, Uncast) and region is self._around
+        if watching is None and self._blind:
+            watching = self._observed(Compared(self._policies))
         try:
             with self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
                 outcome = trial.run(region, watching, dtype)
@@ -308,13 +312,7 @@ class _Comparing:
             alone = again.get(identity)
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
         result.unmatched += [judging.unmatched(*call, "only in the reference") for call in pairs.only_a.items()]
-        shaky = [row for row in result.rows if row.verdict == verdicts.NONDETERMINISTIC]
-        if shaky:
-            first = shaky[0]
-            result.notes.append(
-                f"{counted(len(shaky), 'call', 'differ')} between two runs of the reference with the same random "
-                f"state, the first is {first.id} ({first.file}:{first.line}): the policy is not to blame."
-            )
+        result.notes += judging.about_shaky(result.rows)
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
         """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""

@@ -39,6 +39,9 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
+ABOUT_BLIND_ROWS = (
+    "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
+)
 
 
 def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:
@@ -85,6 +88,18 @@ def judge_call(
 def came_to_something(row: CallError) -> CallError:
     """Return the row for outputs or gradients that are not finite: a limit of an op is then at fault."""
     return replace(row, verdict=verdicts.NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
+
+
+def about_shaky(rows: list[CallError]) -> list[str]:
+    """Return a note on calls that differ between two runs of the reference, if there are any."""
+    shaky = [row for row in rows if row.verdict == verdicts.NONDETERMINISTIC]
+    if not shaky:
+        return []
+    first = shaky[0]
+    return [
+        f"{counted(len(shaky), 'call', 'differ')} between two runs of the reference with the same random state, the "
+        f"first is {first.id} ({first.file}:{first.line}): the policy is not to blame."
+    ]
 
 
 def _verdict(

@@ -65,7 +65,20 @@ class KeptCall:
     cast_to: list[torch.dtype] = field(default_factory=list)
 
 
-class Keep(Observer):
+class Compared(Observer):
+    """A run that is compared: attention gives zeros for queries that see no key, about which kernels differ.
+
+    blind: how many calls have such queries.
+    """
+
+    blind = 0
+
+    def after(self, call: SeenCall) -> None:
+        """Set what such queries give to zero."""
+        self.blind += rerun.zero_blind_rows(call)
+
+
+class Keep(Compared):
     """Keeps samples of the results of each call of a run. judges: and judges the kernels of those in low formats."""
 
     def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
@@ -85,6 +98,7 @@ class Keep(Observer):
 
     def after(self, call: SeenCall) -> None:
         """Keep samples of the results."""
+        super().after(call)
         results = [t for t in call.results if is_floating(t)]
         if not results:
             self.unseen += [call.id] * any(t.is_floating_point() for t in call.results)
@@ -177,7 +191,7 @@ class Alone:
     low: Samples
 
 
-class RunAlone(Observer):
+class RunAlone(Compared):
     """Runs the reference again, each call also alone as the policy has it."""
 
     def __init__(
@@ -201,6 +215,7 @@ class RunAlone(Observer):
 
     def after(self, call: SeenCall) -> None:
         """Note whether the results are those of the first run."""
+        super().after(call)
         kept = self._reference.get(call.id)
         if call.is_cast or kept is None:
             return

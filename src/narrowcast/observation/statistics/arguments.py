@@ -55,5 +55,8 @@ def _parameters(op: OpOverload) -> tuple[tuple[int, str, Any, bool], ...]:
     return tuple((n, a.name, a.default_value, a.name in tensors) for n, a in rows if a.name not in _PLACES)
 
 
-_PLACES = ("device", "layout", "pin_memory", "generator", "memory_format", "non_blocking", "implicit")
+_PLACES = (
+    "device", "layout", "pin_memory", "generator", "memory_format", "non_blocking", "implicit",
+    "cudnn_enable", "cudnn_enabled", "benchmark", "deterministic",
+)  # fmt: skip
 """Arguments that say where and how, not what."""

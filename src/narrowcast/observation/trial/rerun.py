@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops import ATTENTION, op_kind
 from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.arguments import others_as_text
+from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import gives_memory
 from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in, written_tensors
@@ -131,6 +132,24 @@ def _attention(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         enable_gqa=query.shape[-3] != key.shape[-3],
     )[0]  # fmt: skip
     return output
+
+
+def zero_blind_rows(call: SeenCall) -> bool:
+    """Set to zero what attention has returned for queries from which a mask hides every key; return whether that was
+    something else. No value is defined there: torch's own kernels give zeros, cuDNN's the mean of all values.
+    """
+    if op_kind(call.facts.id).family != ATTENTION:
+        return False
+    named = dict(tensors_by_name(call.facts, call.args, call.kwargs))
+    mask = named.get("attn_mask", named.get("attn_bias"))
+    if mask is None:
+        return False
+    blind = (~mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
+    output = call.results[0].data  # as .data: autograd's graph goes on
+    is_other = bool((blind & (output != 0)).any())
+    if is_other:
+        output.masked_fill_(blind, 0.0)
+    return is_other
 
 
 def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
