@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.analysis.compare import kernel_slacks
+from narrowcast.core.ops import is_named, named
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.trial.rerun import planned_arguments
 from narrowcast.reports.results.verdicts import KERNEL, NOT_FINITE
+from narrowcast.runtime.torch_bridge import op_facts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -309,3 +312,48 @@ def test_queries_that_see_no_key_are_compared_as_zeros(as_numbers):
     assert any("see no key" in note for note in sound.notes)
     assert [row.verdict for row in faulty.rows if "attention" in row.id.op] == [KERNEL], str(faulty)
     assert not any("see no key" in note for note in nc.compare(model, (x,), under="bf16").notes)
+
+
+def _calls_rounded_in_between(x):
+    """Calls of ops whose kernels on an accelerator round on their way."""
+    weight, bias = torch.rand(8).to(x.dtype), torch.randn(8).to(x.dtype)
+    y, mean, rstd = torch.ops.aten.native_group_norm(x, weight, bias, 4, 8, 25, 2, 1e-5)
+    x.cumsum(-1)
+    torch.ops.aten._softmax_backward_data(x, x.softmax(-1), -1, x.dtype)
+    torch.ops.aten.tanh_backward(x, x.tanh())
+    moments = x.mean((0, 2, 3)).float(), x.var((0, 2, 3)).float().rsqrt()
+    torch.ops.aten.native_batch_norm_backward(x, y, weight.float(), None, None, *moments, True, 1e-5, [True, True, True])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_accelerators_round_in_between_has_a_larger_bound(monkeypatch, dtype):
+    """Every op that is listed; the tensors are the cpu's here."""
+    torch.manual_seed(0)
+    x = (torch.randn(4, 8, 5, 5) + 2).to(dtype)
+
+    def rounds(inputs, results):
+        return is_named(inputs.facts.id, "bound.on_accelerators") * torch.finfo(results[0].dtype).eps / 2
+
+    here = dict(inspected(lambda: _calls_rounded_in_between(x)))
+    monkeypatch.setattr(kernel_slacks, "_rounding_in_between", rounds)
+    there = dict(inspected(lambda: _calls_rounded_in_between(x)))
+    listed = {op for op in there if op.split(".")[1] in named("bound.on_accelerators")}
+    assert all(there[op].share < here[op].share for op in listed)
+    assert {op.split(".")[1] for op in listed} == named("bound.on_accelerators") - {"group_norm"}
+
+
+def test_a_group_norm_has_one_bound_by_either_name():
+    """In a region on cuda it is seen as one op, elsewhere as what that calls."""
+    x, weight, bias = torch.randn(4, 8, 5, 5) + 2, torch.rand(8), torch.randn(8)
+    whole, inside = torch.ops.aten.group_norm.default, torch.ops.aten.native_group_norm.default
+    sizes = [
+        kernel_slacks._SIZE_IN_BETWEEN[name](kernel_slacks.Inputs(op_facts(op), args, {}))
+        for name, op, args in (
+            ("group_norm", whole, (x, 2, weight, bias)),
+            ("native_group_norm", inside, (x, weight, bias, 4, 8, 25, 2, 1e-5)),
+        )
+    ]
+    groups = x.double().view(4, 2, 4, 5, 5)
+    mean, deviation = groups.mean((2, 3, 4)), (groups.var((2, 3, 4), correction=0) + 1e-5).sqrt()
+    least = (mean / deviation).abs().repeat_interleave(4, 1)[..., None, None] * weight.view(1, 8, 1, 1)
+    assert torch.equal(*sizes) and bool((sizes[0] > 2 * least).all())

@@ -268,3 +268,42 @@ def test_ends_without_a_partner_are_said_not_to_be_compared():
     assert "the last calls of both runs have no partner" in str(wrong.notes), wrong
     right = nc.diff(run(log_softmax), run(lambda y: y - torch.logsumexp(y, -1, keepdim=True)))
     assert right.verdict == "round-off" and "no partner" not in str(right.notes), right
+
+
+class NormByHand(nn.Module):
+    """A group norm after a convolution, by torch or by hand, there with another divisor."""
+
+    def __init__(self, by_hand, correction=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(4, 8)
+        self.by_hand, self.correction = by_hand, correction
+
+    def forward(self, x):
+        x = self.conv(x)
+        if not self.by_hand:
+            return F.softplus(self.norm(x)).square().mean()
+        groups = x.reshape(x.shape[0], 4, -1)
+        variance = groups.var(-1, keepdim=True, correction=self.correction)
+        normal = ((groups - groups.mean(-1, keepdim=True)) * torch.rsqrt(variance + 1e-5)).view_as(x)
+        return F.softplus(normal * self.norm.weight[:, None] + self.norm.bias[:, None]).square().mean()
+
+
+def _on_a_device_with_tf32(run):
+    run.environment |= {"device_type": "cuda"}
+    run.environment["flags"] = {**run.environment["flags"], "backends.cudnn.allow_tf32": True}
+    return run
+
+
+@pytest.mark.parametrize(("correction", "moved"), [(0, 0.0), (0, 4e-4), (1, 0.0)])
+def test_convolutions_that_may_round_to_tf32_hide_no_other_fault(correction, moved):
+    """That a device may compute them so says nothing of the rest, if both runs gave the same; moved: what another
+    kernel's rounding does to the convolution, which is no fault.
+    """
+    x = torch.randn(3, 8, 5)
+    hand = NormByHand(True, correction)
+    with torch.no_grad():
+        hand.conv.weight *= 1 + moved
+    runs = [_on_a_device_with_tf32(nc.capture(model, (x,), backward=True)) for model in (NormByHand(False), hand)]
+    found = nc.diff(*runs)
+    assert (found.verdict == "values differ") == bool(correction), str(found)

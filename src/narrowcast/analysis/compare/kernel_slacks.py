@@ -268,10 +268,14 @@ def _size_of_means(inputs: Inputs) -> torch.Tensor:
 
 def _size_by_group(inputs: Inputs) -> torch.Tensor:
     """Return, of a group norm, its means, and what it computes of them."""
-    y64, mean, scale = (inputs.run() or [])[:3]
+    y64, *_ = inputs.run() or []
+    numbers = dict(others_as_text(inputs.facts, inputs.args, inputs.kwargs))
+    count = int(numbers.get("num_groups") or numbers["group"])
+    groups = inputs.given("input").detach().double().reshape(y64.shape[0], count, -1)
+    scale = (groups.var(-1, correction=0) + float(numbers["eps"])).rsqrt()
     weight, bias = (inputs.given(name) for name in ("weight", "bias"))
     each = (y64.shape[0], y64.shape[1], *[1] * (y64.dim() - 2))
-    subtracted = (mean * scale).abs().repeat_interleave(y64.shape[1] // mean.shape[1], 1).view(each)
+    subtracted = (groups.mean(-1) * scale).abs().repeat_interleave(y64.shape[1] // count, 1).view(each)
     subtracted = subtracted if weight is None else subtracted * weight.detach().double().abs().view(each[1:])
     added = 0.0 if bias is None else bias.detach().double().abs().view(each[1:])
     size: torch.Tensor = 2 * subtracted + 2 * (y64.abs() + added)
@@ -279,8 +283,8 @@ def _size_by_group(inputs: Inputs) -> torch.Tensor:
 
 
 _SIZE_IN_BETWEEN: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "_softmax_backward_data": _size_of_product, "tanh_backward": _size_of_square, "native_group_norm": _size_by_group,
-    "native_batch_norm_backward": _size_of_means,
+    "_softmax_backward_data": _size_of_product, "tanh_backward": _size_of_square,
+    "group_norm": _size_by_group, "native_group_norm": _size_by_group, "native_batch_norm_backward": _size_of_means,
 }  # fmt: skip
 """The sizes of what kernels on an accelerator round in between, to the format of their result."""
 

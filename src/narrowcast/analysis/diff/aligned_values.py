@@ -1,4 +1,4 @@
-"""Values that two runs kept of paired calls, compared: results, inputs, and the rounding bounds of differences."""
+"""Values that two runs kept of paired calls, compared: results, inputs, and what they were given."""
 
 from __future__ import annotations
 
@@ -22,26 +22,17 @@ from narrowcast.analysis.diff.pieces import (
     in_best_module_calls,
     stacked,
 )
+from narrowcast.analysis.diff.round_off import LEAST_BAND, RoundOff, band_of_formats
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
-from narrowcast.core.ops import named, op_kind
-from narrowcast.core.ops.bounds import rounding
-from narrowcast.core.ops.facts import CONV, GEMM, NORM
-from narrowcast.formats import FORMATS, Format, tf32
-from narrowcast.reports.results.run import Run
+from narrowcast.core.ops.facts import NORM
 from narrowcast.reports.results.run_records import CallRecord
 
-BAND = 4.0
-"""A call's results may differ by this many unit roundoffs of both sides' formats: its inputs are rounded to them, sums
-are taken in another order, and its results are rounded.
-"""
 GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger the relative difference of a sound call's results may be than that of its inputs, besides the
 growth that sizes explain; what exceeds that and local rounding is a fault. The second: of ops that pass it on.
 """
 _ORDERED, _NEAR = 3, 0.25
-LEAST_BAND = 2.0**-21
-"""Sketches are kept in fp32, ranges in nine digits."""
 
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -52,6 +43,7 @@ class Values:
 
     def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, Distance]) -> None:
         self.sides = (a, b)
+        self.round_off = RoundOff(a, b)
         self._as_read = as_read
         self.names = Operands(self.between).names
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
@@ -75,17 +67,15 @@ class Values:
         known = [one for one in distances if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Distance())
 
-    def band_of(self, side: int, bundle: Bundle) -> float:
-        """Return the rounding bound of one call's result."""
-        return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle))])
-
-    def band_of_inputs(self, pair: Aligned) -> float:
-        """Return the rounding bound of inputs of both calls: casts are no pairs."""
-        numbers = [(side, n) for side, bundles in self._both(pair)
-                   for _, n in (*bundles[0].call.inputs, *bundles[0].call.outputs)]  # fmt: skip
-        formats = [side.runs[0].tensors[n].format for side, n in numbers]
-        known = [name for name in formats if name in FORMATS]
-        return _band([_coarsest(known)] * 2) if known else LEAST_BAND
+    def bound_shown(self, pair: Aligned) -> float:
+        """Return the rounding bound of the results; of products that may be computed in tf32 the bound of fp32, unless
+        they are further apart than that, and no further than tf32 explains: else both runs rounded alike.
+        """
+        bound, of_fp32 = self.round_off.of_pair(pair), self.round_off.of_pair(pair, in_tf32=False)
+        if bound == of_fp32:
+            return bound
+        results = self.results(pair)
+        return bound if not results.is_known or of_fp32 < results.relative <= bound else of_fp32
 
     @staticmethod
     def gain(*bundles: Bundle) -> float:
@@ -155,7 +145,9 @@ class Values:
                 difference = _worst(self._between(pair, self._argument(pair, name), join) for join in (stacked, beside))
                 rows_of = zip(self.sides, (a, b), self.names(pair, name), strict=True)
                 formats = [side.runs[0].tensors[dict(call.inputs)[same]].format for side, call, same in rows_of]
-                if not difference.is_part and difference.relative > max(before, _band(formats)):  # NaN: not known
+                if not difference.is_part and difference.relative > max(
+                    before, band_of_formats(formats)
+                ):  # NaN: not known
                     rows.append(_row_of(name, formats[0], formats[1], difference.relative))
         return tuple(rows)
 
@@ -165,25 +157,8 @@ class Values:
         if one is None or other is None or one.elements != other.elements:
             return ()
         difference = range_difference(one, other)
-        is_far = difference > _band([one.format, other.format])
+        is_far = difference > band_of_formats([one.format, other.format])
         return (_row_of("weight", one.format, other.format, difference),) if is_far else ()
-
-    def band(self, pair: Aligned) -> float:
-        """Return the rounding bound of the results' difference, where nothing cancels."""
-        formats: list[str] = []
-        for side, bundles in self._both(pair):
-            coarse = [_coarsest(_formats_of(side.runs[0], x)) for x in bundles]
-            formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
-        smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # infinity if all 0
-        return _band(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
-
-    @staticmethod
-    def _smallest(side: Side, bundle: Bundle) -> float:
-        """Return the smallest rms of inputs and first result: below a format's smallest number, values are lost."""
-        first = bundle.first
-        unread = op_kind(bundle.id.op).name.removesuffix("_") in named("finite.written_unread")
-        numbers = [n for _, n in (*(() if unread else first.call.inputs), *first.call.outputs[:1])]
-        return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
     def between(self, a: int, b: int) -> Distance:
         """Compare two tensors, by their numbers in the first ranks' runs."""
@@ -372,29 +347,3 @@ def is_number(a: str, b: str) -> bool:
         except ValueError:
             return {a, b} == {"True", "False"}
     return not math.isclose(float(a), float(b), rel_tol=1e-6) and any(mark in text for text in (a, b) for mark in ".en")
-
-
-def _formats_of(run: Run, bundle: Bundle) -> list[str]:
-    found = [*bundle.call.computes.split(","), *(run.tensors[n].format for _, n in bundle.call.outputs)]
-    known = [name for name in found if name in FORMATS] or ["fp32"]
-    return [*known, tf32.name] if _allows_tf32(run, bundle) else known
-
-
-def _allows_tf32(run: Run, bundle: Bundle) -> bool:
-    """Return whether an accelerator may compute a call's products of fp32 in tf32."""
-    flags = run.environment.get("flags") or {}
-    if run.environment.get("device_type") != "cuda":
-        return False
-    if bundle.family == CONV or op_kind(bundle.id.op).name in named("multiplies.recurrent"):
-        return bool(flags.get("backends.cudnn.allow_tf32"))
-    lowers = flags.get("get_float32_matmul_precision", "highest") != "highest"
-    return bundle.family == GEMM and bool(lowers or flags.get("backends.cuda.matmul.allow_tf32"))
-
-
-def _coarsest(names: Sequence[str]) -> str:
-    coarsest: Format = max((FORMATS[name] for name in names), key=lambda format: format.epsilon)
-    return coarsest.name
-
-
-def _band(formats: Sequence[str]) -> float:
-    return max(LEAST_BAND, BAND * sum(FORMATS[name].epsilon / 2 for name in formats if name in FORMATS))

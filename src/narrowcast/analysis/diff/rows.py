@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from narrowcast.analysis.diff.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Values, module_calls_of
+from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
 from narrowcast.analysis.diff.effects import Effects
@@ -22,6 +22,7 @@ from narrowcast.analysis.diff.outcomes import (
     returned,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
+from narrowcast.analysis.diff.round_off import BAND
 from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
@@ -39,7 +40,7 @@ class Judging:
     """Rows, one after the other: differences of earlier ones serve for inputs that cannot be compared."""
 
     def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
-        self.values = values
+        self.values, self._round_off = values, values.round_off
         self.unpaired: dict[Bundle, float] = {}
         """By call without a partner that makes a difference: the difference of values computed from it."""
         self.read_by: dict[Bundle, list[Aligned]] = {}
@@ -53,17 +54,16 @@ class Judging:
         self._read: dict[Aligned, float] = {}
         self._largest, self._jumped, self._has_chosen, self.are_alike_as_a_whole = 0.0, 0.0, False, False
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
-        bands = [*(values.band(pair) for pair in pairs), *(values.band_of(n, x) for n, x in alone)]
+        bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
 
     def row(self, pair: Aligned) -> RunRow:
         """Return the row of a pair."""
-        given, band = self.values.given(pair, self._largest), self.values.band(pair)
+        given, band = self.values.given(pair, self._largest), self._round_off.of_pair(pair)
         inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
-        (format_a, format_b), (place_a, place_b) = (
-            [what(side) for side in (pair.a, pair.b)] for what in (formats_of, place_of)
-        )
+        format_a, format_b = formats_of(pair.a), formats_of(pair.b)
+        place_a, place_b = place_of(pair.a), place_of(pair.b)
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
         names = [{name for name, _ in x[0].call.inputs} for x in (pair.a, pair.b)]
         is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
@@ -152,7 +152,7 @@ class Judging:
     def _band_of_alone(self, pair: Aligned) -> float:
         """Return the widest rounding bound of the calls without a partner that made what a pair reads."""
         upstream = self._upstream([m.read(x[0]) for m, x in zip(self.makers, (pair.a, pair.b), strict=True)])
-        return max((self.values.band_of(n, x) for n, side in enumerate(upstream) for x in side.alone), default=0.0)
+        return max((self._round_off.of_call(n, x) for n, side in enumerate(upstream) for x in side.alone), default=0.0)
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
@@ -247,13 +247,13 @@ class Judging:
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
         """Return how much tensors made by these calls may differ; those that no call made may be copies of any."""
         if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
-            return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
+            return self._round_off.of_inputs(pair) + GAIN_OF_PASSING * self._largest
         earlier = [self._of_pairs.get(self.paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
-        bands = sum(self.values.band_of(n, x) for n, x in alone)
+        bands = sum(self._round_off.of_call(n, x) for n, x in alone)
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
-        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)
+        return growth * (self._round_off.of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)
 
     def outputs(self, rows: Sequence[RunRow], are_others: bool, with_losses: bool) -> list[EndDifference]:
         """Compare the outputs of both runs, which models returned or no call reads. Where calls that made one are not
@@ -267,7 +267,7 @@ class Judging:
         for a, b in self._nearest(*left):
             pair = Aligned((a,), (b,), "")
             result = self.values.results(pair)
-            band = max(self.values.band(pair), self.widest)  # of the formats before it, as for a sum in fp32
+            band = max(self._round_off.of_pair(pair), self.widest)  # of the formats before it, as for a sum in fp32
             known = EndDifference.of(result.relative, band, result.growth)
             goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) and known.difference > known.band
             if a.elements != b.elements or goes_on or not result.is_known:  # to probabilities, or a loss
@@ -289,7 +289,7 @@ class Judging:
             if difference > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, difference):
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
-                band = self.values.band(pair)
+                band = self._round_off.of_pair(pair)
                 is_rough = row.measured_by in (STATISTICS, RANGES)
                 apart = self._as_returned(pair, row.difference) if is_rough else row.difference
                 outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
