@@ -315,9 +315,9 @@ def test_the_probe_says_nothing_of_calls_that_take_no_time(monkeypatch):
 
     monkeypatch.setattr(abilities, "elapsed_ns", elapsed_ns)
     is_slow = False
-    assert abilities._probed("cpu", formats.bf16) ["gemm"] == pytest.approx(0.025) and max(sizes) == 512
+    assert abilities._probed("cpu", formats.bf16)["gemm"] == pytest.approx(0.025) and max(sizes) == 512
     is_slow = True
-    assert abilities._probed("cpu", formats.bf16) ["gemm"] == pytest.approx(500.0) and sizes[-1] == 128
+    assert abilities._probed("cpu", formats.bf16)["gemm"] == pytest.approx(500.0) and sizes[-1] == 128
 
 
 @pytest.mark.slow

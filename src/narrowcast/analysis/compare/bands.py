@@ -18,13 +18,14 @@ from narrowcast.core.ops import op_kind
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM
 from narrowcast.formats import Format, parse_format
 from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import draws_numbers
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.output_errors import error_of, gradient_error, output_errors
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import or_infinity
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map, version_of
 
 _epsilon = attrgetter("epsilon")
@@ -102,7 +103,7 @@ class Moved(Compared):
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Return the result, perturbed."""
         format, cast_format = self._formats.get(seen.id), self._cast_formats.get(seen.id)
-        if format is None or not facts.computes or is_random(facts.op):
+        if format is None or not facts.computes or draws_numbers(facts, args, kwargs):
             return result
         if cast_format is None and self._is_exact(format, args, kwargs, result):
             return result

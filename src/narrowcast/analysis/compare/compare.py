@@ -44,7 +44,7 @@ from narrowcast.output.words import counted
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import ANOTHER_MODEL, OUTPUT_FACTOR, Differences
 from narrowcast.runtime.regions.pinned import without_low_pins
-from narrowcast.runtime.torch_bridge import FORMATS, is_random
+from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import quietly
@@ -169,7 +169,7 @@ class _Comparing:
         is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
-        if self._trial.is_compiled and not any(is_random(kept.call.facts.op) for kept in under.calls.values()):
+        if self._trial.is_compiled and not any(kept.draws_numbers for kept in under.calls.values()):
             with quietly():
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():

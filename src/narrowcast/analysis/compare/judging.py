@@ -32,7 +32,7 @@ from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, OutputError
-from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
+from narrowcast.runtime.torch_bridge import FORMATS, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon
 """The difference that two orders of summation in fp32 may make."""
@@ -131,7 +131,7 @@ def _verdict(
     if not row.total and not row.local:
         return verdicts.EXACT, ""
     if judged is not None or not is_far:
-        is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
+        is_drawn = judged is None and row.is_low and kept.draws_numbers
         return verdicts.UNKNOWN if is_drawn else verdicts.ROUND_OFF, ""
     return verdicts.NOT_JUDGED, ""
 

@@ -18,7 +18,7 @@ from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
+from narrowcast.observation.statistics.arguments import draws_numbers, others_as_text, tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial import rerun
@@ -63,6 +63,11 @@ class KeptCall:
     judged: Judged | None = None
     nonfinite: str = ""
     cast_to: list[torch.dtype] = field(default_factory=list)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether it draws random numbers."""
+        return draws_numbers(self.call.facts, self.call.args, self.call.kwargs)
 
 
 class Compared(Observer):

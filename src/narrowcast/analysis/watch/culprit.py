@@ -15,7 +15,7 @@ from narrowcast.core.policy import Rule
 from narrowcast.core.policy.rules import naming
 from narrowcast.formats import fp16
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
+from narrowcast.observation.statistics.arguments import Named, draws_numbers, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of, is_floating, is_lowest, largest_of
@@ -23,7 +23,7 @@ from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
-from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_random, short_type, tensors_in, written_tensors
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, short_type, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
@@ -196,7 +196,8 @@ def find_culprit(
         )
         return finding_of(call, inputs, what, CAST, sentence, "Scale it, or convert it to a wider format in the code.")
     if not rerun.can_run_again(call):
-        why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
+        is_drawn = draws_numbers(call.facts, call.args, call.kwargs)
+        why = "it draws random numbers" if is_drawn else "a class of its own says what it does"
         return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.frontends.eager.kernels import gather, slots_of
-from narrowcast.runtime.torch_bridge import OpFacts, op_facts
+from narrowcast.runtime.torch_bridge import OpFacts, is_random, op_facts
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, schema_of
 
 Named = list[tuple[str, torch.Tensor]]
@@ -31,6 +31,14 @@ def results_by_name(results: list[torch.Tensor]) -> Named:
     if len(results) == 1:
         return [("result", results[0])]
     return [(f"result.{number}", tensor) for number, tensor in enumerate(results)]
+
+
+def draws_numbers(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws random numbers: attention and recurrent layers without dropout draw none."""
+    if not is_random(facts.op):
+        return False
+    given = dict(others_as_text(facts, args, kwargs))
+    return "0.0" not in (given.get("dropout_p"), given.get("dropout")) and given.get("train") != "False"
 
 
 def others_as_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, str], ...]:

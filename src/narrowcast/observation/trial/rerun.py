@@ -10,10 +10,10 @@ import torch
 from narrowcast.core.ops import ATTENTION, op_kind
 from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
+from narrowcast.observation.statistics.arguments import draws_numbers, tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import gives_memory
-from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, is_random, tensors_in, written_tensors
+from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import (
     attention_by_definition,
     holds_others,
@@ -30,9 +30,8 @@ def can_run_again(call: SeenCall) -> bool:
     """Return whether the same call can be made, and returns the same again: no random numbers are drawn, no memory is
     assigned, and no tensor is made of others, whose class alone knows what is to be done with it.
     """
-    if is_random(call.facts.op):  # attention without dropout draws none
-        if dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0":
-            return False
+    if draws_numbers(call.facts, call.args, call.kwargs):
+        return False
     return not gives_memory(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
 
 
