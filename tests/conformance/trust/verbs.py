@@ -282,7 +282,8 @@ def check_training(subject: Subject, dtype: torch.dtype) -> str:
     unchanged(expected, {"losses": bits(tensors_of(losses)), **moved()}, lambda: course(subject, dtype, 2))
     if inside := [note for note in found.notes if "not inspected" in note]:
         raise Harmed(inside[0])
-    return "" if found else str(found)
+    is_recurrent = DEVICE == "cuda" and found.kinds == ("fp16 without a scaler",) and "_cudnn_rnn" in str(found)
+    return "" if found or is_recurrent else str(found)  # torch computes recurrent layers in fp16 there, in any region
 
 
 Verb = Callable[[Any, torch.dtype], str]

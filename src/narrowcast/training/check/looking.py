@@ -386,10 +386,9 @@ class LoopObserver(Observer):
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
         if self._fp16 is not None and not scaled:
             op, site = self._fp16
-            self.add(
-                "fp16 without a scaler", f"{op} computes in fp16, and nothing unscales gradients",
-                "Scale the loss (nc.Scaler): gradients below 6e-8 are zero in fp16. Or train in bf16.", site,
-            )  # fmt: skip
+            other = "train in bf16" if self._low is None else f'bring it into bf16: nc.Rule("{op}", "lower")'
+            to_do = f"Scale the loss (nc.Scaler): gradients below 6e-8 are zero in fp16. Or {other}."
+            self.add("fp16 without a scaler", f"{op} computes in fp16, and nothing unscales gradients", to_do, site)
         if self._scales is not None and self._fp16 is None and self._low is not None:
             self.add(
                 "an unneeded scaler", "gradients are scaled, and no call computes in fp16",
