@@ -307,3 +307,41 @@ def test_convolutions_that_may_round_to_tf32_hide_no_other_fault(correction, mov
     runs = [_on_a_device_with_tf32(nc.capture(model, (x,), backward=True)) for model in (NormByHand(False), hand)]
     found = nc.diff(*runs)
     assert (found.verdict == "values differ") == bool(correction), str(found)
+
+
+class Folded(nn.Module):
+    """A convolution before a norm of fixed statistics, which may be folded into its weight; and a layer after it."""
+
+    def __init__(self, is_folded, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        conv, norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            norm.running_mean.normal_(), norm.running_var.uniform_(0.3, 3), norm.weight.uniform_(0.5, 2)
+        self.first = nn.Sequential(conv, norm).eval()
+        if is_folded:
+            self.first = torch.nn.utils.fusion.fuse_conv_bn_eval(conv.eval(), norm)
+        self.factor = factor
+
+    def forward(self, x):
+        weight = self.last.weight
+        if self.factor != 1.0:  # the value is the same, the gradient is not
+            weight = weight.detach() + self.factor * (weight - weight.detach())
+        return F.conv2d(torch.relu(self.first(x)), weight, self.last.bias)
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_the_gradient_of_a_folded_weight_is_that_of_another_weight(low):
+    """Outputs and all other gradients are alike; one that is not is found."""
+    x, region = torch.randn(2, 3, 10, 10), {} if low is None else {"under": low}
+    whole = nc.capture(Folded(False), (x,), backward=True, **region)
+    found = nc.diff(whole, nc.capture(Folded(True), (x,), backward=True, **region))
+    assert found.verdict == "round-off", str(found)
+    assert "first.0.weight" not in {name for row in found.gradients for name in row.a}
+
+
+def test_a_gradient_that_is_off_beside_folded_weights_is_found():
+    """The last layer has its weights in both, and another gradient in one."""
+    x = torch.randn(2, 3, 10, 10)
+    runs = [nc.capture(model, (x,), backward=True) for model in (Folded(False), Folded(True, factor=1.1))]
+    assert nc.diff(*runs).verdict == "values differ"

@@ -202,6 +202,11 @@ class Values:
             return False
         return not _are_constant(values) or self.gradients(a, b)[0].relative < _NEAR
 
+    def are_of_one_value(self, a: Sequence[str], b: Sequence[str]) -> bool:
+        """Return whether the parameters of one side have the values of those of the other, in any order."""
+        values = [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
+        return self._are_of_one_value(*values)
+
     def _are_of_one_value(self, a: Sequence[Piece], b: Sequence[Piece]) -> bool:
         if sum(piece.elements for piece in a) != sum(piece.elements for piece in b):
             return False

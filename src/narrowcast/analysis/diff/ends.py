@@ -71,6 +71,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
+    if not are_gradients_alike and outcomes.are_alike:
+        are_gradients_alike = _leave_out_other_weights(result, judging)
     effects = judging.effects(pairs, result.rows)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
@@ -94,6 +96,18 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     if not (apart or result.gradients or all(side.runs[0].returned for side in sides)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
+
+
+def _leave_out_other_weights(result: RunDifferences, judging: Judging) -> bool:
+    """Leave out gradients of parameters that have other values in either run, of which the outputs are alike: of a norm
+    that is folded into a weight, or a scale. They are gradients of other things. Return whether there are any, and the
+    others are alike.
+    """
+    own = [row for row in result.gradients if judging.values.are_of_one_value(row.a, row.b)]
+    if not own or len(own) == len(result.gradients) or any(row.is_beyond for row in own):
+        return False
+    result.gradients = own
+    return True
 
 
 def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned], apart: float) -> None:
