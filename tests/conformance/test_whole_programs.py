@@ -204,6 +204,19 @@ def kind(value):
     return "None" if value is None else f"{value.dtype} {list(value.shape)}"
 
 
+UNROLLED = "Expected Tensor but got None"
+"""What TorchScript raises of some loops in a loop, which set a variable that nothing read yet (docs/limits.md)."""
+
+
+def script_raises(program, module):
+    """Whether `torch.jit.script` alone raises that, without us."""
+    try:
+        torch.jit.script(made(module, parts=False))(*inputs(program))
+    except RuntimeError as error:
+        return UNROLLED in str(error)
+    return False
+
+
 def compare(program, front_end, module, expected, tolerance=0.0):
     """What a front end gives otherwise than eager code does; nothing where eager code raises."""
     if tolerance == "left out" or (isinstance(expected, str) and front_end != "eager"):
@@ -212,6 +225,8 @@ def compare(program, front_end, module, expected, tolerance=0.0):
         2 if front_end in ("script", "trace", "convert") else 1
     )  # TorchScript's executor is another after a first run
     found = runs(front_end, program, module, times)
+    if front_end == "script" and UNROLLED in str(found[0]) and script_raises(program, module):
+        return []
     return [line for one in found for line in differences(expected, one, tolerance)]
 
 
