@@ -125,6 +125,26 @@ def test_alike_layers_are_folded_and_open(show):
     assert crumbs(page)[1:] == ["encoder", "layer", "0"]
 
 
+def test_a_link_says_which_shape_it_carries(show):
+    """One between two calls, where they give each other values of one shape; a cast has its formats there, and all of
+    it is in words where the pointer rests.
+    """
+    nodes = [Node(f"layer.{n}", "aten.linear.default", "#1", computes="bf16") for n in range(3)]
+    edges = [
+        Edge(0, 1, "input", "bf16", "bf16", 4096, shape="[2, 16, 64]"),
+        Edge(1, 2, "input", "fp32", "bf16", 6144, how="copied", shape="[2, 16, 64]"),
+        Edge(0, 2, "input", "bf16", "bf16", 64, shape="[2, 16]"),
+        Edge(0, 2, "other", "bf16", "bf16", 64, shape="[16]"),
+    ]
+    page = show(page_html(Document("run", "A run", "It ran", graph=Graph(nodes, edges, flow=True))))
+    texts = page.value("[...document.querySelectorAll('.link text')].map((t) => t.textContent)")
+    assert sorted(texts) == ["[2, 16, 64]", "fp32 → bf16 6.0 KiB"]
+    words = page.value("[...document.querySelectorAll('.link title')].map((t) => t.textContent)")
+    assert sorted(words) == [
+        "bf16 [2, 16, 64]\n4.0 KiB", "bf16 [2, 16]\nbf16 [16]\n128 B", "fp32 → bf16 [2, 16, 64]\n6.0 KiB",
+    ]  # fmt: skip
+
+
 def test_layers_that_differ_are_not_folded(show):
     """A fold that hid a difference would be a lie."""
     ledger = a_ledger()

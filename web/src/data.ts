@@ -23,7 +23,7 @@ export interface Call {
 }
 export interface Edge {
   start: number; end: number; argument: string; src: string; dst: string; bytes: number; kind: string; how: string;
-  times: number;
+  shape: string; times: number;
 }
 export interface Packed {
   flow: boolean; note: string; node_columns: string[]; nodes: unknown[][]; edge_columns: string[]; edges: unknown[][];

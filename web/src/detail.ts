@@ -81,7 +81,7 @@ function ofCast(model: Model, edge: Edge): Node[] {
   return [
     h("h3", {}, `Cast of ${edge.argument}`),
     h("p", { class: "path" }, `for ${identity(call)}`),
-    rows([["from", format(edge.src)], ["to", format(edge.dst)], ["what", edge.kind], ["how", edge.how],
+    rows([["from", format(edge.src)], ["to", format(edge.dst)], ["shape", edge.shape], ["what", edge.kind], ["how", edge.how],
       ["times", edge.times > 1 ? String(edge.times) : ""], ["moves", inBytes(edge.bytes)],
       ["why", call.reason], ["rule", call.rule], ["line", place(call)]]),
     ...changes(call),

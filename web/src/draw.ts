@@ -38,6 +38,19 @@ export function subtitleOf(model: Model, box: Box, colours: Scale): string {
 const castsOf = (link: Link) => link.edges.filter(isCast);
 export const labelled = (link: Link): boolean => castsOf(link).length > 0 && !link.from.startsWith("source");
 
+// The shape of what a link between two calls carries; where there are several values, that of one alone says little.
+export function shapeOf(link: Link): string {
+  const shapes = new Set(link.edges.map((edge) => edge.shape));
+  return shapes.size === 1 && !labelled(link) ? [...shapes][0]! : "";
+}
+
+// What a link carries: each kind of value once, with its format and shape.
+function carried(link: Link): string {
+  const kinds = link.edges.map((edge) => `${isCast(edge) ? `${edge.src} → ${edge.dst}` : edge.src} ${edge.shape}`.trim());
+  const each = [...new Set(kinds)];
+  return each.slice(0, 6).join("\n") + (each.length > 6 ? `\nand ${each.length - 6} more` : "");
+}
+
 function line(path: Path): string {
   const [first, ...rest] = path.points;
   if (!first) return "";
@@ -62,11 +75,13 @@ function drawLink(path: Path, most: number, arrow: string): SVGElement {
   const bytes = casts.reduce((sum, cast) => sum + cast.bytes, 0);
   const kinds = [...new Set(casts.map((cast) => `${cast.src} → ${cast.dst}`))];
   const text = casts.length > 0 ? `${kinds.length > 1 ? counted(casts.length, "cast") : kinds[0]} ${inBytes(bytes)}` : inBytes(link.bytes);
-  group.append(s("title", {}, link.order ? "ran next" : text));
+  group.append(s("title", {}, link.order ? "ran next" : `${carried(link)}\n${inBytes(link.bytes)}`));
   if (labelled(link))
     group.append(
       s("rect", { class: "label", x: path.label.x - LABEL / 2, y: path.label.y - 9, width: LABEL, height: 18, rx: 9 }),
       s("text", { class: "label", x: path.label.x, y: path.label.y + 4, "text-anchor": "middle" }, text));
+  else if (shapeOf(link))
+    group.append(s("text", { class: "label shape", x: path.label.x + 5, y: path.label.y + 4 }, shapeOf(link)));
   return group;
 }
 

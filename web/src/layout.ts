@@ -1,7 +1,7 @@
 // Where boxes and links lie: dagre, for one opened module at a time.
 import { Graph, layout } from "@dagrejs/dagre";
 import type { Model } from "./data";
-import { LABEL, titleOf } from "./draw";
+import { LABEL, shapeOf, titleOf } from "./draw";
 import type { Box, Link, View } from "./tree";
 
 export interface Placed { box: Box; x: number; y: number; width: number; height: number }
@@ -23,7 +23,8 @@ export function place(model: Model, view: View, labelled: (link: Link) => boolea
   graph.setDefaultEdgeLabel(() => ({}));
   for (const box of view.boxes) graph.setNode(box.key, sizeOf(model, box, more));
   for (const link of view.links)
-    graph.setEdge(link.from, link.to, labelled(link) ? { width: LABEL, height: 18, labelpos: "c" } : { width: 0, height: 0 });
+    graph.setEdge(link.from, link.to, labelled(link) ? { width: LABEL, height: 18, labelpos: "c" }
+      : { width: 12 * shapeOf(link).length, height: shapeOf(link) ? 12 : 0, labelpos: "c" });
   layout(graph);
   const boxes = view.boxes.map((box) => {
     const { x, y, width, height } = graph.node(box.key) as { x: number; y: number; width: number; height: number };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _OF_ONE = {"are": "is", "were": "was", "have": "has", "do": "does"}
 
@@ -30,3 +31,8 @@ def number_text(value: float) -> str:
 def or_infinity(error: float) -> float:
     """Return an error by which rows are put in order: NaN is the largest."""
     return error if math.isfinite(error) else math.inf
+
+
+def sizes(shape: Iterable[object] | None) -> str:
+    """Return a shape as PyTorch prints it, `[2, 16]`; nothing for what is no tensor."""
+    return "" if shape is None else f"[{', '.join(map(str, shape))}]"

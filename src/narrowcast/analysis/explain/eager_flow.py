@@ -14,6 +14,7 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
 from narrowcast.observation.statistics.arguments import Named, others_as_text, tensors_by_name
+from narrowcast.output.words import sizes
 from narrowcast.reports.results.graphs import OUTSIDE, FlowEdge, FlowStep, GraphFlow
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import storage_key
@@ -106,7 +107,7 @@ class EagerFlow(Observer):
         kind = "activation" if start != OUTSIDE else "weight" if is_weight else "input"
         moved = _size(tensor, src) + (_size(tensor, dst) if src != dst else 0)
         how = "copied" if src != dst else ""
-        self.flow.edges.append(FlowEdge(start, end, argument, src, dst, moved, kind, how))
+        self.flow.edges.append(FlowEdge(start, end, argument, src, dst, moved, kind, how, sizes(tensor.shape)))
 
 
 def _size(tensor: torch.Tensor, format: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.analysis.record.graph_ledger import passes, read_of
 from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.output.words import sizes
 from narrowcast.programs.program import Program, Step
 from narrowcast.reports.results.graphs import OUTSIDE, CompiledGraph, FlowEdge, FlowStep, GraphFlow, GraphRow, parts_of
 
@@ -139,4 +140,4 @@ class _FlowWalk:
         is_learned = self.after.values[value].weight or argument in _LEARNED
         kind = "activation" if step is not None else "weight" if is_learned else "input"
         moved = 0 if how == "shared" else moved
-        return FlowEdge(self._maker(value), end, argument, src, read.type, moved, kind, how)
+        return FlowEdge(self._maker(value), end, argument, src, read.type, moved, kind, how, sizes(read.shape))

@@ -156,7 +156,7 @@ class Edge:
     """A value that one call gives another; a cast if src and dst differ. Each end is a number among the nodes.
 
     bytes: of the value, or what the cast reads and writes. kind: `activation`, `weight` or `input`. how: `copied`,
-    `cached`, `shared`, `inside`, of a cast. times: of alike casts.
+    `cached`, `shared`, `inside`, of a cast. shape: as PyTorch prints it, where it is known. times: of alike casts.
     """
 
     start: int
@@ -167,6 +167,7 @@ class Edge:
     bytes: int = 0
     kind: str = "activation"
     how: str = ""
+    shape: str = ""
     times: int = 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import multiplications
 from narrowcast.formats import FORMATS
+from narrowcast.output.words import sizes
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node, node_at, node_of
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.run import Run
@@ -86,7 +87,9 @@ class RunFlow:
         start = self._maker(tensor)
         named_weight = argument.rpartition(".")[2] in ("weight", "bias", "running_mean", "running_var")
         kind = "activation" if start != OUTSIDE else "weight" if named_weight else "input"
-        self.edges.append(Edge(start, end, argument, src, dst, moved, kind, "copied" if src != dst else ""))
+        self.edges.append(
+            Edge(start, end, argument, src, dst, moved, kind, "copied" if src != dst else "", sizes(facts.shape))
+        )
 
     def _node(self, call: CallRecord, read: list[TensorFacts], outputs: list[tuple[str, int]]) -> Node:
         results = [(name, self.tensors[n]) for name, n in outputs]

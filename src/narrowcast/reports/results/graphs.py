@@ -148,7 +148,7 @@ class FlowEdge(NamedTuple):
     """A value, from which step to which (OUTSIDE: from none), with its format before and after a cast between them.
 
     moved_bytes: of the cast, or the value. kind: `activation`, `weight` or `input`. how: `copied`, or `shared` with an
-    earlier edge.
+    earlier edge. shape: of the value, `[2, 16]`; older files have none.
     """
 
     start: int
@@ -159,6 +159,7 @@ class FlowEdge(NamedTuple):
     moved_bytes: int
     kind: str
     how: str
+    shape: str = ""
 
 
 @dataclass(frozen=True, slots=True)
