@@ -345,3 +345,29 @@ def test_a_gradient_that_is_off_beside_folded_weights_is_found():
     x = torch.randn(2, 3, 10, 10)
     runs = [nc.capture(model, (x,), backward=True) for model in (Folded(False), Folded(True, factor=1.1))]
     assert nc.diff(*runs).verdict == "values differ"
+
+
+class Weighed(nn.Module):
+    """A layer in a low format, and arithmetic in fp32 behind it, in one form or the other. factor: of its gradient."""
+
+    def __init__(self, by_hand, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.by_hand, self.factor = nn.Linear(16, 16), by_hand, factor
+
+    def forward(self, x):
+        y = self.layer(x).float()
+        powers = torch.softmax(y, -1) if not self.by_hand else y.exp() / y.exp().sum(-1, keepdim=True)
+        if self.factor != 1.0:
+            powers = powers.detach() + self.factor * (powers - powers.detach())
+        return (powers * torch.linspace(0, 1, 16)).sum()
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_low_calls_that_gave_the_same_excuse_nothing_behind_them(factor, low):
+    """The layer's results have the same bits in both runs: what is behind it is judged as in fp32."""
+    x = torch.randn(32, 16)
+    runs = [nc.capture(model, (x,), under=low, backward=True) for model in (Weighed(False), Weighed(True, factor))]
+    found = nc.diff(*runs)
+    assert (found.verdict == "values differ") == (factor != 1.0), str(found)

@@ -71,7 +71,7 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     assert ("packages.layers", f"- / {SCRIPT}") in made.facts
     figures = {figure.name: (figure.value, figure.detail) for figure in made.figures}
     assert figures["without a partner"] == ("6", "3 of a, 3 of b")
-    assert figures["make a difference"] == ("1", "2 propagate one")
+    assert figures["make a difference"] == ("1", "2 pairs propagate one")
     assert made.todos[0].path == "blocks.1.proj" and "eps 1e-05 / 0.01" in made.todos[0].why
     bars = {bar.title: dict(bar.parts) for bar in made.bars}
     assert bars["Calls by format, a"] == {"fp32": 7, "bf16": 1}

@@ -338,3 +338,60 @@ def test_a_penalty_on_a_jacobian_of_torch_func_is_in_fp32_on_purpose(scale):
     assert nc.check_training(step).verdict == "sound"
     found = nc.check_training(lambda: step(lambda x: model(x).square().mean()))
     assert found.kinds == ("forward outside of the region",), str(found)
+
+
+# -- weights that a loop destroys, or leaves where they are, and nothing else is wrong to see -------------------------
+
+
+def test_a_norm_that_is_infinite_in_fp16_makes_every_gradient_zero() -> None:
+    """It is divided by: no weight moves, and no gradient underflows."""
+    loop = Loop(init_scale=8.0)
+    with torch.no_grad():
+        loop.net[2].weight.mul_(4000)
+
+    def step() -> None:
+        loop.backward(loop.loss())
+        loop.scaler.unscale_(loop.optimizer)
+        norm = sum(w.grad.half().pow(2).sum() for w in loop.weights if w.grad is not None).sqrt()
+        for weight in loop.weights:
+            assert weight.grad is not None
+            weight.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
+        loop.step()
+
+    found = nc.check_training(step)
+    assert found.kinds == ("weights that never move",) and not found
+    assert "every element of every gradient is zero" in " ".join(str(found).split())
+
+
+def test_weights_that_a_step_by_hand_makes_infinite_are_told() -> None:
+    """A second moment in fp16 underflows, and with it 1e-8: the weights are divided by zero."""
+    loop = Loop()
+    squares = [torch.zeros_like(weight, dtype=FP16) for weight in loop.weights]
+
+    def step() -> None:
+        for weight in loop.weights:
+            weight.grad = None
+        (loop.loss(BF16) * 1e-4).backward()
+        with torch.no_grad():
+            for weight, square in zip(loop.weights, squares, strict=True):
+                gradient = weight.grad
+                assert gradient is not None
+                square.copy_(gradient.half().square())
+                weight.sub_(1e-3 * gradient / (square.sqrt() + 1e-8))
+
+    found = nc.check_training(step)
+    assert found.kinds == ("an update that is not finite",) and "held numbers before" in " ".join(str(found).split())
+    assert all(bool(weight.isfinite().all()) for weight in loop.weights)
+
+
+def test_gradients_that_are_zero_in_one_step_are_right() -> None:
+    """A hinge that is satisfied at first: the next step moves the weights."""
+    loop, margins = Loop(), [-10.0, 10.0]
+
+    def step() -> None:
+        with region(BF16):
+            scores = loop.net(loop.x)
+        loop.train_in_bf16(relu(scores.float().mean() + margins[0]))
+        margins.reverse()
+
+    assert nc.check_training(step)

@@ -68,14 +68,16 @@ class Values:
         return max(known, key=lambda one: one.relative / one.growth, default=Distance())
 
     def bound_shown(self, pair: Aligned) -> float:
-        """Return the rounding bound of the results; of products that may be computed in tf32 the bound of fp32, unless
-        they are further apart than that, and no further than tf32 explains: else both runs rounded alike.
+        """Return the rounding bound of the results; in a low format the bound of fp32, unless they are further apart
+        than that, and not much further than the low format explains: else both runs rounded alike, or what makes them
+        differ is something else.
         """
-        bound, of_fp32 = self.round_off.of_pair(pair), self.round_off.of_pair(pair, in_tf32=False)
-        if bound == of_fp32:
+        bound, of_fp32 = self.round_off.of_pair(pair), self.round_off.in_fp32
+        if bound <= of_fp32:
             return bound
         results = self.results(pair)
-        return bound if not results.is_known or of_fp32 < results.relative <= bound else of_fp32
+        is_shown = not results.is_known or of_fp32 < results.relative <= GAIN_OF_PASSING * bound
+        return bound if is_shown else of_fp32
 
     @staticmethod
     def gain(*bundles: Bundle) -> float:

@@ -40,9 +40,10 @@ _VISIBLE, _FAR = 0.01, 4.0
 """Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
 not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
 """
-_FAR_OF_GRADIENTS, _FAR_OF_WEIGHTS = 0.25, 0.1
+_FAR_OF_GRADIENTS, _FAR_OF_CALLS, _FAR_OF_WEIGHTS = 0.25, 6.0, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
-pairs. So far apart, in parts of their way, are in fp32 weights that other steps have made.
+pairs, and 5 times the widest rounding bound of a call in 330. So far apart, in parts of their way, are in fp32 weights
+that other steps have made.
 """
 
 
@@ -53,7 +54,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     sides = judging.values.sides
     leave_out_compensated(judging, result.rows)
     unpaired = judging.counts_of_unpaired(left_out)
-    has_low = _has_low(result)
+    has_low = _has_low(result) and judging.widest >= BAND_OF_LOW
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
     band = band_of_all(judging.widest, GRADIENTS, are_others)
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
@@ -169,7 +170,7 @@ def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collecti
     if judging.widest < BAND_OF_LOW:
         return largest > _VISIBLE
     apart = apart_as_a_whole(judging.values, result.gradients)
-    return apart > _FAR_OF_GRADIENTS and not explain_formats(result, judging, left_out)
+    return apart > min(_FAR_OF_GRADIENTS, _FAR_OF_CALLS * judging.widest)
 
 
 def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:

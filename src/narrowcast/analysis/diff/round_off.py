@@ -21,6 +21,11 @@ LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
 
+def band_of_formats(formats: Sequence[str]) -> float:
+    """Return how far apart results in these formats may be."""
+    return max(LEAST_BAND, BAND * sum(FORMATS[name].epsilon / 2 for name in formats if name in FORMATS))
+
+
 class RoundOff:
     """The rounding bounds of relative differences between calls of two sides."""
 
@@ -39,20 +44,16 @@ class RoundOff:
         known = [name for name in formats if name in FORMATS]
         return band_of_formats([_coarsest(known)] * 2) if known else LEAST_BAND
 
-    def of_pair(self, pair: Aligned, in_tf32: bool = True) -> float:
-        """Return the rounding bound of the results' difference, where nothing cancels. in_tf32: products of fp32 may be
-        computed in tf32, where an accelerator is allowed to.
-        """
+    in_fp32 = band_of_formats(("fp32", "fp32"))
+
+    def of_pair(self, pair: Aligned) -> float:
+        """Return the rounding bound of the results' difference, where nothing cancels."""
         both = list(zip(self._sides, (pair.a, pair.b), strict=True))
-        formats = [_coarsest([name for x in bundles for name in _formats_of(side.runs[0], x, in_tf32)])
-                   for side, bundles in both]  # fmt: skip
+        formats = [
+            _coarsest([name for x in bundles for name in _formats_of(side.runs[0], x)]) for side, bundles in both
+        ]
         smallest = min(_smallest(side, bundles[0]) for side, bundles in both)  # infinity if all 0
         return band_of_formats(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
-
-
-def band_of_formats(formats: Sequence[str]) -> float:
-    """Return how far apart results in these formats may be."""
-    return max(LEAST_BAND, BAND * sum(FORMATS[name].epsilon / 2 for name in formats if name in FORMATS))
 
 
 def _smallest(side: Side, bundle: Bundle) -> float:
@@ -63,10 +64,10 @@ def _smallest(side: Side, bundle: Bundle) -> float:
     return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
 
-def _formats_of(run: Run, bundle: Bundle, in_tf32: bool = True) -> list[str]:
+def _formats_of(run: Run, bundle: Bundle) -> list[str]:
     found = [*bundle.call.computes.split(","), *(run.tensors[n].format for _, n in bundle.call.outputs)]
     known = [name for name in found if name in FORMATS] or ["fp32"]
-    return [*known, tf32.name] if in_tf32 and _allows_tf32(run, bundle) else known
+    return [*known, tf32.name] if _allows_tf32(run, bundle) else known
 
 
 def _allows_tf32(run: Run, bundle: Bundle) -> bool:

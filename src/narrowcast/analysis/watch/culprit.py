@@ -194,7 +194,9 @@ def find_culprit(
             f"the cast from {short_type(source.dtype)} to {dst} overflows: its largest magnitude is "
             f"{largest_of([source.double()]):.4g}, the maximum of {dst} is {dst.max:.6g}"
         )
-        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or convert it to a wider format in the code.")
+        return finding_of(
+            call, inputs, what, CAST, sentence, "Scale it down, or convert it to a wider format in the code."
+        )
     if not rerun.can_run_again(call):
         is_drawn = draws_numbers(call.facts, call.args, call.kwargs)
         why = "it draws random numbers" if is_drawn else "a class of its own says what it does"

@@ -101,9 +101,10 @@ def _figures(result: RunDifferences) -> list[Figure]:
     producers = len(result.producers) + len(result.alone)
     inherit = sum(row.verdict == INHERITED for row in result.rows)
     alone = [sum(one.run == run for one in result.unaligned) for run in "ab"]
+    passed_on = f"{counted(inherit, 'pair', 'propagate')} one"
     figures = [
         Figure("pairs of calls", len(result.rows), f"{result.compared} compared"),
-        Figure("make a difference", producers, f"{inherit} propagate one", "bad" if producers else "good"),
+        Figure("make a difference", producers, passed_on, "bad" if producers else "good"),
         Figure("in other formats", len(result.formats), "pairs"),
         Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
@@ -114,6 +115,7 @@ def _figures(result: RunDifferences) -> list[Figure]:
         far = [g for g in result.gradients if g.is_beyond or number(g.difference) is None]
         worst = max(result.gradients, key=lambda row: or_infinity(row.difference))
         largest = f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
+        largest += f" (bound {number_text(worst.round_off_bound)})" if worst.round_off_bound else ""
         detail = f"{len(far)} beyond round-off; largest difference: {largest}"
         figures.append(Figure("gradients", len(result.gradients), detail, "bad" if far else "good"))
     tokens = result.tokens
@@ -157,10 +159,14 @@ def _todos(result: RunDifferences) -> list[Todo]:
         is_sure = not result.unsure
         what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
         parts = [*_lines_alone([*result.alone, *result.unsure]), *_readers(result)]
-        todos.append(Todo(what, f"its effect differs{effect}: {'; '.join(parts)}"))
+        todos.append(Todo(what, f"what comes of it differs{effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
-        what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
+        what = (
+            f"Give both runs the same argument {value.given[0][0]} in {at}"
+            if value.given
+            else f"Inspect both lines of {at}"
+        )
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         why = f"{why} ({_both_places(value)})"
@@ -230,7 +236,9 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
 
 
 def _shortened(texts: list[str]) -> list[str]:
-    return [*texts[:LINES], f"and {len(texts) - LINES} more"] if len(texts) > LINES else texts
+    """Return the first half of what may be shown, and the last, which is nearest to where a difference shows."""
+    half, left = LINES // 2, len(texts) - LINES
+    return [*texts[:half], "...", *texts[-half:]] if left > 0 else texts
 
 
 def _readers(result: RunDifferences) -> list[str]:
@@ -304,10 +312,16 @@ def run_differences_verdict(result: RunDifferences) -> str:
     """Return the verdict in a sentence."""
     inherited = sum(row.verdict == INHERITED for row in result.rows)
     all_of = "all pairs" if result.unaligned else "all"  # of others nobody knows what they would compute in
-    texts = [f"{len(result.formats)} in other formats" if result.formats else f"{all_of} in the same formats"]
+    texts = [
+        f"{counted(len(result.formats), 'pair')} in other formats"
+        if result.formats
+        else f"{all_of} in the same formats"
+    ]
     producers = len(result.producers) + len(result.alone)
     if producers:
-        texts.append(f"{producers} {'makes' if producers == 1 else 'make'} a difference, {inherited} propagate one")
+        texts.append(
+            f"{counted(producers, 'call', 'make')} a difference, {counted(inherited, 'pair', 'propagate')} one"
+        )
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     elif result.weights_apart:

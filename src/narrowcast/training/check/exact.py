@@ -12,11 +12,12 @@ import torch
 from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.training.check.gradients import Found, Gradients
-from narrowcast.training.check.kept import written
+from narrowcast.training.check.kept import KeptMemory, written
 
 AVERAGE, UPDATES = "an average in a low format", "updates lost in rounding"
 _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
@@ -345,3 +346,17 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
                 most.site,
             ))  # fmt: skip
     return findings
+
+
+def no_longer_finite(kept: KeptMemory, site: Site) -> Found | None:
+    """Return a finding about weights that a step, perhaps by hand, has made NaN or infinite. site: of the step."""
+    names = kept.no_longer_finite()
+    if not names:
+        return None
+    return (
+        "an update that is not finite",
+        f"{names[0]} holds NaN or infinity after the step (in all {counted(len(names), 'weight')}), and held numbers "
+        "before",
+        "nc.watch() around the step names the call that makes the first.",
+        site,
+    )

@@ -20,7 +20,7 @@ from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.rerun import can_run_again, changed, planned_arguments, run_wide
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, tensors_in, values_of
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, quietly, storage_key
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.powers import HIDES, LIMITS, UNKNOWN, Power, Powers
@@ -64,6 +64,7 @@ class Gradients:
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with copies of gradients
         self._steps: list[Site] = []  # of those of all optimizers
         self._has_gradients = False
+        self._zero: list[Site] = []  # of those whose gradients are all zero
         self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
@@ -144,6 +145,8 @@ class Gradients:
         gradients = gradients_of(optimizer)
         self._steps.append(loop_line())
         self._has_gradients |= bool(gradients)
+        with quietly():
+            self._zero += [loop_line()] * (bool(gradients) and not any(bool(g.any()) for g in gradients))
         if any(map(self._copies.get, gradients)):
             self._copies_used.append(loop_line())
         names = self._kept.names()
@@ -187,6 +190,18 @@ class Gradients:
             f"({next(iter(weights))} and others): the model stays as it is",
             "Copy what was trained back after each step: weight.copy_(master), in torch.no_grad().",
             self._copies_used[0],
+        )
+
+    def all_zero(self) -> Found | None:
+        """Return a finding if every element of every gradient was zero, in all steps."""
+        if len(self._zero) < max(_TWICE, len(self._steps)):
+            return None
+        return (
+            "weights that never move",
+            "every element of every gradient is zero in each step, as where gradients are divided by a norm that is "
+            "infinite, or activations by a number that is",
+            "Look for what overflows on the way, in fp16 above 65504: nc.watch() around the step names it.",
+            self._zero[0],
         )
 
     def lie_in(self) -> set[int]:

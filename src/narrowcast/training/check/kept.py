@@ -134,6 +134,16 @@ class KeptMemory:
         low = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.dtype in LOW]
         return {name: not all(map(self._is_untouched, _in_memory(p))) for name, p in low}
 
+    def no_longer_finite(self) -> list[str]:
+        """Return the names of the models' parameters that held numbers before the steps, and now NaN or infinity."""
+        names = self.names()
+        with quietly():
+            return [
+                names[key]
+                for key, (now, before) in self._copies.items()
+                if key in names and not bool(now.isfinite().all()) and bool(before.isfinite().all())
+            ]
+
     def _is_untouched(self, tensor: torch.Tensor) -> bool:
         return self.was_there(tensor) and storage_key(tensor) not in self._copies
 

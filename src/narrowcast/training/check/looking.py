@@ -24,7 +24,7 @@ from narrowcast.runtime.torch_surface.autograd import current_autograd_node, cur
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
-from narrowcast.training.check.exact import UPDATES, Begun, Exact, told
+from narrowcast.training.check.exact import UPDATES, Begun, Exact, no_longer_finite, told
 from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.outside import OutsideRegions, in_region
@@ -52,14 +52,14 @@ class LoopObserver(Observer):
         self._kept = kept
         self._powers = Powers(kept)
         self._gradients = Gradients(kept, self._powers)
-        self._depth = 0
-        self._is_stepping = False
+        self._depth, self._is_stepping = 0, False
         self._is_without_grad = False  # of the outermost module; torch casts weights with gradients on in any case
         self._casts: dict[int, dict[tuple[Any, ...], list[Site]]] = {}  # of weights, which may share memory
         self._fp16: tuple[str, Site] | None = None
         self._low: tuple[str, Site] | None = None
         self.has_seen = self.has_lowered = self.is_cast_beside = False
         self._scales: Site | None = None
+        self._broken: Found | None = None
         self._backwards = Backwards(self._powers)
         self._exact = Exact(kept.was_there, self._gradients)
         self._sums = Sums(kept.was_there)
@@ -331,9 +331,8 @@ class LoopObserver(Observer):
                 COSTS_TIME,
                 f"{counted(len(again), 'weight', 'are')} cast more than once before the optimizer steps, {name} "
                 f"{len(sites)} times",
-                "One region around all micro-batches of a step (with its weight cache on) casts each weight once; "
-                "switch it off around their backwards: with nc.autocast(device, enabled=False). Nothing is "
-                "wrong: this only costs time.",
+                "One region around all forwards of a step, with its weight cache on, casts each weight once; switch it "
+                "off for backwards in it: nc.autocast(device, enabled=False). Nothing is wrong: this only costs time.",
                 sites[1],
             )
         self._casts.clear()
@@ -358,6 +357,7 @@ class LoopObserver(Observer):
         for finding in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
             self._say(finding)
         self._backwards.found.clear()
+        self._broken = self._broken or no_longer_finite(self._kept, loop_line())
 
     def _adds_up(self, call: SeenCall) -> None:
         """Report sums of gradients, and outside of models of losses, that a call accumulates in a low format."""
@@ -376,24 +376,23 @@ class LoopObserver(Observer):
     def judge(self) -> None:
         """Report what only all of the steps together show."""
         backwards, trained = self._backwards, self._kept.trained()
-        for finding in self._outside.judge(backwards.differentiated, trained, backwards.has_run):
-            self._say(finding)
+        outside = self._outside.judge(backwards.differentiated, trained, backwards.has_run)
         skipped = self.updates.judge(self._kept.trains_what_was_there)
-        for told_of in (skipped, self._gradients.judge(backwards.trained), None if skipped else backwards.judge()):
+        rest = self._gradients.judge(backwards.trained), None if skipped else backwards.judge()
+        for told_of in (*outside, skipped, *rest):
             self._say(told_of)
         if not any(finding.kind == UPDATES for finding in self.found):  # else it has told of the same loss
             self._say(self._rounded.found)
+        self._say(None if self.found else self._broken or self._gradients.all_zero())
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
         if self._fp16 is not None and not scaled:
             op, site = self._fp16
-            other = "train in bf16" if self._low is None else f'bring it into bf16: nc.Rule("{op}", "lower")'
-            to_do = f"Scale the loss (nc.Scaler): gradients below 6e-8 are zero in fp16. Or {other}."
+            to_do = "Scale the loss (nc.Scaler): gradients below 6e-8 are zero in fp16. Or "
+            to_do += f'bring it into bf16: nc.Rule("{op}", "lower").' if self._low else "train in bf16."
             self.add("fp16 without a scaler", f"{op} computes in fp16, and nothing unscales gradients", to_do, site)
         if self._scales is not None and self._fp16 is None and self._low is not None:
-            self.add(
-                "an unneeded scaler", "gradients are scaled, and no call computes in fp16",
-                "Use no scaler (enabled=False): bf16 has the range of fp32.", self._scales,
-            )  # fmt: skip
+            to_do = "Use no scaler (enabled=False): bf16 has the range of fp32."
+            self.add("an unneeded scaler", "gradients are scaled, and no call computes in fp16", to_do, self._scales)
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
