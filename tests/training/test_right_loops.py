@@ -395,3 +395,31 @@ def test_gradients_that_are_zero_in_one_step_are_right() -> None:
         margins.reverse()
 
     assert nc.check_training(step)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_masters_that_take_scaled_copies_of_gradients_are_right(dtype: torch.dtype) -> None:
+    """A model in a low format is a copy of what is trained: its gradients are converted, divided by the scale, clipped,
+    and the weights written back.
+    """
+    loop = Loop()
+    net = loop.net.to(dtype)
+    masters = [weight.detach().float().requires_grad_() for weight in net.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+
+    def step() -> None:
+        with region(dtype):
+            scores = net(loop.x)
+        net.zero_grad()
+        (cross_entropy(scores.float(), loop.y) * 1024.0).backward()
+        for master, weight in zip(masters, net.parameters(), strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float() / 1024.0
+        clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, net.parameters(), strict=True):
+                weight.copy_(master)
+
+    found = nc.check_training(step)
+    assert found, str(found)

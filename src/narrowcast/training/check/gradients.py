@@ -63,8 +63,7 @@ class Gradients:
         self._taken: ByStorage[bool] = ByStorage()  # what backwards returned, as to torch.autograd.grad
         self._copies_used: list[Site] = []  # the lines of optimizers' steps with copies of gradients
         self._steps: list[Site] = []  # of those of all optimizers
-        self._has_gradients = False
-        self._zero: list[Site] = []  # of those whose gradients are all zero
+        self._has_gradients, self._zero = False, list[Site]()  # the lines of steps whose gradients are all zero
         self._idle: list[Site] = []  # and of those without gradients, of weights of no model that is called
         self._known: set[int] | None = None
         self._are_measured = False
@@ -133,6 +132,8 @@ class Gradients:
             return False  # a mask, or a product of gradients
         if not any(has_storage(t) and (storage_key(t) in self.lie_in() or self._copies.get(t)) for t in read):
             return False
+        for tensor in results if any(map(self._copies.get, read)) else ():
+            self._copies.put(tensor, True)
         if not self._are_measured:
             self.is_scaled_by_hand = True
         elif not self._knows_scale:
@@ -198,8 +199,7 @@ class Gradients:
             return None
         return (
             "weights that never move",
-            "every element of every gradient is zero in each step, as where gradients are divided by a norm that is "
-            "infinite, or activations by a number that is",
+            "every element of every gradient is zero in each step, as where they are divided by an infinite norm",
             "Look for what overflows on the way, in fp16 above 65504: nc.watch() around the step names it.",
             self._zero[0],
         )
