@@ -361,7 +361,7 @@ def test_a_graph_flows_through_casts_and_views():
     assert [list(edge) for edge in flow.edges] == [
         [OUTSIDE, 0, "input", "fp32", "bf16", 48, "input", "copied", "[2, 4]"],
         [OUTSIDE, 0, "weight", "fp32", "bf16", 192, "weight", "copied", "[8, 4]"],
-        [0, 1, "self", "bf16", "bf16", 32, "activation", "", "[2, 8]"],
+        [0, 1, "self", "bf16", "bf16", 32, "activation", "", "[8, 2]"],
     ]
     nothing = graph_flow(CompiledGraph(1))
     assert nothing.steps == nothing.edges == []
