@@ -162,11 +162,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         todos.append(Todo(what, f"what comes of it differs{effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
-        what = (
-            f"Give both runs the same argument {value.given[0][0]} in {at}"
-            if value.given
-            else f"Inspect both lines of {at}"
-        )
+        what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         why = f"{why} ({_both_places(value)})"

@@ -152,10 +152,9 @@ def rows_of(tensors: Iterable[TensorFacts], calls: Iterable[CallRecord]) -> dict
 
 
 def tensor_text(tensor: TensorFacts) -> str:
-    """Return a tensor as text: `fp16 [2, 8] -3.1..4.2 rms 0.9, 3 % infinite`."""
-    parts = [f"{tensor.format} {list(tensor.shape)} {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"]
-    for name in ("nan", "infinite", "subnormal", "saturated"):
-        share = getattr(tensor, name)
-        if share:
-            parts.append(f"{share:.2g} {name}")
-    return ", ".join(parts)
+    """Return a tensor as text: `fp16 [2, 8] -3.1..4.2 rms 0.9, 3% infinite`; no range where nothing is finite."""
+    text = f"{tensor.format} {list(tensor.shape)}"
+    if tensor.nan + tensor.infinite < 1:
+        text += f" {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"
+    shares = [(name, getattr(tensor, name.lower())) for name in ("NaN", "infinite", "subnormal", "saturated")]
+    return ", ".join([text, *(f"{100 * share:.2g}% {name}" for name, share in shares if share)])
