@@ -1,5 +1,7 @@
 """What `nc.watch` advises of an overflow: a rule where one helps, and what else where it does not."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -117,3 +119,21 @@ def test_one_rule_for_several_calls_stands_once():
         x * (2 * x)
     rules = [str(todo.rule) for todo in watched.todos if todo.rule]
     assert len(watched.findings) == 2 and len(rules) == len(set(rules)) == 1
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_rule_is_about_an_optimizer_or_a_norm_by_hand(inside):
+    """No region belongs there: what is read is converted. In a region, or a module, a rule holds."""
+    x = torch.full((64,), 300.0, dtype=torch.float16)
+    region = nc.autocast("cpu", torch.float16) if inside else contextlib.nullcontext()
+    with nc.watch() as watched, region:
+        x.square().sum()
+    assert watched.first.made_by == "format" and bool(watched.first.rules) == inside
+    assert inside or watched.first.todo == "Convert what it reads, x.float(), or keep it in fp32."
+
+
+def test_a_tensor_without_a_finite_value_has_no_range():
+    """And shares are percents."""
+    with nc.watch() as watched, nc.autocast("cpu", torch.float16):
+        torch.full((4,), 300.0, dtype=torch.float16).square()
+    assert "result: fp16 [4], 100% infinite" in str(watched.first)

@@ -65,8 +65,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
-    if are_gradients_alike:  # a loss in other parts, or scaled, trains alike
-        ends.append(EndDifference(0.0, judging.widest))
+    if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
+        ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
         if are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]

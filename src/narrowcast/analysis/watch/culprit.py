@@ -31,6 +31,7 @@ _NO_REGION = (
     "Rules hold inside nc.autocast, and none is open here: open it in place of torch.autocast, or make a script with "
     "nc.script(model, under=...)"
 )
+_CONVERT = "Convert what it reads, x.float(), or keep it in fp32."
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _LINEAR = "aten.linear.default"
 _AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}
@@ -221,7 +222,9 @@ def find_culprit(
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         advice, rules = _keep_high(call)
-        if rules and call.policy is None:
+        if _is_of_a_loop(call):
+            advice, rules = _CONVERT, ()
+        elif rules and call.policy is None:
             advice = f"{_NO_REGION}, or convert its inputs, x.float()."
         elif largest > format.max and rules:
             advice = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
@@ -260,7 +263,14 @@ def _advice(
     left = f"all but {counted(rounded.left, 'value')} are finite"
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
+    if _is_of_a_loop(call):
+        return f"{proved} {_CONVERT}", ()
     return f"{off} " * bool(rounded.left) + proved + where, tuple(rules)
+
+
+def _is_of_a_loop(call: SeenCall) -> bool:
+    """Return whether a call is of no module and in no region: of an optimizer, of clipping, which no rule is about."""
+    return call.policy is None and not call.who.is_in_module
 
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:

@@ -81,6 +81,11 @@ class Who:
         """Forward, backward or recomputation: known at once."""
         return FORWARD if self._id is None else self._id.direction
 
+    @property
+    def is_in_module(self) -> bool:
+        """Whether it is made, or is a backward of what is made, in a module; asked while the call is inspected."""
+        return self._asked is not None or self.direction != FORWARD or bool(self.id.module_path)
+
     def module(self) -> str | weakref.ref[Any]:
         """Return the path of its module, or, where that would have to be put together, the module."""
         if self._id is None and self._asked is not None:

@@ -23,8 +23,8 @@ ENVIRONMENT = 6
 NO_FLOATS = "no floats"
 _AGREE = 0.1
 """Gradients that are further apart are not said to agree."""
-LINES = 8
-"""Of how many lines of a file calls without a partner are named in advice; and of how many files."""
+LINES, _LAST = 10, 2
+"""Of how many lines of a file calls without a partner are named in advice, and of how many files; how many are last."""
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
@@ -232,9 +232,8 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
 
 
 def _shortened(texts: list[str]) -> list[str]:
-    """Return the first half of what may be shown, and the last, which is nearest to where a difference shows."""
-    half, left = LINES // 2, len(texts) - LINES
-    return [*texts[:half], "...", *texts[-half:]] if left > 0 else texts
+    """Return the first of many, and the last, which are nearest to where the difference shows."""
+    return texts if len(texts) <= LINES else [*texts[: LINES - _LAST], "...", *texts[-_LAST:]]
 
 
 def _readers(result: RunDifferences) -> list[str]:

@@ -157,4 +157,4 @@ def tensor_text(tensor: TensorFacts) -> str:
     if tensor.nan + tensor.infinite < 1:
         text += f" {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"
     shares = [(name, getattr(tensor, name.lower())) for name in ("NaN", "infinite", "subnormal", "saturated")]
-    return ", ".join([text, *(f"{100 * share:.2g}% {name}" for name, share in shares if share)])
+    return ", ".join([text, *(f"{100 * share:.3g}% {name}" for name, share in shares if share)])
