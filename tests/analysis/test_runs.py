@@ -480,8 +480,8 @@ class TestWatch:
         x = torch.full((4, 8), 1e-4, dtype=torch.float16) * torch.tensor([1, -1] * 4)
         with nc.watch() as w:
             (x / x.square().mean(-1, keepdim=True).sqrt()).sum()
-        assert [rule.op for rule in w.first.rules] == ["aten.pow.Tensor_Scalar"]
-        assert "Rules hold inside nc.autocast" in w.first.advice
+        assert "run again with aten.pow.Tensor_Scalar in fp32, it is finite. Convert what it reads" in w.first.advice
+        assert w.first.rules == (), "of a loop's own arithmetic, where no region is"
         with nc.watch() as w, nc.autocast("cpu", torch.float16):
             small = layer(x.float())
             logarithms = small.mul_(1e-6).mul_(1e-4).abs().log()
