@@ -147,9 +147,8 @@ class Values:
                 difference = _worst(self._between(pair, self._argument(pair, name), join) for join in (stacked, beside))
                 rows_of = zip(self.sides, (a, b), self.names(pair, name), strict=True)
                 formats = [side.runs[0].tensors[dict(call.inputs)[same]].format for side, call, same in rows_of]
-                if not difference.is_part and difference.relative > max(
-                    before, band_of_formats(formats)
-                ):  # NaN: not known
+                least = max(before, band_of_formats(formats))
+                if not difference.is_part and difference.relative > least:  # NaN: not known
                     rows.append(_row_of(name, formats[0], formats[1], difference.relative))
         return tuple(rows)
 

@@ -307,16 +307,12 @@ def run_differences_verdict(result: RunDifferences) -> str:
     """Return the verdict in a sentence."""
     inherited = sum(row.verdict == INHERITED for row in result.rows)
     all_of = "all pairs" if result.unaligned else "all"  # of others nobody knows what they would compute in
-    texts = [
-        f"{counted(len(result.formats), 'pair')} in other formats"
-        if result.formats
-        else f"{all_of} in the same formats"
-    ]
+    formats = counted(len(result.formats), "pair") if result.formats else ""
+    texts = [f"{formats} in other formats" if formats else f"{all_of} in the same formats"]
     producers = len(result.producers) + len(result.alone)
     if producers:
-        texts.append(
-            f"{counted(producers, 'call', 'make')} a difference, {counted(inherited, 'pair', 'propagate')} one"
-        )
+        makers, others = counted(producers, "call", "make"), counted(inherited, "pair", "propagate")
+        texts.append(f"{makers} a difference, {others} one")
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     elif result.weights_apart:

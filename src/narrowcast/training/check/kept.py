@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of, written_tensors
 from narrowcast.runtime.torch_surface.autograd import gradient_of
@@ -141,7 +142,7 @@ class KeptMemory:
             return [
                 names[key]
                 for key, (now, before) in self._copies.items()
-                if key in names and not bool(now.isfinite().all()) and bool(before.isfinite().all())
+                if key in names and now.is_floating_point() and not is_finite(now) and is_finite(before)
             ]
 
     def _is_untouched(self, tensor: torch.Tensor) -> bool:
