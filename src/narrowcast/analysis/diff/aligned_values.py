@@ -22,7 +22,7 @@ from narrowcast.analysis.diff.pieces import (
     in_best_module_calls,
     stacked,
 )
-from narrowcast.analysis.diff.round_off import LEAST_BAND, RoundOff, band_of_formats
+from narrowcast.analysis.diff.round_off import BAND_OF_FP32, LEAST_BAND, RoundOff, band_of_formats
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.facts import NORM
@@ -72,12 +72,12 @@ class Values:
         than that, and not much further than the low format explains: else both runs rounded alike, or what makes them
         differ is something else.
         """
-        bound, of_fp32 = self.round_off.of_pair(pair), self.round_off.in_fp32
-        if bound <= of_fp32:
+        bound = self.round_off.of_pair(pair)
+        if bound <= BAND_OF_FP32:
             return bound
         results = self.results(pair)
-        is_shown = not results.is_known or of_fp32 < results.relative <= GAIN_OF_PASSING * bound
-        return bound if is_shown else of_fp32
+        is_shown = not results.is_known or BAND_OF_FP32 < results.relative <= GAIN_OF_PASSING * bound
+        return bound if is_shown else BAND_OF_FP32
 
     @staticmethod
     def gain(*bundles: Bundle) -> float:
@@ -175,7 +175,7 @@ class Values:
         grown = max([1.0, *(self._growth_where_made(n, number) for n, side in enumerate(numbers) for number in side)])
         if not all(numbers):
             return Distance(), grown
-        values = [[side.value(name) for name in names] for side, names in sides]
+        values = self._of_parameters(a, b)
         pieces = [[side.piece(0, n) for n in of_side] for (side, _), of_side in zip(sides, numbers, strict=True)]
         if list(map(len, values)) != list(map(len, pieces)):
             return self._in_order(*pieces), grown
@@ -198,15 +198,17 @@ class Values:
         """Return whether the parameters of one side are those of the other, fused or in parts, in any order: their
         values are equal. Constant values, as of a new bias, identify none: then their gradients must be near, too.
         """
-        values = [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
+        values = self._of_parameters(a, b)
         if not self._are_of_one_value(*values):
             return False
         return not _are_constant(values) or self.gradients(a, b)[0].relative < _NEAR
 
     def are_of_one_value(self, a: Sequence[str], b: Sequence[str]) -> bool:
         """Return whether the parameters of one side have the values of those of the other, in any order."""
-        values = [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
-        return self._are_of_one_value(*values)
+        return self._are_of_one_value(*self._of_parameters(a, b))
+
+    def _of_parameters(self, a: Sequence[str], b: Sequence[str]) -> list[list[Piece]]:
+        return [[side.value(name) for name in names] for side, names in zip(self.sides, (a, b), strict=True)]
 
     def _are_of_one_value(self, a: Sequence[Piece], b: Sequence[Piece]) -> bool:
         if sum(piece.elements for piece in a) != sum(piece.elements for piece in b):

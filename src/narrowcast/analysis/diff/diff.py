@@ -9,9 +9,7 @@ from typing import Any, overload
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of, place_of
 from narrowcast.analysis.diff.ends import about_outputs, compare_ends, explain_formats, lengths_of, look_at_ends
-from narrowcast.analysis.diff.gradients import (
-    common_factor,
-)
+from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
@@ -28,10 +26,7 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import (
-    RunDifferences,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 

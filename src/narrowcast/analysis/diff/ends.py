@@ -89,7 +89,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             judging.of_inputs(pairs),
             min(judging.widest, max((g.difference for g in result.gradients), default=0.0)),
         )
-    elif not _is_unexplained(result, judging, left_out, are_equal=not any(one.difference for one in ends)):
+    elif not _is_unexplained(result, judging, are_equal=not any(one.difference for one in ends)):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
@@ -159,7 +159,7 @@ def explain_formats(result: RunDifferences, judging: Judging, left_out: Collecti
     return bool(result.formats) and (not any(judging.counts_of_unpaired(left_out)) or judging.widest >= WIDEST)
 
 
-def _is_unexplained(result: RunDifferences, judging: Judging, left_out: Collection[Bundle], are_equal: bool) -> bool:
+def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -> bool:
     """Return whether gradients differ visibly in fp32, or by much in a low format, and nothing that was found makes
     that. are_equal: outputs are, so that no condition was decided otherwise.
     """

@@ -26,6 +26,9 @@ def band_of_formats(formats: Sequence[str]) -> float:
     return max(LEAST_BAND, BAND * sum(FORMATS[name].epsilon / 2 for name in formats if name in FORMATS))
 
 
+BAND_OF_FP32 = band_of_formats(("fp32", "fp32"))
+
+
 class RoundOff:
     """The rounding bounds of relative differences between calls of two sides."""
 
@@ -43,8 +46,6 @@ class RoundOff:
         formats = [side.runs[0].tensors[n].format for side, n in numbers]
         known = [name for name in formats if name in FORMATS]
         return band_of_formats([_coarsest(known)] * 2) if known else LEAST_BAND
-
-    in_fp32 = band_of_formats(("fp32", "fp32"))
 
     def of_pair(self, pair: Aligned) -> float:
         """Return the rounding bound of the results' difference, where nothing cancels."""

@@ -99,12 +99,10 @@ def _short(text: str) -> str:
 
 def _figures(result: RunDifferences) -> list[Figure]:
     producers = len(result.producers) + len(result.alone)
-    inherit = sum(row.verdict == INHERITED for row in result.rows)
     alone = [sum(one.run == run for one in result.unaligned) for run in "ab"]
-    passed_on = f"{counted(inherit, 'pair', 'propagate')} one"
     figures = [
         Figure("pairs of calls", len(result.rows), f"{result.compared} compared"),
-        Figure("make a difference", producers, passed_on, "bad" if producers else "good"),
+        Figure("make a difference", producers, _passed_on(result), "bad" if producers else "good"),
         Figure("in other formats", len(result.formats), "pairs"),
         Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
@@ -303,16 +301,19 @@ def _series(rows: list[PairRow]) -> list[Series]:
                    log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip
 
 
+def _passed_on(result: RunDifferences) -> str:
+    """Return how many pairs only pass a difference on, in words."""
+    return f"{counted(sum(row.verdict == INHERITED for row in result.rows), 'pair', 'propagate')} one"
+
+
 def run_differences_verdict(result: RunDifferences) -> str:
     """Return the verdict in a sentence."""
-    inherited = sum(row.verdict == INHERITED for row in result.rows)
     all_of = "all pairs" if result.unaligned else "all"  # of others nobody knows what they would compute in
     formats = counted(len(result.formats), "pair") if result.formats else ""
     texts = [f"{formats} in other formats" if formats else f"{all_of} in the same formats"]
     producers = len(result.producers) + len(result.alone)
     if producers:
-        makers, others = counted(producers, "call", "make"), counted(inherited, "pair", "propagate")
-        texts.append(f"{makers} a difference, {others} one")
+        texts.append(f"{counted(producers, 'call', 'make')} a difference, {_passed_on(result)}")
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     elif result.weights_apart:
