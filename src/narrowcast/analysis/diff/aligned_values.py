@@ -45,6 +45,7 @@ class Values:
         self.sides = (a, b)
         self.round_off = RoundOff(a, b)
         self._as_read = as_read
+        self._results: dict[tuple[Aligned, bool], Distance] = {}
         self.names = Operands(self.between).names
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
@@ -52,6 +53,12 @@ class Values:
         """Compare the results of the calls: of one op all that not only a backward reads, of two ops the first.
         is_equal: they read the same bits in the same formats.
         """
+        known = self._results.get((pair, is_equal))
+        if known is None:
+            known = self._results[pair, is_equal] = self._compared(pair, is_equal)
+        return known
+
+    def _compared(self, pair: Aligned, is_equal: bool) -> Distance:
         if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
             return Distance()
         first = pair.a[0].call, pair.b[0].call
