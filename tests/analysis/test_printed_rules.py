@@ -12,9 +12,9 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.core.policy import Policy, Site
+from narrowcast.core.policy.text import rule_text
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import alike_module
-from narrowcast.reports.results.shown_rules import rule_text
 
 BLOCK = re.compile(r"^\[\[rule\]\]\n(?:\w+ = .*(?:\n|$))+", re.MULTILINE)
 IN_LINE = re.compile(r'\[\[rule\]\] with ((?:\w+ = "(?:[^"\\]|\\.)*"(?:, )?)+)')

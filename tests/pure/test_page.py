@@ -33,6 +33,7 @@ from program_text import parse_program
 from narrowcast.analysis.explain.flow import graph_flow
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy
+from narrowcast.core.policy.text import rule_text
 from narrowcast.errors import RunError
 from narrowcast.reports.documents.model import OUTSIDE, Node
 from narrowcast.reports.documents.of_results import document_of
@@ -43,7 +44,6 @@ from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.saved import load
-from narrowcast.reports.results.shown_rules import rule_text
 
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"

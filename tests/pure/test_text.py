@@ -189,11 +189,11 @@ training = ["bf16", "fp16"]
 inner = "policy"
 [[rule]]
 op = "aten.mm"
-action = "to(fp16)"
 module = ""
 class = "A"
 function = "f"
 argument = "x"
+action = "to(fp16)"
 torch = ">=2.11"
 override = true
 reason = "why"

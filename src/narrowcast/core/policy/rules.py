@@ -7,7 +7,7 @@ import glob
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import Format, parse_format, tf32
@@ -238,6 +238,16 @@ class Rule:
     def is_module_call(self) -> bool:
         """Whether it is about the calls of modules rather than of ops."""
         return self.op == MODULE_CALL
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The rule by the keys of a policy file, those that are given."""
+        given = {
+            "op": self.op, "module": self.module, "class": self.module_class, "function": self.function,
+            "argument": self.argument, "call": self.call, "action": str(self.action), "torch": self.torch,
+            "override": self.override or None, "reason": self.reason or None, "source": self.source or None,
+        }  # fmt: skip
+        return {key: value for key, value in given.items() if value is not None}
 
     @property
     def label(self) -> str:

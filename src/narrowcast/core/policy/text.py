@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -215,3 +216,23 @@ def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _T
             items = "tables" if _LISTS[key] is dict else "strings"
             found = f"a list of other things than {items}" if value else "an empty list"
             raise PolicyError(asked, found, where, f"Give a list of {items}.")
+
+
+def rule_text(keys: Mapping[str, Any]) -> str:
+    """Return a rule, by its keys, in the form of a policy file."""
+    return "\n".join(["[[rule]]", *(f"{key} = {_value(value)}" for key, value in keys.items())])
+
+
+def rule_in_line(rule: Rule) -> str:
+    """Return the rule on one line: `[[rule]] with op = "aten.mm.default", action = "full"`."""
+    first, *lines = rule_text(rule.keys).split("\n")
+    return f"{first} with {', '.join(lines)}"
+
+
+def _value(value: str | int | bool) -> str:
+    """Return a value of TOML, a text as a basic string."""
+    if not isinstance(value, str):
+        return str(value).lower()
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
+    return f'"{plain}"'

@@ -50,16 +50,11 @@ def _array_of_rules(rules: tuple[Rule, ...], allowances: tuple[Rule, ...] = ()) 
     array = tomlkit.aot()
     for rule in (*rules, *allowances):
         table = tomlkit.table()
-        allows = any(rule is allowance for allowance in allowances)
-        action = None if allows else str(rule.action)
-        values = {
-            "op": rule.op, "action": action, "allow_nonfinite": allows or None, "module": rule.module,
-            "class": rule.module_class, "function": rule.function, "argument": rule.argument, "call": rule.call,
-            "torch": rule.torch, "override": rule.override or None, "reason": rule.reason or None,
-            "source": rule.source or None,
-        }  # fmt: skip
-        for key, value in values.items():
-            if value is not None:
-                table[key] = value
+        keys = rule.keys
+        if any(rule is allowance for allowance in allowances):
+            del keys["action"]
+            keys["allow_nonfinite"] = True
+        for key, value in keys.items():
+            table[key] = value
         array.append(table)
     return array

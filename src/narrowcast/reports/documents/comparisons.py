@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from narrowcast.core.policy import Rule
 from narrowcast.formats import FORMATS
 from narrowcast.output.words import counted, number_text, or_infinity
 from narrowcast.reports.documents.ledgers import ORDER, shares
@@ -16,6 +15,7 @@ from narrowcast.reports.documents.model import (
     Graph,
     Node,
     Series,
+    Shown,
     Table,
     Todo,
     facts_of,
@@ -23,7 +23,7 @@ from narrowcast.reports.documents.model import (
     node_of,
     once,
 )
-from narrowcast.reports.documents.rules import glob_unescaped, is_low, keeping, rule_of_call
+from narrowcast.reports.documents.rules import is_low, keeping, rule_of_call, rule_todo
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import (
@@ -35,7 +35,6 @@ from narrowcast.reports.results.differences import (
     Growth,
     Remedy,
 )
-from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import (
     AT_FAULT,
     EXACT,
@@ -234,18 +233,7 @@ def _rules_to_add(remedy: Remedy) -> list[Todo]:
     at = f" ({_lines(remedy.lines)})" if remedy.lines else ""
     first = "" if number == 1 else f"with the {'rule' if number == 2 else 'rules'} below, "
     whys = [f"{first}{_reached(remedy)}{at}", *["the first helps only with it"] * (number - 1)]
-    return [
-        Todo(_kept(rule), why, shown_rule(rule), rule.module or "", together=number)
-        for rule, why in zip(remedy.rules, whys, strict=False)
-    ]
-
-
-def _kept(rule: Rule) -> str:
-    """Say in words what a rule that was tried does."""
-    path = glob_unescaped(rule.module or "")
-    if rule.argument is None:
-        return keeping(rule.op, path)
-    return f"Give what {rule.op} in {path or 'the root'} makes in fp32, and so compute what reads it"
+    return [rule_todo(rule, why, together=number) for rule, why in zip(remedy.rules, whys, strict=False)]
 
 
 def _lines(places: Iterable[tuple[str, int]]) -> str:

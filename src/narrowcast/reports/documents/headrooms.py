@@ -9,12 +9,11 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import shares
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_at
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Shown, Table, Todo, node_at
 from narrowcast.reports.documents.rules import call_rule, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.headroom import FORMATS, SCALES, UNSCALED, Headroom, TensorHeadroom
-from narrowcast.reports.results.shown_rules import Shown
 
 NAMES = tuple(format.name for format in FORMATS)
 

@@ -54,6 +54,10 @@ class Bar:
     parts: tuple[tuple[str, float], ...]
 
 
+Shown = Mapping[str, str]
+"""A rule by the keys of a policy file; empty where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Todo:
     """Something worth doing: what, why, and the rule that does it (keys as in a policy file), if one does.
@@ -63,7 +67,7 @@ class Todo:
 
     what: str
     why: str
-    rule: Mapping[str, str] = field(default_factory=dict)
+    rule: Shown = field(default_factory=dict)
     path: str = ""
     together: int = 1
 
@@ -96,7 +100,7 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     rows: list[list[Any]]
-    rules: list[Mapping[str, str]] = field(default_factory=list)
+    rules: list[Shown] = field(default_factory=list)
     shared: list[tuple[str, str]] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo, facts_of
+from narrowcast.reports.documents.rules import rule_todo
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
-from narrowcast.reports.results.shown_rules import shown_rule
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 
@@ -21,12 +20,11 @@ def repair_document(result: Repair) -> Document:
     page.facts = facts_of(model=result.subject, device=device, policy=result.base, region=region, asked=result.asked)
     page.figures = _figures(result)
     page.bars = _bars(result)
-    rules = [shown_rule(row.rule) for row in result.rules]
-    page.todos = [*_use(result), *(_todo(row, rule) for row, rule in zip(result.rules, rules, strict=True))]
+    page.todos = [*_use(result), *map(_todo, result.rules)]
     page.notes = list(result.notes)
     others = [[rule, "was tried, and is not needed"] for rule in result.dropped]
     others += [[rule, "may not be needed: the limit of runs was reached"] for rule in result.untried]
-    page.tables = [*_rule_table(result.rules, rules), *_step_table(result.steps)]
+    page.tables = [*_rule_table(result.rules), *_step_table(result.steps)]
     page.tables += table("other rules", "Other rules", "rule, outcome", others)
     page.series = _series(result)
     return page
@@ -97,25 +95,18 @@ def _use(result: Repair) -> list[Todo]:
     return [Todo("Use the policy", how)] if result.verdict == REPAIRED else []
 
 
-def _todo(row: RepairRule, shown: Mapping[str, str]) -> Todo:
-    rule = row.rule
-    where = f" in {rule.module}" if rule.module else ""
-    argument = f" for {rule.argument}" if rule.argument else ""
-    needed = f"; without it: {row.needed}" if row.needed else ""
-    action = str(rule.action)
-    what = f"{rule.op}{where}{argument}"
-    what = f"Keep {what} in fp32" if action == "full" else f"{what}: {action}"
-    return Todo(what, f"{rule.reason}{needed}", shown, rule.module or "")
+def _todo(row: RepairRule) -> Todo:
+    return rule_todo(row.rule, f"{row.rule.reason}; without it: {row.needed}" if row.needed else row.rule.reason)
 
 
-def _rule_table(rows: list[RepairRule], rules: list[dict[str, str]]) -> list[Table]:
+def _rule_table(rows: list[RepairRule]) -> list[Table]:
     cells = [
         [row.rule.module or "", row.rule.op, row.rule.argument or "", str(row.rule.action), row.cause, row.share,
          row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
     columns = "module, op:op, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
-    return table("rules", "Rules of the repaired policy", columns, cells, rules)
+    return table("rules", "Rules of the repaired policy", columns, cells, [row.rule.keys for row in rows])
 
 
 def _step_table(steps: list[RepairStep]) -> list[Table]:

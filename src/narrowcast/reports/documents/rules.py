@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.policy import RESULT, Kind, Rule
 from narrowcast.formats import FORMATS
-from narrowcast.reports.documents.model import Node
-from narrowcast.reports.results.shown_rules import Shown
+from narrowcast.reports.documents.model import Node, Shown, Todo
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _NOT_ASKED = ("module.call.", "aten._to_copy.")
@@ -51,6 +51,17 @@ def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
 def keeping(op: str, path: str) -> str:
     """Return what the rule that keeps a call in fp32 does, in words."""
     return f"Keep {op} in {path or 'the root'} in fp32"
+
+
+def rule_todo(rule: Rule, why: str, together: int = 1) -> Todo:
+    """Return what a rule that was tried does, in words, with the rule."""
+    path = glob_unescaped(rule.module or "")
+    if rule.argument == RESULT:
+        what = f"Give what {rule.op} in {path or 'the root'} makes in fp32, and so compute what reads it"
+    else:
+        what = keeping(f"{rule.op} for {rule.argument}" if rule.argument else rule.op, path)
+        what = what if rule.action.kind is Kind.FULL else f"{rule}"
+    return Todo(what, why, rule.keys, path, together)
 
 
 def high_rule(node: Node) -> Shown:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from narrowcast.core.ledger.records import Advice, Refusal, Tally
-from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Table
+from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Shown, Table
 from narrowcast.reports.documents.rules import (
     agreeing,
     call_rule,
@@ -18,7 +18,6 @@ from narrowcast.reports.documents.rules import (
 from narrowcast.reports.documents.words import place
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.shown_rules import Shown
 
 
 def table(

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import ORDER
-from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, node_of, once
-from narrowcast.reports.documents.rules import glob_unescaped, keeping
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Shown, Table, Todo, node_of, once
+from narrowcast.reports.documents.rules import rule_todo
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.findings import FOR_SCALER, Finding, Watching
 from narrowcast.reports.results.run_records import tensor_text
-from narrowcast.reports.results.shown_rules import Shown, shown_rule
 from narrowcast.reports.results.verdicts import TREND
 
 
@@ -74,7 +73,7 @@ def watch_verdict(result: Watching) -> tuple[str, str]:
 
 
 def _first_rule(row: Finding) -> Shown:
-    return shown_rule(row.rules[0]) if row.rules else {}
+    return row.rules[0].keys if row.rules else {}
 
 
 def _todos(row: Finding) -> list[Todo]:
@@ -82,8 +81,7 @@ def _todos(row: Finding) -> list[Todo]:
     why = " ".join(filter(None, (f"{row.sentence}.", row.advice)))
     if not row.rules:
         return [Todo(row.advice or row.sentence, row.sentence if row.advice else "", path=row.id.module_path)]
-    paths = [(rule, glob_unescaped(rule.module or "")) for rule in row.rules]
-    return [Todo(keeping(rule.op, path), why, shown_rule(rule), path, len(paths)) for rule, path in paths]
+    return [rule_todo(rule, why, len(row.rules)) for rule in row.rules]
 
 
 def _history(result: Watching) -> list[Series]:

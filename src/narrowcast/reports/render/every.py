@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from narrowcast.core.policy.text import rule_text
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.screen import Part, wrapped
 from narrowcast.output.words import number_text
 from narrowcast.reports.documents.model import FIRST_TODOS, Bar, Column, Document, Table, Todo
 from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.documents.words import in_count, in_time
-from narrowcast.reports.results.shown_rules import rule_text
 
 LEAST = 16
 """So much room a column of words has at least."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from narrowcast.core.policy.text import rule_text
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.model import FIRST_TODOS, Bar, Document, Table, Todo
 from narrowcast.reports.render.every import cell, first_rows, split_columns, telling_table
-from narrowcast.reports.results.shown_rules import rule_text
 
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}

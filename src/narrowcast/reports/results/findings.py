@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
+from narrowcast.core.policy.text import rule_in_line
 from narrowcast.errors import Origin, RunError
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
-from narrowcast.reports.results.shown_rules import rule_in_line
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
 CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
