@@ -690,3 +690,38 @@ def test_tensors_of_every_kind_pass_and_those_without_memory_of_their_own_are_no
     """Nested, sparse, fp8, complex, meta and vmapped tensors raise nothing under a watch or a capture."""
     with look(), nc.autocast("cpu", torch.bfloat16):
         run(nn.Linear(8, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("under", ["bf16", "fp16"])
+def test_the_logarithm_of_zero_is_meant_where_all_that_reads_it_is_finite(under):
+    """A point without mass in a transport plan; an overflow that a sigmoid hides is not meant."""
+
+    class Plan(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.layer, self.factor = nn.Linear(8, 6), factor
+
+        def forward(self, x, mass):
+            logits = self.layer(x * self.factor)
+            plan = torch.logsumexp(logits.float() + mass.log(), 1)
+            return torch.sigmoid(logits).sum() + plan.sum()
+
+    mass = torch.tensor([0.2, 0.2, 0.2, 0.4, 0.0, 0.0])
+    run = nc.capture(Plan(1.0), (torch.rand(4, 8), mass), under=under)
+    assert run.verdict == "finite" and run.not_finite()
+    if under == "fp16":
+        over = nc.capture(Plan(1e38), (torch.rand(4, 8), mass), under=under)
+        assert over.verdict == "not finite"
+
+
+def test_the_logarithm_of_zero_that_is_returned_is_not_finite():
+    """Nothing makes it finite."""
+    run = nc.capture(nn.Sequential(nn.ReLU(), Log()), (torch.tensor([-1.0, 2.0]),))
+    assert run.verdict == "not finite"
+
+
+class Log(nn.Module):
+    """A logarithm."""
+
+    def forward(self, x):
+        return x.log()

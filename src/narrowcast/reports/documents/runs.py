@@ -66,7 +66,8 @@ def run_verdict(run: Run) -> tuple[str, str]:
         return text, "bad"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
-    return f"Every value is finite, but infinities that were given or filled in, as masks are, in {calls}", "good"
+    text = f"Every value is finite, but infinities in {calls} that were given, filled in as masks are, or go no further"
+    return text, "good"
 
 
 def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ops import named
 from narrowcast.errors import RunError
 from narrowcast.output.words import counted
 from narrowcast.reports.results.headroom import Headroom, headroom_of
@@ -116,17 +117,30 @@ class Run(Result):
         return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
 
     def first_not_finite(self) -> CallRecord | None:
-        """Return the first call that made NaN, or an infinity out of finite inputs that was not a fill value."""
-        for call in self.not_finite():
+        """Return the first call that made NaN, or an infinity out of finite inputs: not one that it was given to fill
+        in, nor the logarithm of zero and its like, if all that reads infinities makes finite values of them in the end.
+        """
+        bad = self.not_finite()
+        end_finite = self._end_finite(bad)
+        for call in bad:
             inputs, outputs = ([self.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
             has_nan = any(t.nan for t in outputs)
             if all(t.is_finite for t in inputs):
                 is_filled_in = any(value in ("inf", "-inf") for _, value in call.given)
-                if has_nan or not (is_filled_in or any(t.is_mask for t in inputs)):
+                is_at_pole = call.id.op.split(".")[1] in named("finite.not_at_zero") and any(t.zeros for t in inputs)
+                is_meant = is_filled_in or any(t.is_mask for t in inputs) or (is_at_pole and end_finite)
+                if has_nan or not is_meant:
                     return call
             elif has_nan and not any(t.nan for t in inputs):
                 return call
         return None
+
+    def _end_finite(self, bad: Iterable[CallRecord]) -> bool:
+        """Return whether these calls make no NaN, and infinities that others read, which no model returns."""
+        read = {number for call in self.calls for _, n in call.inputs for number in (n, self.tensors[n].lies_in)}
+        kept = {*self.returned, *(row["gradient"] for row in self.parameters.values() if "gradient" in row)}
+        made = (n for call in bad for _, n in call.outputs if not self.tensors[n].is_finite)
+        return all(not self.tensors[n].nan and n in read and n not in kept for n in made)
 
     @property
     def verdict(self) -> str:
