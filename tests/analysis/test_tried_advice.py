@@ -197,3 +197,20 @@ def test_a_gradient_that_is_zero_in_theory_says_nothing_of_what_a_format_holds()
 
     run = nc.capture(Attention(), (X,), backward=True)
     assert run.headroom().verdict == "fits", run.headroom()
+
+
+def test_what_underflows_is_to_be_scaled_and_no_call_is_to_be_looked_at():
+    """A tiny loss in fp16: no rule about a call of the forward brings its gradient back."""
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 1)
+
+        def forward(self, x):
+            return self.last(nn.functional.gelu(self.first(x)))
+
+    torch.manual_seed(0)
+    compared = nc.compare(Tiny(), (torch.randn(8, 16),), under="fp16", backward=lambda out: out.float().mean() * 1e-9)
+    assert compared.verdict == "round-off"
+    assert [todo.what for todo in compared.todos] == ["Scale the loss (nc.Scaler), or use bf16"]

@@ -96,7 +96,7 @@ def comparison_document(result: Differences) -> Document:
     return page
 
 
-_MUCH = 0.1
+_MUCH, _MOSTLY = 0.1, 0.5
 """An output error that is said to be large, whether or not it is round-off."""
 
 
@@ -187,7 +187,11 @@ def advice_todos(result: Differences) -> list[Todo]:
         changes = [*_lines_to_change(remedy), *_rules_to_add(remedy)]
         region = Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))
         return [*_unknown_ops(result), *(changes or [region]), *_first_fault(result)]
-    if not result.tried:
+    lost = max(result.gradients, key=lambda row: row.underflow, default=None)
+    if lost is not None and lost.underflow > _MOSTLY and not lost.is_round_off_alone:
+        why = f"{lost.underflow:.0%} of the gradient of {lost.parameter} underflow"
+        return [Todo("Scale the loss (nc.Scaler), or use bf16", why)]
+    if not result.tried or (result.verdict in SOUND and growth is None):
         return []
     why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
     if growth is not None:

@@ -125,9 +125,11 @@ class GradientError:
     @property
     def is_round_off_alone(self) -> bool:
         """Whether it is zero up to round-off: what is there is that of the terms of a sum that cancel, as in the
-        bias before a batch norm. Of such a gradient neither error nor direction says anything.
+        bias before a batch norm. Of such a gradient neither error nor direction says anything. Where no bound is known
+        (0), it is small with its error, too.
         """
-        return self.share < 2.0**-10 and self.round_off_bound >= 0.5
+        is_unbounded = not self.round_off_bound and self.relative_error > 1 > 2.0**6 * self.share * self.relative_error
+        return self.share < 2.0**-10 and (self.round_off_bound >= 0.5 or is_unbounded)
 
 
 @dataclass(frozen=True, slots=True)
