@@ -274,3 +274,213 @@ def test_gradients_that_are_far_off_are_reported_in_low_formats(wrong):
     lines = {int(one.place.rpartition(":")[2]) for one in result.alone}
     first = inspect.getsourcelines(Silu.backward)[1]
     assert bool(lines & set(range(first, first + 4))) is wrong
+
+
+class Routed(nn.Module):
+    """Experts one by one, each with the rows of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).float().softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, slot = torch.where(chosen == number)
+            made = expert(x[rows]) * weights[rows, slot, None]
+            out = out.index_add(0, rows, made.to(out.dtype))
+        return out
+
+
+class Grouped(nn.Module):
+    """The same with the weights of all experts in one tensor."""
+
+    def __init__(self, other, activation=F.silu):
+        super().__init__()
+        stacked = (torch.stack([e[n].weight.detach() for e in other.experts]) for n in (0, 2))
+        biases = (torch.stack([e[n].bias.detach() for e in other.experts]) for n in (0, 2))
+        self.gate, self.activation = other.gate, activation
+        self.first, self.second = map(nn.Parameter, stacked)
+        self.first_bias, self.second_bias = map(nn.Parameter, biases)
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).float().softmax(-1).topk(2, -1)
+        share = torch.zeros(len(x), 4).scatter(1, chosen, weights)
+        hidden = torch.baddbmm(self.first_bias[:, None], x.expand(4, -1, -1), self.first.transpose(1, 2))
+        each = torch.baddbmm(self.second_bias[:, None], self.activation(hidden), self.second.transpose(1, 2))
+        return torch.einsum("te,eth->th", share, each)
+
+
+class Shifted(nn.Module):
+    """A scale and a shift of one layer, in two parts; or of two layers, and what is added at the end four times."""
+
+    def __init__(self, other=None):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(16, 32)] if other is None else [nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.offset = nn.Parameter(torch.randn(8) if other is None else other.offset.detach().repeat_interleave(4))
+        if other is not None:
+            self.first.load_state_dict(other.first.state_dict())
+            self.last.load_state_dict(other.last.state_dict())
+            for layer, weight, bias in zip(
+                self.layers, other.layers[0].weight.chunk(2), other.layers[0].bias.chunk(2), strict=True
+            ):
+                layer.load_state_dict({"weight": weight, "bias": bias})
+
+    def forward(self, x):
+        hidden = F.silu(self.first(x))
+        made = [layer(hidden) for layer in self.layers]
+        scale, shift = made if len(made) == 2 else made[0].chunk(2, -1)
+        out = self.last(x * (1 + scale) + shift)[..., None]
+        return (out + self.offset.view(8, -1)).expand(-1, -1, 4).flatten(1)
+
+
+class Apart(nn.Module):
+    """Three layers with new biases, all zero, and one after them; or one layer for the three (fused)."""
+
+    def __init__(self, fused=None):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)] if fused is None else [nn.Linear(16, 48)])
+        self.out = nn.Linear(16, 16)
+        if fused is not None:
+            with torch.no_grad():
+                self.parts[0].weight.copy_(torch.cat([part.weight for part in fused.parts]))
+                self.out.weight.copy_(fused.out.weight)
+        for layer in (*self.parts, self.out):
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x):
+        q, k, v = (part(x) for part in self.parts) if len(self.parts) == 3 else self.parts[0](x).chunk(3, -1)
+        return self.out((q @ k.t() / 4).softmax(-1) @ v)
+
+
+def grouped(activation=F.silu):
+    routed = Routed()
+    return routed, Grouped(routed, activation)
+
+
+def shifted():
+    whole = Shifted()
+    return whole, Shifted(whole)
+
+
+def apart():
+    separate = Apart()
+    return separate, Apart(separate)
+
+
+@pytest.mark.parametrize("under", [None, "bf16"])
+@pytest.mark.parametrize(("make", "width"), [(grouped, 32), (shifted, 16), (apart, 16)], ids=["moe", "shift", "fused"])
+def test_gradients_of_weights_in_other_parts_are_alike(make, width, under):
+    """Stacked weights of experts, of one layer or of two, of three with biases that are all zero."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        a, b = make()
+        x = torch.randn(24, width)
+        runs = [
+            nc.capture(model, (x,), backward=lambda out: out.float().square().mean(), under=under) for model in (a, b)
+        ]
+        difference = nc.diff(*runs)
+        assert difference.verdict in ("round-off", "alike", "formats differ"), difference
+        compared = {name for row in difference.gradients for name in row.a}
+        assert compared == {name for name, _ in a.named_parameters()} - {"offset"}
+
+
+def test_outputs_that_only_calls_without_a_partner_make_differ_in_a_low_format():
+    """Nearly three times as far apart as a call's round-off, where all calls that have a partner are nearer."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 32)
+    assert found(*grouped(), x, "bf16").verdict != "values differ"
+    difference = found(*grouped(lambda h: F.silu(h) * 1.1), x, "bf16")
+    assert difference.verdict == "values differ" and difference.alone
+
+
+class Edges(nn.Module):
+    """A layer of a graph network that adds up over edges, each node's own among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 6)
+
+    def forward(self, x, edges):
+        own = torch.arange(len(x))
+        source, target = torch.cat([edges, torch.stack([own, own])], 1)
+        degree = torch.zeros(len(x)).index_add(0, target, torch.ones(len(target)))
+        weight = (degree[source] * degree[target]).rsqrt()
+        h = self.layer(x)
+        return torch.zeros_like(h).index_add(0, target, h[source] * weight[:, None].to(h.dtype))
+
+
+class Matrix(nn.Module):
+    """The same with a matrix; perhaps without a node's own edge, so that one has none."""
+
+    def __init__(self, other, own):
+        super().__init__()
+        self.layer, self.own = other.layer, own
+
+    def forward(self, x, edges):
+        links = torch.zeros(len(x), len(x)).index_put((edges[1], edges[0]), torch.ones(edges.shape[1]), accumulate=True)
+        links = links + torch.eye(len(x)) if self.own else links
+        degree = links.sum(1).rsqrt()
+        return (links * degree[:, None] * degree) @ self.layer(x)
+
+
+@pytest.mark.parametrize("under", [None, "bf16"])
+def test_one_program_that_returns_nan_differs_from_one_that_does_not(under):
+    """At the first call that does: a difference without a bound was within every bound."""
+    torch.manual_seed(0)
+    a, x, edges = Edges(), torch.randn(15, 10), torch.randint(1, 15, (2, 50))
+    asked = {"under": under} if under else {}
+    runs = [nc.capture(model, (x, edges), **asked) for model in (a, Matrix(a, True), Matrix(a, False))]
+    assert nc.diff(*runs[:2]).verdict in ("alike", "round-off", "formats differ")
+    difference = nc.diff(runs[0], runs[2])
+    assert difference.verdict == "values differ"
+    assert "it is the first that returns NaN in b" in str(difference).replace("\n   ", "")
+
+
+def test_another_number_behind_a_mask_is_no_difference():
+    """-10000 as BERT has it, and -inf leave the same of a softmax."""
+
+    class Masked(nn.Module):
+        def __init__(self, lowest, scale):
+            super().__init__()
+            self.lowest, self.scale, self.layer = lowest, scale, nn.Linear(16, 16)
+
+        def forward(self, x):
+            scores = (x @ self.layer(x).t() * self.scale).masked_fill(torch.ones(8, 8).triu(1).bool(), self.lowest)
+            return scores.softmax(-1) @ x
+
+    a, x = Masked(float("-inf"), 0.25), torch.randn(8, 16)
+    for scale, verdicts in ((0.25, ("alike", "round-off")), (0.3, ("values differ",))):
+        b = Masked(-10000.0, scale)
+        b.load_state_dict(a.state_dict())
+        difference = found(a, b, x)
+        assert difference.verdict in verdicts, difference
+        assert "-10000" not in str(difference)
+
+
+def test_weights_in_another_order_are_not_accused_of_another_fault():
+    """A projection whose rows stand in another order, as for another layout of rotary embeddings, is undone later."""
+
+    class Rotated(nn.Module):
+        def __init__(self, order, factor):
+            super().__init__()
+            self.layer, self.order, self.factor = nn.Linear(16, 16, bias=False), order, factor
+
+        def forward(self, x):
+            h = self.layer(x)
+            h = h if self.order is None else h[:, self.order]
+            return torch.cat([h[:, ::2] * self.factor, h[:, 1::2].neg()], 1).softmax(-1) @ torch.ones(16, 4).cumsum(0)
+
+    torch.manual_seed(0)
+    order, x = torch.randperm(16), torch.randn(8, 16)
+    a = Rotated(None, 1.0)
+    for factor in (1.0, 1.5):
+        b = Rotated(order, factor)
+        with torch.no_grad():
+            b.layer.weight[order] = a.layer.weight
+        difference = found(a, b, x)
+        assert (difference.verdict == "values differ") is (factor > 1)
+        assert "same weight" not in str(difference)

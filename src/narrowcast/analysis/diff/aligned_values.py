@@ -32,7 +32,7 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger the relative difference of a sound call's results may be than that of its inputs, besides the
 growth that sizes explain; what exceeds that and local rounding is a fault. The second: of ops that pass it on.
 """
-_ORDERED, _NEAR = 3, 0.25
+_ORDERED, _NEAR, _MASKED = 3, 0.25, -1e4
 
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -172,6 +172,15 @@ class Values:
         """Compare two tensors, by their numbers in the first ranks' runs."""
         return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
 
+    def weights_apart(self, pair: Aligned) -> float:
+        """Return how far apart the weights are that steps have made of those of two modules; 0 if that is not known."""
+        names = [f"{bundles[0].path}.weight".strip(".") for bundles in (pair.a, pair.b)]
+        rows = [side.runs[0].parameters.get(name, {}) for side, name in zip(self.sides, names, strict=True)]
+        if not all("before" in row for row in rows) or self.between(*(row["before"] for row in rows)).relative:
+            return 0.0
+        apart = self.between(*(row["value"] for row in rows)).relative
+        return apart if apart <= _NEAR else 0.0
+
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
         """Compare gradients of parameters, several of one side in the order in which they are one of the other; also
         return by how much errors grow where they are computed: that of a bias before a norm is zero but for errors.
@@ -201,14 +210,14 @@ class Values:
         join = beside if a[0].dimensions < 2 else stacked
         return distance(join(a), join(b), self._whole)
 
-    def are_parts(self, a: Sequence[str], b: Sequence[str]) -> bool:
+    def are_parts(self, a: Sequence[str], b: Sequence[str], near: float = _NEAR) -> bool:
         """Return whether the parameters of one side are those of the other, fused or in parts, in any order: their
         values are equal. Constant values, as of a new bias, identify none: then their gradients must be near, too.
         """
         values = self._of_parameters(a, b)
         if not self._are_of_one_value(*values):
             return False
-        return not _are_constant(values) or self.gradients(a, b)[0].relative < _NEAR
+        return not _are_constant(values) or self.gradients(a, b)[0].relative < near
 
     def are_of_one_value(self, a: Sequence[str], b: Sequence[str]) -> bool:
         """Return whether the parameters of one side have the values of those of the other, in any order."""
@@ -353,7 +362,9 @@ def _row_of(name: str, a: str, b: str, difference: float) -> tuple[str, str, str
 
 
 def is_number(a: str, b: str) -> bool:
-    """Return whether two texts are different floats, flags or words; whole numbers are sizes, which layouts change."""
+    """Return whether two texts are different floats, flags or words; whole numbers are sizes, which layouts change, and
+    numbers that fill what is masked leave the same of a softmax.
+    """
     for text in (a, b):
         if text.startswith("'"):
             return True
@@ -361,4 +372,6 @@ def is_number(a: str, b: str) -> bool:
             float(text)
         except ValueError:
             return {a, b} == {"True", "False"}
+    if max(float(a), float(b)) <= _MASKED:
+        return False
     return not math.isclose(float(a), float(b), rel_tol=1e-6) and any(mark in text for text in (a, b) for mark in ".en")

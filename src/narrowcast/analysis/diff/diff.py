@@ -8,7 +8,14 @@ from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of, place_of
-from narrowcast.analysis.diff.ends import about_outputs, compare_ends, explain_formats, lengths_of, look_at_ends
+from narrowcast.analysis.diff.ends import (
+    about_outputs,
+    compare_ends,
+    explain_formats,
+    lengths_of,
+    look_at_ends,
+    tell_nan,
+)
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import Distance
@@ -115,6 +122,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
             break
         pairs = [pair for pair in pairs if pair not in none]
     apart = compare_ends(result, judging, pairs, left_out)
+    result.output_difference = apart
+    tell_nan(result, judging, pairs)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned, range_difference
 from narrowcast.analysis.diff.sides import Bundle, Makers, Side
 from narrowcast.reports.results.run_differences import RunRow
 
-GOES_ON, ABSORBED, UNKNOWN = "goes on", "absorbed", "unknown"
+GOES_ON, ABSORBED, REARRANGED, UNKNOWN = "goes on", "absorbed", "rearranged", "unknown"
 SHOWS = 2.0
 """A result that differs by its rounding bound over this, and is computed of one beyond its own, shows the same fault:
 round-off alone is mostly smaller.
@@ -21,14 +21,15 @@ CANCELS = 8.0
 class Effects:
     """Follows differences from call to call. paired: by side, the pair of each call.
 
-    widest: the widest rounding bound of a call.
+    widest: the widest rounding bound of a call. alike: pairs that make gradients of parameters which are alike, perhaps
+    in other parts.
     """
 
     def __init__(
         self, sides: tuple[Side, Side], makers: tuple[Makers, Makers], paired: Sequence[Mapping[Bundle, Aligned]],
-        rows: Mapping[Aligned, RunRow], widest: float,
+        rows: Mapping[Aligned, RunRow], widest: float, alike: Collection[Aligned] = (),
     ) -> None:  # fmt: skip
-        self._sides, self._rows, self._widest = sides, rows, widest
+        self._sides, self._rows, self._widest, self._alike = sides, rows, widest, alike
         self._readers: dict[Aligned, dict[tuple[Aligned, bool], None]] = {}
         for maker, pair_of in zip(makers, paired, strict=True):
             for bundle in maker.bundles:
@@ -45,11 +46,17 @@ class Effects:
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
     def _of(self, pair: Aligned) -> str:
-        """Return what comes of the difference in a pair's results; UNKNOWN where one may be the other rearranged."""
+        """Return what comes of the difference in a pair's results; REARRANGED where one may be the other in another
+        order, as of rows or of heads, which a later call may undo.
+        """
+        if pair in self._alike:
+            return ABSORBED
         both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
         results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
-        if len(results) < 2 or range_difference(*results) <= self._rows[pair].round_off_bound:
+        if len(results) < 2:
             return UNKNOWN
+        if range_difference(*results) <= self._rows[pair].round_off_bound:
+            return REARRANGED
         waiting, seen = [pair], {pair}
         is_seen, is_cancelled, are_alike = False, True, True
         while waiting:
@@ -60,6 +67,8 @@ class Effects:
                 row = self._rows.get(reader)
                 if row is None:
                     return UNKNOWN
+                if reader in self._alike:
+                    continue
                 bound = max(row.round_off_bound, self._widest)  # of the formats before it, as for a sum in fp32
                 if row.measured_by and row.difference <= bound / SHOWS:
                     is_cancelled &= not row.difference > self._rows[now].difference / CANCELS

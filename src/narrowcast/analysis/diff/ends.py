@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.effects import REARRANGED, Effects
 from narrowcast.analysis.diff.gradients import (
     SAME_STEP,
     apart_as_a_whole,
@@ -25,7 +27,9 @@ from narrowcast.analysis.diff.outcomes import (
     Outcomes,
     are_written_otherwise,
     band_of_all,
+    in_any_layer,
     is_in_another_order,
+    returned,
 )
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -36,9 +40,10 @@ from narrowcast.reports.documents.rules import is_low
 from narrowcast.reports.results.run_differences import DIFFERS, GradientRow, RunDifferences
 from narrowcast.reports.results.verdicts import VALUES_DIFFER
 
-_VISIBLE, _FAR = 0.01, 4.0
-"""Outputs that are further apart, and by this many times the widest rounding bound of a call, are not alike, whether or
-not a call is named for it: in other formats, only where one of the programs makes calls that the other does not make.
+_VISIBLE, _FAR, _FAR_OF_PAIRS = 0.01, 4.0, 2.5
+"""Outputs that are further apart, and by the second times the widest rounding bound of a call, are not alike, named for
+it a call or none: in other formats, only where one of the programs makes calls that the other does not make.
+The third is enough where all pairs of calls within their bounds are as many times nearer than outputs.
 """
 _FAR_OF_GRADIENTS, _FAR_OF_CALLS, _FAR_OF_WEIGHTS = 0.25, 6.0, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.14 at most in 500
@@ -74,8 +79,14 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
     if not are_gradients_alike and outcomes.are_alike:
         are_gradients_alike = _leave_out_other_weights(result, judging)
-    effects = judging.effects(pairs, result.rows)
+    by_pair, alike = dict(zip(pairs, result.rows, strict=True)), _of_alike_gradients(result, judging)
+    effects = Effects(sides, judging.makers, judging.paired, by_pair, judging.widest, alike)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
+    places = {in_any_layer(row) for row, effect in zip(result.rows, of_rows, strict=True) if effect == REARRANGED}
+    differing = [row for row, effect in zip(result.rows, of_rows, strict=True) if effect]
+    if not (outcomes.are_alike or judging.unpaired) and differing and all(in_any_layer(r) in places for r in differing):
+        own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) != REARRANGED}
+        judging.note_first_alone([*own], [*own.values()], FORWARD)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
     of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
@@ -94,9 +105,19 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
-    if not (apart or result.gradients or all(side.runs[0].returned for side in sides)):
+    if not (apart or result.gradients or returned(judging.values)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
+
+
+def _of_alike_gradients(result: RunDifferences, judging: Judging) -> set[Aligned]:
+    """Return the pairs that make gradients of parameters which are alike, perhaps in other parts than the pairs."""
+    found: set[Aligned] = set()
+    for n, (side, makers) in enumerate(zip(judging.values.sides, judging.makers, strict=True)):
+        names = [name for row in result.gradients if not row.is_beyond for name in (row.a, row.b)[n]]
+        made = (makers.of(side.runs[0].parameters[name]["gradient"]) for name in names)
+        found |= {judging.paired[n][x] for x in made if x is not None and x in judging.paired[n]}
+    return found
 
 
 def _leave_out_other_weights(result: RunDifferences, judging: Judging) -> bool:
@@ -118,7 +139,8 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     sides, is_found = judging.values.sides, bool(result.producers or judging.unpaired)
     beyond = [row for row in result.gradients if row.is_beyond]
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
-    is_far = apart > max(_VISIBLE, _FAR * judging.widest)
+    nearer = _FAR_OF_PAIRS * max(judging.widest, result.largest)
+    is_far = apart > max(_VISIBLE, min(_FAR * judging.widest, nearer))
     if is_far and not (judging.has_chosen(apart) or is_of_ranks):
         result.outputs_apart = apart
         if not is_found and not judging.note_first_alone(pairs, result.rows, FORWARD):
@@ -135,11 +157,33 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             judging.note_alone(moved, way)
 
 
+def tell_nan(result: RunDifferences, judging: Judging, pairs: list[Aligned]) -> None:
+    """Tell the first call that returns NaN, if outputs of one run alone have any: no rounding makes that."""
+    both = list(zip(judging.values.sides, judging.makers, strict=True))
+    has_nan = [any(_has_nan(side, x) for x in (*makers.ends, *makers.returned)) for side, makers in both]
+    if has_nan[0] is has_nan[1] or result.producers or judging.unpaired:
+        return
+    n = has_nan.index(True)
+    first = next(x for x in both[n][0].bundles if _has_nan(both[n][0], x))
+    pair = judging.paired[n].get(first)
+    if pair is None:
+        judging.unpaired[first] = math.inf
+    else:
+        at = pairs.index(pair)
+        result.rows[at] = replace(
+            result.rows[at], verdict=DIFFERS, why=f"it is the first that returns NaN in {'ab'[n]}"
+        )
+
+
+def _has_nan(side: Side, bundle: Bundle) -> bool:
+    return any(side.runs[0].tensors[number].nan > 0 for _, number in bundle.call.outputs)
+
+
 def about_outputs(result: RunDifferences, apart: float, judging: Judging) -> list[str]:
     """Return a note about outputs that are not compared, or further apart than any call's bound, and none is named."""
     band = judging.widest
     if math.isnan(apart) and result.verdict != VALUES_DIFFER and result.unaligned:
-        return ["the last calls of both runs have no partner: what they come to is not compared"]
+        return ["what the runs come to is not compared: their last calls have no partner, or another number"]
     is_alike = apart <= (band if _has_low(result) else band_of_all(judging.widest, OUTPUTS))
     if result.verdict == VALUES_DIFFER or not band or is_alike or not result.unaligned:
         return []

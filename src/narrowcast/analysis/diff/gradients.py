@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from narrowcast.analysis.diff.aligned_values import GAIN, Values
 from narrowcast.analysis.diff.alignment import Aligned
@@ -18,6 +19,8 @@ _SAME, SAME_STEP = 2e-6, 1e-3
 """So far apart are gradients whose sums are rounded in another order in fp32, and what steps by them change."""
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
+_NEAR = (0.02, 0.25)
+"""So near are gradients of parameters of one constant value, which may be each other's: first the nearest."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
 _MOST = 0.25
 """The largest bound for runs in the same formats, whatever their calls: a missing micro-batch makes more."""
@@ -195,27 +198,42 @@ def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, No
     there, whose values it has: weights are fused, in whatever order.
     """
     left, rows = [a, b], dict[_Names, None]()
-    for whole, least, most in ((0, 1, 1), (0, 2, _PARTS), (1, 2, _PARTS)):
+    for near, (whole, least, most) in product(_NEAR, ((0, 1, 1), (0, 2, _PARTS), (1, 2, _PARTS))):
         for name in list(left[whole]):
             of, others = values.sides[whole].value(name), values.sides[1 - whole]
             pieces = {part: others.value(part) for part in left[1 - whole]}
-            for parts in _next_to_each_other(pieces, of, least, most):
+            for parts in (*_of_alike_modules(pieces, of, least), *_next_to_each_other(pieces, of, least, most)):
                 names = ((name,), parts) if whole == 0 else (parts, (name,))
-                if values.are_parts(*names):
+                if values.are_parts(names[0], names[1], near):
                     rows[names] = None
                     left = [[n for n in side if n not in paired] for side, paired in zip(left, names, strict=True)]
                     break
     return rows
 
 
+def _of_alike_modules(pieces: Mapping[str, Piece], of: Piece, least: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names of several pieces of one size, as many elements as another together, that differ by a number: the
+    first weights of all experts of a layer.
+    """
+    alike: dict[tuple[str, int], list[str]] = {}
+    for name, piece in pieces.items():
+        parts = name.split(".")
+        for at in (n for n, part in enumerate(parts) if part.isdigit()):
+            alike.setdefault((".".join([*parts[:at], "*", *parts[at + 1 :]]), piece.elements), []).append(name)
+    for (_, elements), names in alike.items():
+        if len(names) >= max(2, least) and elements * len(names) == of.elements:
+            yield tuple(names)
+
+
 def _next_to_each_other(pieces: Mapping[str, Piece], of: Piece, least: int, most: int) -> Iterator[tuple[str, ...]]:
     """Yield the names of `least` to `most` adjacent pieces with as many elements as another; biases by themselves."""
     names = [name for name, piece in pieces.items() if (piece.dimensions < 2) == (of.dimensions < 2)]
     for first in range(len(names)):
-        total = 0
+        total, found = 0, list[Piece]()
         for last, name in enumerate(names[first : first + most], first + 1):
+            found.append(pieces[name])
             total += pieces[name].elements
-            if total == of.elements and last - first >= least:
+            if total == of.elements and last - first >= least and len({p.columns for p in found}) == 1:
                 yield tuple(names[first:last])
 
 

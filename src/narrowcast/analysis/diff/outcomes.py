@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, SHOWS
+from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, REARRANGED, SHOWS
 from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE, together
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
+from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED
 
@@ -143,13 +144,17 @@ class Outcomes:
         self, rows: list[RunRow], of_unpaired: dict[Bundle, float], of_rows: Sequence[str],
         of_alone: Mapping[Bundle, str],
     ) -> tuple[list[RunRow], dict[Bundle, float]]:  # fmt: skip
-        """Return both without the differences that later calls cancel, where outputs differ and others are left."""
-        absorbed = [_differs(row, False) and effect == ABSORBED for row, effect in zip(rows, of_rows, strict=True)]
-        alone = {b: one for b, one in of_unpaired.items() if of_alone[b] != ABSORBED}
-        is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, absorbed, strict=True))
-        if self.are_alike or not self._are_others or not (is_left or alone):
-            return rows, of_unpaired
-        return [_other_way(row) if is_gone else row for row, is_gone in zip(rows, absorbed, strict=True)], alone
+        """Return both without the differences that later calls cancel, or that are another order of the same values, in
+        all layers alike, where outputs differ and others are left.
+        """
+        for none in ((ABSORBED, REARRANGED), (ABSORBED,)):
+            places = {in_any_layer(row) for row, effect in zip(rows, of_rows, strict=True) if effect in none}
+            gone = [_differs(row, False) and in_any_layer(row) in places for row in rows]
+            alone = {b: one for b, one in of_unpaired.items() if of_alone[b] not in none}
+            is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, gone, strict=True))
+            if not self.are_alike and self._are_others and (is_left or alone):
+                return [_other_way(row) if is_gone else row for row, is_gone in zip(rows, gone, strict=True)], alone
+        return rows, of_unpaired
 
     @staticmethod
     def backward(
@@ -229,6 +234,11 @@ def _is_crossed(row: RunRow, rows: Sequence[RunRow]) -> bool:
 
 def _differs(row: RunRow, is_backward: bool) -> bool:
     return row.verdict == DIFFERS and (row.a[0].direction == BACKWARD) is is_backward
+
+
+def in_any_layer(row: RunRow) -> tuple[str, str, int]:
+    """Return which call it is, in whatever layer of a stack."""
+    return row.a[0].op, alike_module(row.a[0].module_path), row.a[0].number
 
 
 def _other_way(row: RunRow) -> RunRow:

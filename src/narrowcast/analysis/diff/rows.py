@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.effects import Effects
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     OF_OTHERS,
@@ -63,7 +62,6 @@ class Judging:
         given, band = self.values.given(pair, self._largest), self._round_off.of_pair(pair)
         inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
         format_a, format_b = formats_of(pair.a), formats_of(pair.b)
-        place_a, place_b = place_of(pair.a), place_of(pair.b)
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
         names = [{name for name, _ in x[0].call.inputs} for x in (pair.a, pair.b)]
         is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
@@ -73,7 +71,8 @@ class Judging:
         known = [max(one.relative * of_rows, one.row * is_by_row) for one in inputs.values() if one.is_known]
         is_of_a_part = any(one.is_part for one in inputs.values()) and not result.is_part  # the result has other parts
         input_difference = max(known) if known and not is_of_a_part else math.nan
-        reasons = [self._reads_other(pair, name, one) for name, one in inputs.items() if one.is_known]
+        known_of = {n: one for n, one in inputs.items() if one.is_known and (result.is_known or not one.is_part)}
+        reasons = [self._reads_other(pair, name, one) for name, one in known_of.items()]
         before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
             before = max(before, self._largest)
@@ -101,8 +100,8 @@ class Judging:
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
         return RunRow(
-            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, result.relative,
-            input_difference, band, result.by, result.is_part, given, why,
+            _ids(pair.a), _ids(pair.b), place_of(pair.a), place_of(pair.b), format_a, format_b, pair.by, verdict,
+            result.relative, input_difference, band, result.by, result.is_part, given, why,
         )  # fmt: skip
 
     def counts_of_unpaired(self, left_out: Collection[Bundle]) -> list[int]:
@@ -147,7 +146,8 @@ class Judging:
         if not reads or not all(side.moves_weights for side in self.values.sides):
             return False
         is_alike = first == pair or self.values.results(first).relative <= band
-        return is_alike and result.relative <= band_of_all(self.widest, OUTPUTS)
+        most = max(band_of_all(self.widest, OUTPUTS), GAIN * self.values.weights_apart(pair))
+        return is_alike and result.relative <= most
 
     def _band_of_alone(self, pair: Aligned) -> float:
         """Return the widest rounding bound of the calls without a partner that made what a pair reads."""
@@ -380,10 +380,6 @@ class Judging:
         if len(a) < len(b):
             return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
         return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
-
-    def effects(self, pairs: Sequence[Aligned], rows: Sequence[RunRow]) -> Effects:
-        """Return what follows the differences of these rows."""
-        return Effects(self.values.sides, self.makers, self.paired, dict(zip(pairs, rows, strict=True)), self.widest)
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""

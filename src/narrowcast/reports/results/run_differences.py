@@ -123,6 +123,10 @@ class GradientRow:
         return self.difference > self.round_off_bound
 
 
+_UNEXPLAINED = 0.1
+"""A difference that calls only pass on is large beyond this."""
+
+
 @dataclass(slots=True, repr=False)
 class RunDifferences(Result):
     """What `nc.diff` found.
@@ -132,6 +136,7 @@ class RunDifferences(Result):
     has paired: their partners may be others. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
+    output_difference: that of outputs, whatever explains it; NaN where these could not be compared.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
@@ -151,6 +156,7 @@ class RunDifferences(Result):
     mapping: RunMapping = field(default_factory=RunMapping)
     by_hand: RunMapping = field(default_factory=RunMapping)
     outputs_apart: float = 0.0
+    output_difference: float = 0.0
     weights_apart: float = 0.0
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
@@ -192,7 +198,9 @@ class RunDifferences(Result):
 
     @property
     def verdict(self) -> str:
-        """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be."""
+        """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be, or what
+        calls pass on is large, and what made it, and what comes of it, are not known.
+        """
         is_told = self.tokens is not None and self.tokens.is_beyond
         if (
             self.producers
@@ -203,12 +211,16 @@ class RunDifferences(Result):
             or self.weights_apart
         ):
             return VALUES_DIFFER
+        passed_on = (row.difference for row in self.rows if row.verdict == INHERITED)
+        if math.isnan(self.output_difference) and any(one > _UNEXPLAINED for one in passed_on):
+            return NOT_COMPARED
         if self.formats:
             return FORMATS_DIFFER
         if not self.compared:
             return NOT_COMPARED
         moved = any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows)
-        return ROUND_OFF if moved or any(row.difference for row in self.gradients) else ALIKE
+        is_moved = moved or self.output_difference > 0 or any(row.difference for row in self.gradients)
+        return ROUND_OFF if is_moved else ALIKE
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, the verdict with it."""
