@@ -131,4 +131,4 @@ def test_the_page_draws_the_scale_and_names_what_was_skipped():
     assert skipped.rows == [[1, "", 65536.0, "<b>w</b>", "the gradient of <b>w</b> is infinite"]]
     html = history.to_html()
     assert "narrowcast.page/1" in html and "<b>w</b>" not in html
-    assert scaler_document(History()).tone == "good" and "None of 0" in History()._repr_html_()
+    assert scaler_document(History()).tone == "good" and "No step was made" in History()._repr_html_()

@@ -32,6 +32,7 @@ _NO_REGION = (
     "nc.script(model, under=...)"
 )
 _CONVERT = "Convert what it reads, x.float(), or keep it in fp32."
+_CONVERTED = "What it reads is converted to fp32 after that: compute it in fp32 from there on."
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _LINEAR = "aten.linear.default"
 _AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}
@@ -245,6 +246,8 @@ def _advice(
     """Return advice for what no format of the call fixes: its inputs may have been rounded onto that value; and the
     rules about what made them, where a run shows that they help.
     """
+    if any(tensor.numel() == 0 for _, tensor in inputs):
+        return "It reads an empty tensor: leave the call out where nothing is left.", ()
     off = "No format of this call fixes it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
     if rounded is None or not rounded.makers:
@@ -264,7 +267,7 @@ def _advice(
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
     if _is_of_a_loop(call):
-        return f"{proved} {_CONVERT}", ()
+        return f"{proved} {_CONVERT if low else _CONVERTED}", ()
     return f"{off} " * bool(rounded.left) + proved + where, tuple(rules)
 
 

@@ -48,11 +48,11 @@ def scaler_document(history: History) -> Document:
     """Return the page of `scaler.history`; it has no graph."""
     rows, skipped = history.rows, history.skipped
     steps = history.steps
-    verdict = f"{skipped or 'None'} of {counted(steps, 'step', 'were')} skipped"
+    verdict = f"{skipped or 'None'} of {counted(steps, 'step', 'were')} skipped" if steps else "No step was made"
     page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
     page.facts = [("steps", str(history.steps))]
-    last = rows[-1].scale if rows else 0.0
-    page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]
+    page.figures = [Figure("skipped", skipped, "steps")]
+    page.figures += [Figure("scale", rows[-1].scale, "of the last step")] if rows else []
     for loss in dict.fromkeys(row.loss for row in rows):
         own = [row for row in rows if row.loss == loss]
         title = f"Scale by step: {loss}" if loss else "Scale by step"

@@ -387,13 +387,13 @@ def _size(tensor: torch.Tensor) -> float:
 
 def _underflows(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost: float) -> Found:
     zeros = int(((result == 0) & (exact != 0)).sum()) / int((exact != 0).sum())
-    if zeros > _HALF:
-        what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
-    else:
+    name = "a gradient" if call.is_cast or call.forward is None else f"the gradient of {call.forward}"
+    what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
+    if zeros <= _HALF:
         what = f"{lost:.0%} of it, by its norm, is lost below {_SMALLEST_NORMAL:.1e}"
     return (
         "gradients underflow",
-        f"the gradient of {call.forward} in fp16: {what}",
+        f"{name} in fp16: {what}",
         "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep "
         + ("what it converts in bf16 or fp32." if call.is_cast else "this call in bf16 or fp32 by a rule."),
         call.site,
