@@ -513,9 +513,6 @@ LIMITS = [
     Known("docs/limits.md, TorchScript: what composite ops cast is not recorded in regions inside traced code",
           lambda front, text: (front == "trace" or "part(traced" in text) and any(name in text for name in COMPOSITES),
           "left out"),
-    Known("docs/limits.md, TorchScript: a multi_dot of several formats under safe is lowered product by product",
-          lambda front, text: front in ("script", "convert", "eager") and "multi_dot" in text and "safe" in text
-          and (front != "eager" or "part(nc.script" in text), "left out"),
     Known("docs/limits.md, TorchScript: a weight used both cast and uncast in a loop is cast before it",
           lambda front, text: front in SCRIPTS and (" for " in text or " if " in text) and "autocast(" in text, 1e-5),
 ]  # fmt: skip

@@ -255,3 +255,28 @@ def test_a_region_inside_traced_code_says_what_it_does_not_record():
         nc.trace(lambda x: program(x, enabled=False), SQUARE, check_trace=False)
         with torch.backends.mkldnn.flags(enabled=False):
             nc.trace(lambda x: LSTM(x)[0], SQUARE, under=BF16, check_trace=False)
+
+
+class Chained(nn.Module):
+    """A product of three matrices, of which the first is in the format that a layer computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.linalg.multi_dot([self.layer(x) * 1.5, self.weight, self.weight])
+
+
+def test_a_chain_of_products_of_several_formats_is_decided_as_itself_in_a_script():
+    """`safe` gives all one format, and torch refuses them; products of one format are lowered one by one."""
+    torch.manual_seed(0)
+    model, x = Chained(), torch.randn(4, 8)
+    script = nc.script(model)
+    for _ in range(2):
+        with nc.autocast("cpu", torch.bfloat16, policy="safe"):
+            expected, found = model(x), script(x)
+        assert expected.dtype is found.dtype is torch.float32
+        assert torch.equal(expected, found)
+        with pytest.raises(RuntimeError, match="same dtype"), nc.autocast("cpu", torch.bfloat16):
+            script(x)

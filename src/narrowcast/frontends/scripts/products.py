@@ -61,7 +61,13 @@ def inner(self: Tensor, other: Tensor) -> Tensor:
 
 
 def linalg_multi_dot(tensors: list[Tensor]) -> Tensor:
-    """Multiply several matrices, in the order that takes the fewest multiplications."""
+    """Multiply several matrices, in the order that takes the fewest multiplications; of several formats the op itself
+    decides, which refuses them, and to which a policy may give one format.
+    """
+    for other in tensors:
+        if other.dtype != tensors[0].dtype:
+            product: Tensor = torch.ops.aten.linalg_multi_dot(tensors)
+            return product
     n = len(tensors)
     factors = list(tensors)
     sizes: list[int] = []
