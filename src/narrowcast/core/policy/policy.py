@@ -155,8 +155,7 @@ class Policy:
     @cached_property
     def memory(self) -> dict[Any, Any]:
         """What was worked out about this policy, in words and rules: it goes when the last policy like it goes."""
-        key = (self.digest, self.wording)
-        return _memories.setdefault(key, _WeakDict())
+        return _memories.setdefault((self.digest, self.wording), _WeakDict())
 
     def remembered(self, key: Any, make: Callable[[], T]) -> T:
         """Return what is remembered about this policy under a key; it is made at the first time."""

@@ -18,7 +18,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from narrowcast.core.ledger import Advice, CallKind, Cast, Tally
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.core.policy import Policy, Rule, Site, parse_action
+from narrowcast.core.policy import Policy, Rule, Site
 from narrowcast.formats import FORMATS
 from narrowcast.programs.placement.place import PlacedCall
 from narrowcast.reports.results.graphs import GraphFlow
@@ -69,7 +69,7 @@ def _converter() -> Converter:
     _register(new, Histogram, lambda histogram: [histogram.first, *histogram.counts], _histogram)
     _register(new, GraphFlow, GraphFlow.data, GraphFlow.of_data)
     _register(new, PlacedCall, _placed_row, _placed_call)
-    _register(new, Rule, _rule_row, _rule_of)
+    _register(new, Rule, lambda rule: rule.keys, _rule_of)
     _register(new, RepairRule, _repair_row, _repair_rule)
     _register(new, _Named, lambda named: {name: _facts_row(facts) for name, facts in named}, _facts_by_name)
     _register(new, deque[ScaledStep], lambda rows: list(map(to_data, rows)), _scaled_steps)
@@ -148,21 +148,16 @@ def _placed_call(row: Row) -> PlacedCall:
     )  # fmt: skip
 
 
-_OF_RULES = ("op", "module", "argument", "call", "reason", "source")
-
-
-def _rule_row(rule: Rule) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in _OF_RULES} | {"action": str(rule.action)}
+_OF_RULES = {"class": "module_class"} | {name: name for name in Rule.__match_args__ if name != "origin"}
 
 
 def _rule_of(row: Row) -> Rule:
-    op, *others = _OF_RULES
-    return Rule(row[op], parse_action(row["action"]), **{name: row[name] for name in others if name in row})
+    return Rule(**{_OF_RULES[key]: value for key, value in row.items() if key in _OF_RULES and value is not None})
 
 
 def _repair_row(row: RepairRule) -> Row:
     others = ("cause", "share", "calls", "cost_ns", "needed")
-    return _rule_row(row.rule) | {name: to_data(getattr(row, name)) for name in others}
+    return row.rule.keys | {name: to_data(getattr(row, name)) for name in others}
 
 
 def _repair_rule(row: Row) -> RepairRule:
