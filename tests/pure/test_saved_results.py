@@ -13,13 +13,14 @@ import pytest
 import narrowcast as nc
 from narrowcast.core.ledger import Advice
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.core.policy import Site
+from narrowcast.core.policy import Rule, Site
 from narrowcast.errors import RunError
 from narrowcast.formats import FORMATS
 from narrowcast.programs.placement.place import PlacedCall
 from narrowcast.reports.documents.model import Todo
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.results import codec
+from narrowcast.reports.results.codec import of_data, to_data
 from narrowcast.reports.results.differences import CallError
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.saved import KINDS, load, parse
@@ -238,3 +239,13 @@ def test_a_placed_call_is_read_as_it_was(shape):
     row = codec.to_data(call)
     assert (row["policy"], row["chosen"], row["shape"]) == ("bf16", "fp32", shape)
     assert codec.of_data(PlacedCall, json.loads(json.dumps(row))) == call
+
+
+def test_a_rule_is_saved_with_all_that_it_says():
+    """By the keys of a policy file; one that an older file writes as null is not given."""
+    place = {"module": "a", "module_class": "B", "function": "f", "argument": "self"}
+    rule = Rule("aten.mm", "to(fp16)", **place, reason="why", source="who", override=True, torch=">=2.11")
+    row = to_data(rule)
+    assert "call" not in row and of_data(Rule, row) == rule
+    again = of_data(Rule, row | {"call": None, "origin": "elsewhere"})
+    assert again == rule and again.reason == "why" and again.origin is None
