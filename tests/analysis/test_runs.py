@@ -725,3 +725,13 @@ class Log(nn.Module):
 
     def forward(self, x):
         return x.log()
+
+
+def test_a_capture_advises_rules_for_calls_that_make_what_is_not_finite():
+    """Not for those that only pass it on."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(1e4)
+    run = nc.capture(model, (torch.full((4, 8), 100.0),), under="fp16")
+    assert run.verdict == "not finite"
+    assert [todo.path for todo in run.todos] == ["0"]

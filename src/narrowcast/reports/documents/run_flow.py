@@ -18,6 +18,8 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 
+OF_FINITE = ", and its inputs are"
+"""What the finding of a call ends with that made what is not finite."""
 FLOW = (
     "A view or a slice comes from the call that made its memory; a copy that has the format, the number of "
     "elements and the range of an earlier result is taken for that. Calls without a floating tensor are left out."
@@ -105,7 +107,7 @@ class RunFlow:
         if bad:
             node.verdict = "not finite"
             clean = all(facts.is_finite for facts in read)
-            node.finding = f"{bad[0]} is not finite" + (", and its inputs are" if clean else "; nor are its inputs")
+            node.finding = f"{bad[0]} is not finite{OF_FINITE if clean else '; nor are its inputs'}"
         return node
 
 
