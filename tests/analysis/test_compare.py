@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -160,3 +161,14 @@ def test_a_region_that_is_off_is_none_and_no_rule_is_tried_in_it():
     x = torch.linspace(1, 20, 64, dtype=torch.float16).view(8, 8)
     found = nc.compare(Overflows().half(), (x,), under=nc.autocast("cpu", enabled=False))
     assert not found.policy and found.verdict == "not finite" and found.remedy is None, found
+
+
+def test_a_low_model_that_holds_what_has_no_copy_is_compared():
+    """A lock is shared; without a copy in fp32 there would be no reference."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).bfloat16()
+    model[1].lock = threading.Lock()
+    x = torch.randn(4, 16).bfloat16()
+    compared = nc.compare(model, (x,), under=nc.autocast("cpu", enabled=False))
+    assert compared.verdict == "round-off"
+    assert model[0].weight.dtype is torch.bfloat16

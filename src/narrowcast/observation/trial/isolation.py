@@ -135,7 +135,9 @@ class _ReplaceTensors(TorchFunctionMode):
 
 
 def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] | None) -> Any:
-    """Return a deep copy with other tensors, or if there is none the model itself with replaced arguments."""
+    """Return a deep copy with other tensors, which shares what its modules hold that has no copy (a lock, a handle); or
+    if there is none the model itself with replaced arguments.
+    """
     model, args, kwargs = everything
     memo: dict[int, Any] = {}
     if isinstance(model, torch.nn.Module):
@@ -143,9 +145,23 @@ def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] 
             memo[id(tensor)] = stand_in(tensor)
         if of_script is not None:
             memo.update({id(script): of_script(script) for script in scripts_in(model)})
-    copied = None
-    with suppress(Exception), _ReplaceTensors(stand_in):
-        copied = copy.deepcopy(everything, memo)
-    if copied is not None and isinstance(copied[0], type(model)):  # else a class answers for what it does not have
-        return copied
+    for shared_by in (lambda _: [], _not_to_copy):
+        copied = None
+        with suppress(Exception), _ReplaceTensors(stand_in):
+            copied = copy.deepcopy(everything, memo | {id(held): held for held in shared_by(model)})
+        if copied is not None and isinstance(copied[0], type(model)):  # else a class answers for what it does not have
+            return copied
     return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))
+
+
+def _not_to_copy(model: Any) -> list[Any]:
+    """Return the attributes of modules that cannot be copied, but for modules, tensors and what may hold them."""
+    found = []
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        for held in vars(module).values():
+            if not isinstance(held, torch.nn.Module | torch.Tensor | list | tuple | dict | set):
+                try:
+                    copy.deepcopy(held)
+                except Exception:
+                    found.append(held)
+    return found
