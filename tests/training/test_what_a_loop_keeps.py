@@ -136,4 +136,26 @@ def test_a_scale_that_changes_within_an_accumulation_is_found(changes):
         scaler.step(optimizer)
         scaler.update(1024.0 if changes else None)
 
-    assert nc.check_training(step).kinds == (("gradients of several scales",) if changes else ())
+    checked = nc.check_training(step)
+    assert checked.kinds == (("gradients of several scales",) if changes else ())
+    assert all("scaler.update(), once" in finding.todo for finding in checked.findings)
+
+
+def test_two_scalers_of_one_optimizer_are_to_be_one():
+    """No update is in the wrong place."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1024.0, 256.0)]
+
+    def step():
+        optimizer.zero_grad()
+        with nc.autocast("cpu", torch.float16):
+            losses = [F.cross_entropy(model(X[n::2]), Y[n::2]) for n in range(2)]
+        for scaler, loss in zip(scalers, losses, strict=True):
+            scaler.scale(loss).backward()
+        scalers[1].step(optimizer)
+        scalers[1].update()
+
+    checked = nc.check_training(step)
+    assert checked.kinds == ("gradients of several scales",)
+    assert "by the scaler that steps it" in checked.findings[0].todo

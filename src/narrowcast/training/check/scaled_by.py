@@ -54,11 +54,12 @@ class ScaledBy:
         if self._powers.of(gradient).power != 1:
             return None
         self._powers.put(gradient, UNKNOWN)  # reported once
+        moved = "Change the scale, scaler.update(), once gradients of all micro-batches were used."
         return (
             "gradients of several scales",
             f"gradients of a loss that is multiplied by {scale[1]:g} are added to those of one that was multiplied by "
             f"{before.scale[1]:g}, and are divided by one of these",
-            "Change the scale, scaler.update(), once gradients of all micro-batches were used.",
+            moved if before.scale[0] == scale[0] else "Scale all losses of an optimizer by the scaler that steps it.",
             site,
         )
 
