@@ -159,3 +159,44 @@ def test_two_scalers_of_one_optimizer_are_to_be_one():
     checked = nc.check_training(step)
     assert checked.kinds == ("gradients of several scales",)
     assert "by the scaler that steps it" in checked.findings[0].todo
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_an_update_between_steps_with_gradients_that_autograd_gave_is_found(between):
+    """The loop hands them to the weights itself; the second step divides by another scale."""
+    models = [net(), net()]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+
+    def step():
+        for model in models:
+            with nc.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(X), Y)
+            weights = list(model.parameters())
+            for weight, gradient in zip(weights, torch.autograd.grad(scaler.scale(loss), weights), strict=True):
+                weight.grad = gradient
+        scaler.step(optimizers[0])
+        if between:
+            scaler.update()
+        scaler.step(optimizers[1])
+        scaler.update()
+
+    assert nc.check_training(step).kinds == (("a scale updated before all steps",) if between else ())
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_that_stay_in_one_memory_have_the_scale_of_their_own_step(to_none):
+    """Zeroed in place, they lie where those of the step before were, whose scale was another."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+
+    def step():
+        optimizer.zero_grad(set_to_none=to_none)
+        with nc.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(X), Y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert nc.check_training(step, steps=3).kinds == ()

@@ -117,6 +117,8 @@ class Backwards:
             self._powers.put(tensor, self._power)
             if self._power == PLAIN and self._powers.has_scales:
                 self._scaled_by.gave_unscaled(tensor, self._line)
+            elif self._power.power == 1 and self._by is not None:
+                self._scaled_by.gave_scaled(tensor, self._by, self._line)
 
     def begins_at(self, root: torch.Tensor) -> None:
         """Inspect the root of the next backward, for which torch makes a gradient of ones."""

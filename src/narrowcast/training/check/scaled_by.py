@@ -19,14 +19,21 @@ Scale = tuple[int, float]
 """A loss scale: its storage key and its value."""
 
 
-@dataclass(slots=True, eq=False)
-class _Leaf:
-    """A weight whose loss was scaled: by which scale, how often that had been updated; the line of the backward."""
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """By which scale a loss was multiplied, how often that had been updated, and the line of the backward."""
 
-    leaf: torch.Tensor
     scale: Scale
     updates: int
     site: Site
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    """A weight that the backward of a scaled loss reached."""
+
+    leaf: torch.Tensor
+    by: _Scaled
 
 
 class ScaledBy:
@@ -37,6 +44,7 @@ class ScaledBy:
         self._scaled: dict[int, _Leaf] = {}
         self._without: dict[int, tuple[torch.Tensor, Site, bool]] = {}
         self._plain: ByStorage[Site] = ByStorage()  # what backwards of losses that are not scaled gave, and their lines
+        self._given: ByStorage[_Scaled] = ByStorage()  # what those of scaled ones gave
         self._updates: dict[int, tuple[int, Site]] = {}  # of each scale: how many, and the line of the last one
         self._unscaled: list[Found] = []  # until the scale of this step proves to be known
 
@@ -46,20 +54,22 @@ class ScaledBy:
         """
         if scale is None:
             return None
-        before = self._scaled.get(id(leaf))
-        self._scaled[id(leaf)] = _Leaf(leaf, scale, self._updates.get(scale[0], (0, NOWHERE))[0], site)
-        if before is None or before.scale[1] == scale[1] or leaf.grad is None:
+        before, updates = self._scaled.get(id(leaf)), self._updates.get(scale[0], (0, NOWHERE))[0]
+        self._scaled[id(leaf)] = _Leaf(leaf, _Scaled(scale, updates, site))
+        if before is None or before.by.scale[1] == scale[1] or leaf.grad is None:
             return None
         gradient = values_of(leaf.grad)
         if self._powers.of(gradient).power != 1:
             return None
         self._powers.put(gradient, UNKNOWN)  # reported once
-        moved = "Change the scale, scaler.update(), once gradients of all micro-batches were used."
+        advice = "Change the scale, scaler.update(), once gradients of all micro-batches were used."
+        if before.by.scale[0] != scale[0]:
+            advice = "Scale all losses of an optimizer by the scaler that steps it."
         return (
             "gradients of several scales",
             f"gradients of a loss that is multiplied by {scale[1]:g} are added to those of one that was multiplied by "
-            f"{before.scale[1]:g}, and are divided by one of these",
-            moved if before.scale[0] == scale[0] else "Scale all losses of an optimizer by the scaler that steps it.",
+            f"{before.by.scale[1]:g}, and are divided by one of these",
+            advice,
             site,
         )
 
@@ -71,6 +81,10 @@ class ScaledBy:
         """Note what a backward of a loss that was not scaled returned, as to torch.autograd.grad."""
         self._plain.put(tensor, site)
 
+    def gave_scaled(self, tensor: torch.Tensor, scale: Scale, site: Site) -> None:
+        """Note what a backward of a scaled loss returned: the loop may hand it to a leaf itself."""
+        self._given.put(tensor, _Scaled(scale, self._updates.get(scale[0], (0, NOWHERE))[0], site))
+
     def divided(self, gradients: list[torch.Tensor], scale: float) -> list[Found]:
         """Note that gradients are divided by a scale; return findings about those that were multiplied by another, or
         by one that was updated since.
@@ -80,16 +94,26 @@ class ScaledBy:
         plain = next((at for g in gradients if self._powers.of(g) == PLAIN and (at := self._plain.get(g))), None)
         if plain is not None and scale != 1:
             self._found_unscaled(plain)
-        findings = [found for leaf in list(self._scaled.values()) if (found := self._judge(leaf, keys, scale))]
+        of_leaves = {
+            storage_key(values_of(row.leaf.grad)) for row in self._scaled.values() if row.leaf.grad is not None
+        }
+        findings = [found for leaf in list(self._scaled.values()) if (found := self._judge_leaf(leaf, keys, scale))]
+        handed = [g for g in gradients if storage_key(g) not in of_leaves and self._powers.of(g).power == 1]
+        by = next(filter(None, map(self._given.get, handed)), None)
+        if by is not None and (found := self._judge(by, scale)):
+            findings.append(found)
         for gradient in gradients:
             self._powers.unscaled(gradient)
         return findings
 
-    def _judge(self, by: _Leaf, keys: set[int], scale: float) -> Found | None:
-        gradient = None if by.leaf.grad is None else values_of(by.leaf.grad)
+    def _judge_leaf(self, leaf: _Leaf, keys: set[int], scale: float) -> Found | None:
+        gradient = None if leaf.leaf.grad is None else values_of(leaf.leaf.grad)
         if gradient is None or self._powers.of(gradient).power != 1 or storage_key(gradient) not in keys:
             return None
-        del self._scaled[id(by.leaf)]
+        del self._scaled[id(leaf.leaf)]
+        return self._judge(leaf.by, scale)
+
+    def _judge(self, by: _Scaled, scale: float) -> Found | None:
         key, multiplied_by = by.scale
         updates, site = self._updates.get(key, (0, NOWHERE))
         if updates != by.updates:
