@@ -148,11 +148,12 @@ def _placed_call(row: Row) -> PlacedCall:
     )  # fmt: skip
 
 
-_OF_RULES = {"class": "module_class"} | {name: name for name in Rule.__match_args__ if name != "origin"}
+_OF_RULES = {"class": "module_class"} | {name: name for name in Rule.__match_args__[2:] if name != "origin"}
 
 
 def _rule_of(row: Row) -> Rule:
-    return Rule(**{_OF_RULES[key]: value for key, value in row.items() if key in _OF_RULES and value is not None})
+    others = {_OF_RULES[key]: value for key, value in row.items() if key in _OF_RULES and value is not None}
+    return Rule(row["op"], row["action"], **others)
 
 
 def _repair_row(row: RepairRule) -> Row:
