@@ -25,9 +25,9 @@ from narrowcast.analysis.diff.outcomes import (
     WIDEST,
     EndDifference,
     Outcomes,
+    are_rearranged,
     are_written_otherwise,
     band_of_all,
-    in_any_layer,
     is_in_another_order,
     returned,
 )
@@ -82,9 +82,10 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     by_pair, alike = dict(zip(pairs, result.rows, strict=True)), _of_alike_gradients(result, judging)
     effects = Effects(sides, judging.makers, judging.paired, by_pair, judging.widest, alike)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
-    places = {in_any_layer(row) for row, effect in zip(result.rows, of_rows, strict=True) if effect == REARRANGED}
-    differing = [row for row, effect in zip(result.rows, of_rows, strict=True) if effect]
-    if not (outcomes.are_alike or judging.unpaired) and differing and all(in_any_layer(r) in places for r in differing):
+    in_another_order = [
+        one for one, effect in zip(are_rearranged(result.rows, of_rows), of_rows, strict=True) if effect
+    ]
+    if in_another_order and all(in_another_order) and not (outcomes.are_alike or judging.unpaired):
         own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) != REARRANGED}
         judging.note_first_alone([*own], [*own.values()], FORWARD)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)

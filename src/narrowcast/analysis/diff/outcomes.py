@@ -144,12 +144,14 @@ class Outcomes:
         self, rows: list[RunRow], of_unpaired: dict[Bundle, float], of_rows: Sequence[str],
         of_alone: Mapping[Bundle, str],
     ) -> tuple[list[RunRow], dict[Bundle, float]]:  # fmt: skip
-        """Return both without the differences that later calls cancel, or that are another order of the same values, in
-        all layers alike, where outputs differ and others are left.
+        """Return both without the differences that later calls cancel, or that are another order of the same values,
+        where outputs differ and others are left.
         """
-        for none in ((ABSORBED, REARRANGED), (ABSORBED,)):
-            places = {in_any_layer(row) for row, effect in zip(rows, of_rows, strict=True) if effect in none}
-            gone = [_differs(row, False) and in_any_layer(row) in places for row in rows]
+        absorbed = [effect == ABSORBED for effect in of_rows]
+        rearranged = are_rearranged(rows, of_rows)
+        both = [one or other for one, other in zip(absorbed, rearranged, strict=True)]
+        for are_gone, none in ((both, (ABSORBED, REARRANGED)), (absorbed, (ABSORBED,))):
+            gone = [_differs(row, False) and is_gone for row, is_gone in zip(rows, are_gone, strict=True)]
             alone = {b: one for b, one in of_unpaired.items() if of_alone[b] not in none}
             is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, gone, strict=True))
             if not self.are_alike and self._are_others and (is_left or alone):
@@ -236,8 +238,19 @@ def _differs(row: RunRow, is_backward: bool) -> bool:
     return row.verdict == DIFFERS and (row.a[0].direction == BACKWARD) is is_backward
 
 
-def in_any_layer(row: RunRow) -> tuple[str, str, int]:
-    """Return which call it is, in whatever layer of a stack."""
+def are_rearranged(rows: Sequence[RunRow], effects: Sequence[str]) -> list[bool]:
+    """Return of each row whether its results are the same values in another order; or would be, if its inputs did not
+    differ already, as those of the same call in another layer of the stack are.
+    """
+    known = list(zip(rows, effects, strict=True))
+    places = {_in_any_layer(row) for row, effect in known if effect == REARRANGED}
+    return [
+        effect == REARRANGED or (bool(effect) and row.inputs > row.round_off_bound and _in_any_layer(row) in places)
+        for row, effect in known
+    ]
+
+
+def _in_any_layer(row: RunRow) -> tuple[str, str, int]:
     return row.a[0].op, alike_module(row.a[0].module_path), row.a[0].number
 
 
