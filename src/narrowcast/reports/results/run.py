@@ -121,9 +121,9 @@ class Run(Result):
         in, nor the logarithm of zero and its like, if all that reads infinities makes finite values of them in the end.
         """
         bad = self.not_finite()
-        end_finite = self._end_finite(bad)
+        end_finite = bool(bad) and self._end_finite(bad)
         for call in bad:
-            inputs, outputs = ([self.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
+            inputs, outputs = ([self.tensors[n] for _, n in those] for those in (call.inputs, call.outputs))
             has_nan = any(t.nan for t in outputs)
             if all(t.is_finite for t in inputs):
                 is_filled_in = any(value in ("inf", "-inf") for _, value in call.given)

@@ -54,8 +54,8 @@ class ScaledBy:
         """
         if scale is None:
             return None
-        before, updates = self._scaled.get(id(leaf)), self._updates.get(scale[0], (0, NOWHERE))[0]
-        self._scaled[id(leaf)] = _Leaf(leaf, _Scaled(scale, updates, site))
+        before = self._scaled.get(id(leaf))
+        self._scaled[id(leaf)] = _Leaf(leaf, self._by_now(scale, site))
         if before is None or before.by.scale[1] == scale[1] or leaf.grad is None:
             return None
         gradient = values_of(leaf.grad)
@@ -83,7 +83,10 @@ class ScaledBy:
 
     def gave_scaled(self, tensor: torch.Tensor, scale: Scale, site: Site) -> None:
         """Note what a backward of a scaled loss returned: the loop may hand it to a leaf itself."""
-        self._given.put(tensor, _Scaled(scale, self._updates.get(scale[0], (0, NOWHERE))[0], site))
+        self._given.put(tensor, self._by_now(scale, site))
+
+    def _by_now(self, scale: Scale, site: Site) -> _Scaled:
+        return _Scaled(scale, self._updates.get(scale[0], (0, NOWHERE))[0], site)
 
     def divided(self, gradients: list[torch.Tensor], scale: float) -> list[Found]:
         """Note that gradients are divided by a scale; return findings about those that were multiplied by another, or
