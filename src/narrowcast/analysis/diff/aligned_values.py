@@ -32,7 +32,9 @@ GAIN, GAIN_OF_PASSING = 16.0, 4.0
 """How many times larger the relative difference of a sound call's results may be than that of its inputs, besides the
 growth that sizes explain; what exceeds that and local rounding is a fault. The second: of ops that pass it on.
 """
-_ORDERED, _NEAR, _MASKED = 3, 0.25, -1e4
+NEAR = 0.25
+"""So near are gradients of parameters of one constant value, which may be each other's."""
+_ORDERED, _MASKED = 3, -1e4
 
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -179,7 +181,7 @@ class Values:
         if not all("before" in row for row in rows) or self.between(*(row["before"] for row in rows)).relative:
             return 0.0
         apart = self.between(*(row["value"] for row in rows)).relative
-        return apart if apart <= _NEAR else 0.0
+        return apart if apart <= NEAR else 0.0
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
         """Compare gradients of parameters, several of one side in the order in which they are one of the other; also
@@ -210,7 +212,7 @@ class Values:
         join = beside if a[0].dimensions < 2 else stacked
         return distance(join(a), join(b), self._whole)
 
-    def are_parts(self, a: Sequence[str], b: Sequence[str], near: float = _NEAR) -> bool:
+    def are_parts(self, a: Sequence[str], b: Sequence[str], near: float = NEAR) -> bool:
         """Return whether the parameters of one side are those of the other, fused or in parts, in any order: their
         values are equal. Constant values, as of a new bias, identify none: then their gradients must be near, too.
         """

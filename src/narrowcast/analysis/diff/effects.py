@@ -7,6 +7,7 @@ from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned, range_difference
 from narrowcast.analysis.diff.sides import Bundle, Makers, Side
+from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import RunRow
 
 GOES_ON, ABSORBED, REARRANGED, UNKNOWN = "goes on", "absorbed", "rearranged", "unknown"
@@ -27,7 +28,7 @@ class Effects:
 
     def __init__(
         self, sides: tuple[Side, Side], makers: tuple[Makers, Makers], paired: Sequence[Mapping[Bundle, Aligned]],
-        rows: Mapping[Aligned, RunRow], widest: float, alike: Collection[Aligned] = (),
+        rows: Mapping[Aligned, RunRow], widest: float, alike: Collection[Aligned],
     ) -> None:  # fmt: skip
         self._sides, self._rows, self._widest, self._alike = sides, rows, widest, alike
         self._readers: dict[Aligned, dict[tuple[Aligned, bool], None]] = {}
@@ -41,8 +42,11 @@ class Effects:
         self.of = cache(self._of)
 
     def of_all(self, pairs: Sequence[Aligned]) -> str:
-        """Return what comes of a difference that all of these pairs read."""
-        effects = {self.of(pair) for pair in pairs}
+        """Return what comes of a difference that all of these pairs read: those of the forward, if there are any, since
+        a backward reads what they do.
+        """
+        forward = [pair for pair in pairs if pair.a[0].id.direction == FORWARD]
+        effects = {self.of(pair) for pair in forward or pairs}
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
     def _of(self, pair: Aligned) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import REARRANGED, Effects
@@ -82,16 +83,17 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     by_pair, alike = dict(zip(pairs, result.rows, strict=True)), _of_alike_gradients(result, judging)
     effects = Effects(sides, judging.makers, judging.paired, by_pair, judging.widest, alike)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
-    in_another_order = [
-        one for one, effect in zip(are_rearranged(result.rows, of_rows), of_rows, strict=True) if effect
-    ]
-    if in_another_order and all(in_another_order) and not (outcomes.are_alike or judging.unpaired):
+    rearranged = are_rearranged(result.rows, of_rows)
+    in_another_order = [one for one, effect in zip(rearranged, of_rows, strict=True) if effect]
+    in_another_order += [effects.of_all(judging.read_by.get(x, [])) == REARRANGED for x in judging.unpaired]
+    if in_another_order and all(in_another_order) and not outcomes.are_alike:
         own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) != REARRANGED}
-        judging.note_first_alone([*own], [*own.values()], FORWARD)
+        if not judging.note_first_alone([*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
+            judging.note_alone([side.runs[0].returned for side in sides], judging.returned_apart())
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
     of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
-    result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, of_alone)
+    result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
     compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
     are_all = all(known.issuperset(names) for known, names in zip(compared, parameters, strict=True))
     if are_gradients_alike and (outcomes.are_alike or are_all):
@@ -144,12 +146,17 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     is_far = apart > max(_VISIBLE, min(_FAR * judging.widest, nearer))
     if is_far and not (judging.has_chosen(apart) or is_of_ranks):
         result.outputs_apart = apart
-        if not is_found and not judging.note_first_alone(pairs, result.rows, FORWARD):
-            judging.note_alone([side.runs[0].returned for side in sides], apart)
+        found = (x.id for x in judging.unpaired), (row.a[0] for row in result.producers)
+        if all(one.direction == BACKWARD for one in chain(*found)):
+            before = judging.unpaired
+            judging.unpaired = {}
+            noted = judging.note_first_alone(pairs, result.rows, FORWARD, apart)
+            if not (noted or judging.note_alone([side.runs[0].returned for side in sides], apart)):
+                judging.unpaired = before
     elif beyond and not result.producers and all(x.id.direction == BACKWARD for x in judging.unpaired):
         used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
         if not (judging.note_alone(used, difference) or is_found):
-            judging.note_first_alone(pairs, result.rows, BACKWARD)
+            judging.note_first_alone(pairs, result.rows, BACKWARD, difference)
     elif not (is_found or beyond) and len(set(lengths_of(sides))) == 1:
         way = moved_apart(judging.values)
         if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from narrowcast.analysis.diff.aligned_values import GAIN, Values
+from narrowcast.analysis.diff.aligned_values import GAIN, NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.pieces import Piece, distance, together
 from narrowcast.core.ledger.identity import FORWARD
@@ -19,8 +19,8 @@ _SAME, SAME_STEP = 2e-6, 1e-3
 """So far apart are gradients whose sums are rounded in another order in fp32, and what steps by them change."""
 _PARTS = 64
 """The most parts of a fused weight: of the experts of a layer, two each."""
-_NEAR = (0.02, 0.25)
-"""So near are gradients of parameters of one constant value, which may be each other's: first the nearest."""
+_NEAREST = 0.02
+"""So near are the gradients of parameters of one constant value that are paired first, before those within `NEAR`."""
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
 _MOST = 0.25
 """The largest bound for runs in the same formats, whatever their calls: a missing micro-batch makes more."""
@@ -198,7 +198,7 @@ def _of_one_value(values: Values, a: list[str], b: list[str]) -> dict[_Names, No
     there, whose values it has: weights are fused, in whatever order.
     """
     left, rows = [a, b], dict[_Names, None]()
-    for near, (whole, least, most) in product(_NEAR, ((0, 1, 1), (0, 2, _PARTS), (1, 2, _PARTS))):
+    for near, (whole, least, most) in product((_NEAREST, NEAR), ((0, 1, 1), (0, 2, _PARTS), (1, 2, _PARTS))):
         for name in list(left[whole]):
             of, others = values.sides[whole].value(name), values.sides[1 - whole]
             pieces = {part: others.value(part) for part in left[1 - whole]}

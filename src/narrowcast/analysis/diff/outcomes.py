@@ -142,13 +142,12 @@ class Outcomes:
 
     def first(
         self, rows: list[RunRow], of_unpaired: dict[Bundle, float], of_rows: Sequence[str],
-        of_alone: Mapping[Bundle, str],
+        rearranged: Sequence[bool], of_alone: Mapping[Bundle, str],
     ) -> tuple[list[RunRow], dict[Bundle, float]]:  # fmt: skip
         """Return both without the differences that later calls cancel, or that are another order of the same values,
-        where outputs differ and others are left.
+        where outputs differ and others are left. rearranged: whether a row's difference is the latter.
         """
         absorbed = [effect == ABSORBED for effect in of_rows]
-        rearranged = are_rearranged(rows, of_rows)
         both = [one or other for one, other in zip(absorbed, rearranged, strict=True)]
         for are_gone, none in ((both, (ABSORBED, REARRANGED)), (absorbed, (ABSORBED,))):
             gone = [_differs(row, False) and is_gone for row, is_gone in zip(rows, are_gone, strict=True)]

@@ -28,10 +28,10 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
-_OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 1e-3
+_OF_SAMPLES, _OTHERS, _LIKELY, _MOST_GROWTH = 4.0, 0.3, 1e-3, 100.0
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
 difference of other parts of a rounded tensor; and by values that differ so little that fewer elements than this are
-expected to be chosen otherwise, none is.
+expected to be chosen otherwise, none is. A difference is that of a result this many times nearer at most.
 """
 
 
@@ -338,12 +338,13 @@ class Judging:
         """Return the calls that made two tensors."""
         return [makers.of(number) for makers, number in zip(self.makers, numbers, strict=True)]
 
-    def note_first_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str) -> bool:
+    def note_first_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str, apart: float) -> bool:
         """Note the calls without a partner before the first pair of a forward or backward whose results differ visibly:
-        they make that together. Return whether there are any.
+        they make that together. Return whether there are any. apart: the difference that they are to explain.
         """
+        least = apart / _MOST_GROWTH
         visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
-                   if r.a[0].direction == direction and r.difference > r.round_off_bound]  # fmt: skip
+                   if r.a[0].direction == direction and r.difference > max(r.round_off_bound, least)]  # fmt: skip
         for pair, row in visible:
             read = [makers.read(side[0]) for makers, side in zip(self.makers, (pair.a, pair.b), strict=True)]
             if self.note_alone(read, row.difference, pair):
@@ -351,8 +352,13 @@ class Judging:
         return False
 
     def note_alone(self, numbers: Sequence[Sequence[int]], difference: float, *reader: Aligned) -> bool:
-        """Note the calls without a partner that made these tensors of either run; return whether there are any."""
-        alone = [bundle for side in self._upstream(numbers) for bundle in side.alone]
+        """Note the calls without a partner that made these tensors of either run; return whether there are any. What
+        a forward has saved for its backward shows in the forward.
+        """
+        is_backward = any(pair.a[0].id.direction == BACKWARD for pair in reader)
+        alone = [
+            x for side in self._upstream(numbers) for x in side.alone if x.id.direction == BACKWARD or not is_backward
+        ]
         self.unpaired |= dict.fromkeys(alone, difference)
         for bundle in alone:
             self.read_by.setdefault(bundle, []).extend(reader)

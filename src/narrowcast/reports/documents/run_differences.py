@@ -177,6 +177,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         worst = max(beyond, key=lambda row: (not row.a[0].endswith("bias"), row.difference))  # these may be rounding
         why = f"that of {worst.a[0]} is {number_text(worst.difference)} apart, and no call was found to make that: "
         why += "look at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
+        why += "".join(f"; the forward ends at {_both_places(row)}" for row in _forward(result)[-1:])
         todos.append(Todo("Inspect how gradients are made", why))
     if result.weights_apart and not result.alone:
         largest = max((row.difference for row in result.gradients if math.isfinite(row.difference)), default=0.0)
@@ -202,16 +203,21 @@ def _about_outputs(result: RunDifferences) -> Todo:
     the last ones that agree.
     """
     apart = f"outputs are {number_text(result.outputs_apart)} apart"
-    forward = [row for row in result.rows if row.a[0].direction != BACKWARD]
+    forward = _forward(result)
     agree = [n for n, row in enumerate(forward) if row.verdict in (EQUAL, ROUND_OFF)]
     after = forward[agree[-1] + 1 :] if agree else forward
     unknown = next((row for row in after if not row.measured_by), None)
     if unknown is None:
         what = "Inspect what is computed between the last calls that agree and the outputs"
-        return Todo(what, f"{apart}, and no call was found to make that")
+        ends = dict.fromkeys(_both_places(forward[n]) for n in (*agree[-1:], -1)) if forward else ()
+        return Todo(what, f"{apart}, and no call was found to make that: {', to '.join(ends)}")
     why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
     why = f"{why} ({_both_places(unknown)})"
     return Todo(f"Inspect both lines of {_names(unknown.a)}", why, path=unknown.a[0].module_path)
+
+
+def _forward(result: RunDifferences) -> list[RunRow]:
+    return [row for row in result.rows if row.a[0].direction != BACKWARD]
 
 
 def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
