@@ -20,6 +20,8 @@ INTERCHANGEABLE = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
 """Families whose members may be the same call under different names; pointwise ops are not."""
 _CLOSE = 0.05
 """By how much of the largest magnitude the ranges of equal values may differ, faults upstream included."""
+_ROUNDED = 16.0
+"""Rounding moves the mean and the root mean square of a weight this many times less than single elements, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,9 @@ def _same_direction(a: Bundle, b: Bundle) -> bool:
 def _same_weight(a: Piece | None, b: Piece | None) -> bool:
     if a is None or b is None or a.elements != b.elements:
         return False
-    coarsest = max(FORMATS[p.format].epsilon for p in (a, b))
-    return range_difference(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
+    most = 1e-6 if a.format == b.format else 2 * max(FORMATS[p.format].epsilon for p in (a, b))
+    moments = max(abs(a.mean - b.mean), abs(a.rms - b.rms)) if a.is_whole and b.is_whole else 0.0
+    return range_difference(a, b) <= most and moments <= max(most / _ROUNDED, 1e-6) * a.rms
 
 
 def _weight_distance(a: Piece | None, b: Piece | None) -> float:
