@@ -41,12 +41,14 @@ class Effects:
                             self._readers.setdefault(pair_of[known], {})[pair_of[bundle], bool(upstream.alone)] = None
         self.of = cache(self._of)
 
-    def of_all(self, pairs: Sequence[Aligned]) -> str:
-        """Return what comes of a difference that all of these pairs read: those of the forward, if there are any, since
-        a backward reads what they do.
+    def of_alone(self, bundle: Bundle, readers: Sequence[Aligned]) -> str:
+        """Return what comes of a call without a partner. readers: pairs whose inputs differ by it; those of a forward,
+        which show what it has saved for its backward, too.
         """
-        forward = [pair for pair in pairs if pair.a[0].id.direction == FORWARD]
-        effects = {self.of(pair) for pair in forward or pairs}
+        forward = [pair for pair in readers if pair.a[0].id.direction == FORWARD]
+        if readers and not forward and bundle.id.direction == FORWARD:
+            return ABSORBED
+        effects = {self.of(pair) for pair in forward or readers}
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
     def _of(self, pair: Aligned) -> str:

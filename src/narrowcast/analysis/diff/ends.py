@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.effects import REARRANGED, Effects
+from narrowcast.analysis.diff.effects import ABSORBED, REARRANGED, Effects
 from narrowcast.analysis.diff.gradients import (
     SAME_STEP,
     apart_as_a_whole,
@@ -85,13 +85,14 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     rearranged = are_rearranged(result.rows, of_rows)
     in_another_order = [one for one, effect in zip(rearranged, of_rows, strict=True) if effect]
-    in_another_order += [effects.of_all(judging.read_by.get(x, [])) == REARRANGED for x in judging.unpaired]
+    ask_alone = lambda: {x: effects.of_alone(x, judging.read_by.get(x, [])) for x in judging.unpaired}  # noqa: E731
+    in_another_order += [effect == REARRANGED for effect in ask_alone().values() if effect != ABSORBED]
     if in_another_order and all(in_another_order) and not outcomes.are_alike:
         own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) != REARRANGED}
         if not judging.note_first_alone([*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
             judging.note_alone([side.runs[0].returned for side in sides], judging.returned_apart())
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
-    of_alone = {bundle: effects.of_all(judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
+    of_alone = ask_alone()
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
     compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]

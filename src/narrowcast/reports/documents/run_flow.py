@@ -18,8 +18,6 @@ from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 
-OF_FINITE = ", and its inputs are"
-"""What the finding of a call ends with that made what is not finite."""
 FLOW = (
     "A view or a slice comes from the call that made its memory; a copy that has the format, the number of "
     "elements and the range of an earlier result is taken for that. Calls without a floating tensor are left out."
@@ -42,6 +40,8 @@ class RunFlow:
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.results: list[tuple[int, str, TensorFacts]] = []
+        self.makers: list[Node] = []
+        """Those that give NaN or infinities of finite inputs."""
         self._made: dict[int, int] = {}
         self._like: dict[tuple[Any, ...], int] = {}
 
@@ -107,7 +107,8 @@ class RunFlow:
         if bad:
             node.verdict = "not finite"
             clean = all(facts.is_finite for facts in read)
-            node.finding = f"{bad[0]} is not finite{OF_FINITE if clean else '; nor are its inputs'}"
+            node.finding = f"{bad[0]} is not finite{', and its inputs are' if clean else '; nor are its inputs'}"
+            self.makers += [node] * clean
         return node
 
 

@@ -7,7 +7,7 @@ from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import cast_series, format_bars
 from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.rules import high_rule, keeping
-from narrowcast.reports.documents.run_flow import OF_FINITE, RunFlow, flow_of
+from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.run import Run
@@ -39,7 +39,7 @@ def run_document(run: Run) -> Document:
         Figure("not finite", len(bad), "calls", "bad" if bad else "good"),
     ]
     page.bars = format_bars(nodes)
-    makers = (n for n in bad if n.finding.endswith(OF_FINITE) and high_rule(n))  # others only pass it on
+    makers = (n for n in flow.makers if n.finding and high_rule(n))  # others only pass it on
     todos = (Todo(keeping(n.op, n.path), n.finding, high_rule(n), n.path) for n in makers)
     page.todos = list({todo.what: todo for todo in todos}.values())
     page.tables = [
