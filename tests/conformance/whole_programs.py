@@ -514,7 +514,7 @@ LIMITS = [
           lambda front, text: (front == "trace" or "part(traced" in text) and any(name in text for name in COMPOSITES),
           "left out"),
     Known("docs/limits.md, TorchScript: a trace made outside of a region takes a conversion to its format for a tensor",
-          lambda front, text: front == "compile" and "part(traced" in text and ".float()" in text, "left out"),
+          lambda front, text: "part(traced" in text and ".float()" in text, "left out"),
     Known("docs/limits.md, TorchScript: a weight used both cast and uncast in a loop is cast before it",
           lambda front, text: front in SCRIPTS and (" for " in text or " if " in text) and "autocast(" in text, 1e-5),
 ]  # fmt: skip

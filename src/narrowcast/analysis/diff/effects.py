@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned, range_difference
+from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.sides import Bundle, Makers, Side
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import RunRow
@@ -61,7 +62,9 @@ class Effects:
         results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
         if len(results) < 2:
             return UNKNOWN
-        if range_difference(*results) <= self._rows[pair].round_off_bound:
+        own = self._rows[pair]
+        bound = max(own.round_off_bound, self._widest) if own.difference > UNLIKE else own.round_off_bound
+        if range_difference(*results) <= bound:
             return REARRANGED
         waiting, seen = [pair], {pair}
         is_seen, is_cancelled, are_alike = False, True, True

@@ -62,7 +62,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     unpaired = judging.counts_of_unpaired(left_out)
     has_low = _has_low(result) and judging.widest >= BAND_OF_LOW
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    band = band_of_all(judging.widest, GRADIENTS, are_others)
+    steps = _steps(sides) if has_low else 1
+    band = min(_FAR_OF_GRADIENTS, steps * band_of_all(judging.widest, GRADIENTS, are_others))
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
@@ -71,6 +72,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
+    ends = [replace(one, band=max(one.band, min(WIDEST, steps * one.band))) for one in ends]
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
         ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
@@ -84,11 +86,11 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     effects = Effects(sides, judging.makers, judging.paired, by_pair, judging.widest, alike)
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     rearranged = are_rearranged(result.rows, of_rows)
-    in_another_order = [one for one, effect in zip(rearranged, of_rows, strict=True) if effect]
+    are_undone = [one or effect == ABSORBED for one, effect in zip(rearranged, of_rows, strict=True) if effect]
     ask_alone = lambda: {x: effects.of_alone(x, judging.read_by.get(x, [])) for x in judging.unpaired}  # noqa: E731
-    in_another_order += [effect == REARRANGED for effect in ask_alone().values() if effect != ABSORBED]
-    if in_another_order and all(in_another_order) and not outcomes.are_alike:
-        own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) != REARRANGED}
+    are_undone += [effect in (ABSORBED, REARRANGED) for effect in ask_alone().values()]
+    if are_undone and all(are_undone) and not outcomes.are_alike:
+        own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) not in (ABSORBED, REARRANGED)}
         if not judging.note_first_alone([*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
             judging.note_alone([side.runs[0].returned for side in sides], judging.returned_apart())
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
@@ -108,6 +110,10 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
+    are_beyond = any(row.is_beyond for row in result.gradients)
+    if has_low and outcomes.are_alike and not are_beyond and (are_all or not result.gradients):
+        # gradients are the outcome of a backward: within their bounds nothing in it can be told
+        result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
@@ -223,7 +229,12 @@ def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -
     if judging.widest < BAND_OF_LOW:
         return largest > _VISIBLE
     apart = apart_as_a_whole(judging.values, result.gradients)
-    return apart > min(_FAR_OF_GRADIENTS, _FAR_OF_CALLS * judging.widest)
+    return apart > min(_FAR_OF_GRADIENTS, _FAR_OF_CALLS * judging.widest * _steps(judging.values.sides))
+
+
+def _steps(sides: Sequence[Side]) -> int:
+    """Return after how many steps gradients are compared: in low formats weights are further apart after each."""
+    return max(1, *(run.steps for side in sides for run in side.runs))
 
 
 def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:

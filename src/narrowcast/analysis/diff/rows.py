@@ -76,7 +76,7 @@ class Judging:
         before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
             before = max(before, self._largest)
-        is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values()) and result.by in (SKETCHES, TENSORS)
+        is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values())
         if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
         self._read[pair] = before
@@ -271,7 +271,7 @@ class Judging:
             known = EndDifference.of(result.relative, band, result.growth)
             goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) and known.difference > known.band
             if a.elements != b.elements or goes_on or not result.is_known:  # to probabilities, or a loss
-                known = EndDifference(math.inf)
+                known = EndDifference(math.nan)
             outcomes.append(known)
             made = [[p.call.outputs[0][1] for each in x.module_calls for p in each if p.rank == 0] for x in (a, b)]
             upstream = self._upstream(made)
@@ -294,8 +294,10 @@ class Judging:
                 apart = self._as_returned(pair, row.difference) if is_rough else row.difference
                 outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
             else:  # within the bound of the formats before it, as a loss in fp32
-                outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
-        return returned or outcomes
+                apart = {INHERITED: row.difference, NOT_COMPARED: math.nan}.get(row.verdict, math.inf)
+                outcomes.append(EndDifference(apart, self.widest))
+        compared = [one for one in outcomes if not math.isnan(one.difference)]
+        return returned or compared or [EndDifference(math.inf)] * len(outcomes)
 
     def of_backward(self) -> set[Bundle]:
         """Return the calls of a backward without a partner, but for those that only calls of a forward read: what

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, place_of
+from narrowcast.analysis.diff.outcomes import WIDEST
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Makers
 from narrowcast.core.ledger.identity import FORWARD
@@ -24,8 +25,9 @@ def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunR
     alone_of = judging.counts_of_unpaired(())
     if min(alone_of) == 0 and max(alone_of) <= _ADDED:
         return []  # the other calls are those of one program
-    differing = [pair for pair, row in zip(pairs, rows, strict=True) if row.verdict not in (EQUAL, ROUND_OFF)]
-    unsure = {pair for pair in differing if _is_unsure(judging, pair)}
+    known = zip(pairs, rows, strict=True)  # a bound above WIDEST shows no agreement
+    differing = {p: row for p, row in known if row.verdict not in (EQUAL, ROUND_OFF) or row.difference > WIDEST}
+    unsure = {pair for pair, row in differing.items() if _is_unsure(judging, pair, row)}
     sides = [_Side(judging.makers[n], judging.paired[n], unsure) for n in range(2)]
     made = [side.made_by(judging.unpaired) for side in sides]
     later = (pair for pair in differing if pair not in unsure and pair.a[0].id.direction == FORWARD)
@@ -43,9 +45,9 @@ def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunR
     return [Unaligned(run, x.id, place_of([x])) for run, calls in zip("ab", paired, strict=True) for x in calls]
 
 
-def _is_unsure(judging: Judging, pair: Aligned) -> bool:
+def _is_unsure(judging: Judging, pair: Aligned, row: RunRow) -> bool:
     """Return whether a pair whose results differ may be none: these are of other sizes; or neither call reads a weight,
-    and its module has others.
+    and its module has others; or they read other weights, in which something else may be folded.
     """
     if pair.by == BY_HAND:
         return False
@@ -53,7 +55,8 @@ def _is_unsure(judging: Judging, pair: Aligned) -> bool:
     is_only = all(len(bundles) == 1 == len(side.by_path[bundles[0].path]) for side, bundles in both)
     has_weight = any(bundle.weight is not None for bundle in (*pair.a, *pair.b))
     sizes = {sum(x.elements for x in bundles) for bundles in (pair.a, pair.b)}
-    return len(sizes) > 1 or not (is_only or has_weight)
+    has_others = any(name in dict(pair.a[0].call.inputs) for name, *_ in row.given)
+    return len(sizes) > 1 or has_others or not (is_only or has_weight)
 
 
 class _Side:

@@ -1,0 +1,196 @@
+"""`nc.diff` of programs that are written otherwise and sound: in a low format, what they come to decides."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+
+def region(under):
+    return nc.autocast("cpu", under) if under else nullcontext()
+
+
+def is_silent(a, b):
+    """Whether nothing is said to differ but formats."""
+    difference = nc.diff(a, b)
+    return difference.verdict in ("alike", "round-off", "formats differ"), difference
+
+
+class Normed(nn.Module):
+    """Convolutions over time, before which all that came before is normed: whole, or in chunks with a state."""
+
+    def __init__(self, chunk=0):
+        super().__init__()
+        self.chunk, self.first, self.last = chunk, nn.Conv1d(5, 12, 1), nn.Conv1d(12, 4, 1)
+        self.layers = nn.ModuleList(nn.Conv1d(12, 12, 3, dilation=2**n) for n in range(3))
+        self.gains = nn.ParameterList(torch.rand(12, 1) + 0.5 for _ in range(3))
+
+    def whole(self, x):
+        x = self.first(x)
+        count = x.shape[1] * torch.arange(1, x.shape[2] + 1)
+        for n, (layer, gain) in enumerate(zip(self.layers, self.gains, strict=True)):
+            mean = x.sum(1).cumsum(-1) / count
+            variance = x.square().sum(1).cumsum(-1) / count - mean**2
+            h = (x - mean[:, None]) / torch.sqrt(variance + 1e-4)[:, None] * gain
+            x = x + F.leaky_relu(layer(F.pad(h, (2 * 2**n, 0))), 0.2)
+        return self.last(x)
+
+    def part(self, x, states):
+        x = torch.einsum("oc,bct->bot", self.first.weight[..., 0], x) + self.first.bias[:, None]
+        time = x.shape[-1]
+        for n, (layer, gain, state) in enumerate(zip(self.layers, self.gains, states, strict=True)):
+            step = 2**n
+            sums = state["sum"][..., None] + x.sum(1).cumsum(-1)
+            squares = state["squares"][..., None] + x.square().sum(1).cumsum(-1)
+            state["sum"], state["squares"] = sums[..., -1], squares[..., -1]
+            count = x.shape[1] * torch.arange(state["seen"] + 1, state["seen"] + time + 1)
+            state["seen"] += time
+            mean = sums / count
+            h = (x - mean[:, None]) * gain / torch.sqrt(squares / count - mean.square() + 1e-4)[:, None]
+            kept = torch.cat([state["tail"], h], -1)
+            state["tail"] = kept[..., -2 * step :]
+            taps = (layer.weight[..., k] @ kept[..., k * step : k * step + time] for k in range(3))
+            x = x + F.leaky_relu(sum(taps) + layer.bias[:, None], 0.2)
+        return F.conv1d(x, self.last.weight, self.last.bias)
+
+    def forward(self, x):
+        if not self.chunk:
+            return self.whole(x)
+        zeros = {"sum": x.new_zeros(len(x)), "squares": x.new_zeros(len(x)), "seen": 0}
+        states = [{**zeros, "tail": x.new_zeros(len(x), 12, 2 * 2**n)} for n in range(3)]
+        return torch.cat([self.part(part, states) for part in x.split(self.chunk, -1)], -1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_is_the_whole(seed):
+    """Other steps of the time in one call; of several results only statistics can be compared."""
+    torch.manual_seed(seed)
+    a, b = Normed(), Normed(4)
+    for layer in a.layers:
+        layer.weight.data.mul_(2)
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(3, 5, 16) * torch.linspace(0.4, 2, 16) + 0.7
+    is_sound, difference = is_silent(nc.capture(a, (x,)), nc.capture(b, (x,), under="bf16"))
+    assert is_sound, difference
+
+
+class Twin(nn.Module):
+    """Two networks at once, their weights in stacks."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        pairs = [(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, nn.Linear)]
+        self.weights = nn.ParameterList(torch.stack([a.weight.t(), b.weight.t()]).detach() for a, b in pairs)
+        self.biases = nn.ParameterList(torch.stack([a.bias[None], b.bias[None]]).detach() for a, b in pairs)
+
+    def forward(self, x):
+        h = torch.baddbmm(self.biases[0], x.expand(2, -1, -1), self.weights[0]).relu()
+        return torch.baddbmm(self.biases[1], h, self.weights[1]).squeeze(-1)
+
+
+def critics(separate, under, is_sound=True):
+    """Three steps of two critics that learn the smaller value of their targets, which follow them: separate networks
+    and optimizers, or one of both, and steps by hand. Returns the run.
+    """
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)) for _ in range(2)]
+    for net in nets:
+        net[2].weight.data.mul_(4)
+    data = [(torch.randn(24, 8), torch.randn(24, 8), torch.randn(24), (torch.rand(24) < 0.4).float()) for _ in range(3)]
+    if separate:
+        learned = nn.ModuleList(nets)
+        target = copy.deepcopy(learned)
+        optimizer = torch.optim.SGD(learned.parameters(), 0.02)
+        with nc.capture() as run:
+            for x, following, reward, done in data:
+                with region(under):
+                    with torch.no_grad():
+                        values = [net(following).squeeze(-1).float() for net in target]
+                        wanted = reward + 0.95 * (1 - done) * torch.min(*values)
+                    loss = sum(F.mse_loss(net(x).squeeze(-1).float(), wanted) for net in learned)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for new, old in zip(learned.parameters(), target.parameters(), strict=True):
+                        old.lerp_(new, 0.1)
+        return run
+    learned = Twin(*nets)
+    target, weights = copy.deepcopy(learned), list(learned.parameters())
+    with nc.capture() as run:
+        for x, following, reward, done in data:
+            with region(under):
+                with torch.no_grad():
+                    both = target(following).float()
+                    least = both.amin(0) if is_sound else both.mean(0)
+                    wanted = torch.where(done > 0, reward, reward + 0.95 * least)
+                loss = (learned(x).float() - wanted).square().mean(1).sum()
+            with torch.no_grad():
+                for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                    weight.sub_(gradient, alpha=0.02)
+                for new, old in zip(weights, target.parameters(), strict=True):
+                    old.mul_(0.9).add_(new, alpha=0.1)
+    return run
+
+
+FORMATS = [(None, None), (None, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, None)]
+
+
+@pytest.mark.parametrize("under", FORMATS, ids=["fp32", "fp32-bf16", "bf16", "fp16-fp32"])
+def test_stacked_networks_are_separate_ones(under):
+    """Neither gradients nor most results can be compared; all that can be is alike."""
+    separate = critics(True, under[0])
+    is_sound, difference = is_silent(separate, critics(False, under[1]))
+    assert is_sound, difference
+    assert not is_silent(separate, critics(False, under[1], is_sound=False))[0]
+
+
+class Quantiles(nn.Module):
+    """Blocks that each take away what they explain; quantiles of the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3))
+        self.spread = nn.Linear(16, 2)
+
+    def forward(self, x):
+        out = 0
+        for block in self.blocks:
+            made = block(x).float()
+            x, out = x - made, out + made[:, :4]
+        spread = F.softplus(self.spread(x).float())
+        return torch.stack([out - spread[:, :1], out, out + spread[:, 1:]], -1)
+
+
+def of_quantiles(model, x, y, by_hand, under):
+    """Three steps of a loss with a kink; returns the run."""
+    levels = torch.tensor([0.1, 0.5, 0.9])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with nc.capture() as run:
+        for _ in range(3):
+            with region(under):
+                apart = y[..., None] - model(x)
+                if by_hand:
+                    loss = torch.where(apart > 0, levels * apart, (levels - 1) * apart).mean()
+                else:
+                    loss = torch.maximum(levels * apart, (levels - 1) * apart).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run
+
+
+@pytest.mark.parametrize("under", FORMATS[1:], ids=["fp32-bf16", "bf16", "fp16-fp32"])
+@pytest.mark.parametrize("seed", range(3))
+def test_later_steps_of_a_low_format_are_further_apart(under, seed):
+    """The gradient of a bias after three steps of a loss with kinks."""
+    torch.manual_seed(seed)
+    a, x, y = Quantiles(), torch.randn(24, 16), torch.randn(24, 4)
+    b = copy.deepcopy(a)
+    is_sound, difference = is_silent(of_quantiles(a, x, y, False, under[0]), of_quantiles(b, x, y, True, under[1]))
+    assert is_sound, difference
