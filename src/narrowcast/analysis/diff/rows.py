@@ -51,7 +51,8 @@ class Judging:
         self._of_pairs: dict[Aligned, float] = {}
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
-        self._largest, self._jumped, self._has_chosen, self.are_alike_as_a_whole = 0.0, 0.0, False, False
+        self._largest, self._measured, self._jumped = 0.0, 0.0, 0.0
+        self._has_chosen, self.are_alike_as_a_whole = False, False
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
@@ -79,10 +80,12 @@ class Judging:
         is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values())
         if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
-        self._read[pair] = before
+        shown = max(self._measured, self.widest)  # what is further apart are other values, no errors of values
+        self._read[pair] = shown if math.isnan(input_difference) or is_rough else min(input_difference, shown)
         chosen_by = max(self._chosen_by(pair), default=0.0)
         unknown = self._largest if inputs and not is_of_a_part else 0.0  # of complex numbers
-        jumped = jump(pair.a[0].id.op, unknown if math.isnan(input_difference) else input_difference, chosen_by)
+        seen = unknown if math.isnan(input_difference) else min(input_difference, shown)
+        jumped = jump(pair.a[0].id.op, seen, chosen_by)
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)
         before = max(rooted(pair.a[0].id.op, before), jumped)
@@ -98,7 +101,8 @@ class Judging:
         reason = next(filter(None, reasons), "")
         verdict, why = self._verdict(pair, result, band, before, bool(given), is_proved, reason, is_among_others)
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
-        self._largest = max(self._largest, result.relative if result.is_known else 0.0, before)
+        self._measured = max(self._measured, result.relative if result.is_known else 0.0)
+        self._largest = max(self._largest, self._measured, before)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_of(pair.a), place_of(pair.b), format_a, format_b, pair.by, verdict,
             result.relative, input_difference, band, result.by, result.is_part, given, why,
@@ -157,7 +161,8 @@ class Judging:
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
         choosers = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self.makers[n].choosers(of)]
-        return [self._read.get(self.paired[n][x], 0.0) if x in self.paired[n] else self._largest for n, x in choosers]
+        shown = max(self._measured, self.widest)
+        return [self._read.get(self.paired[n][x], 0.0) if x in self.paired[n] else shown for n, x in choosers]
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
         """Return whether later module calls select by values computed from the first, which agrees."""
@@ -374,7 +379,7 @@ class Judging:
 
     def has_chosen(self, apart: float) -> bool:
         """Return whether outcomes may be this far apart since calls chose by values that differ."""
-        return self._has_chosen or apart <= GAIN * self._jumped
+        return self._has_chosen or apart <= GAIN_OF_PASSING * self._jumped
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
         """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""
