@@ -62,8 +62,9 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     unpaired = judging.counts_of_unpaired(left_out)
     has_low = _has_low(result) and judging.widest >= BAND_OF_LOW
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    steps = _steps(sides) if has_low else 1
+    steps = _steps(result, sides)
     band = min(_FAR_OF_GRADIENTS, steps * band_of_all(judging.widest, GRADIENTS, are_others))
+    most = min(_FAR_OF_GRADIENTS, steps * WIDEST)
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
@@ -72,14 +73,14 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
-    ends = [replace(one, band=max(one.band, min(WIDEST, steps * one.band))) for one in ends]
+    ends = [replace(one, band=max(one.band, min(most, steps * one.band))) for one in ends]
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
         ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
         if are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest)):
             ends = [EndDifference(0.0, judging.widest)]
             judging.are_alike_as_a_whole = True
-    outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired))
+    outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired), most)
     if not are_gradients_alike and outcomes.are_alike:
         are_gradients_alike = _leave_out_other_weights(result, judging)
     by_pair, alike = dict(zip(pairs, result.rows, strict=True)), _of_alike_gradients(result, judging)
@@ -111,7 +112,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
     are_beyond = any(row.is_beyond for row in result.gradients)
-    if has_low and outcomes.are_alike and not are_beyond and (are_all or not result.gradients):
+    are_within = are_gradients_alike or (not are_beyond and (are_all or not result.gradients))
+    if has_low and outcomes.are_alike and are_within:
         # gradients are the outcome of a backward: within their bounds nothing in it can be told
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
@@ -150,7 +152,8 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     beyond = [row for row in result.gradients if row.is_beyond]
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     nearer = _FAR_OF_PAIRS * max(judging.widest, result.largest)
-    is_far = apart > max(_VISIBLE, min(_FAR * judging.widest, nearer))
+    far = _steps(result, sides) * max(_VISIBLE, min(_FAR * judging.widest, nearer))
+    is_far = apart > min(_FAR_OF_GRADIENTS, far)
     if is_far and not (judging.has_chosen(apart) or is_of_ranks):
         result.outputs_apart = apart
         found = (x.id for x in judging.unpaired), (row.a[0] for row in result.producers)
@@ -229,12 +232,13 @@ def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -
     if judging.widest < BAND_OF_LOW:
         return largest > _VISIBLE
     apart = apart_as_a_whole(judging.values, result.gradients)
-    return apart > min(_FAR_OF_GRADIENTS, _FAR_OF_CALLS * judging.widest * _steps(judging.values.sides))
+    steps = _steps(result, judging.values.sides)
+    return apart > min(_FAR_OF_GRADIENTS, steps * _FAR_OF_CALLS * judging.widest)
 
 
-def _steps(sides: Sequence[Side]) -> int:
-    """Return after how many steps gradients are compared: in low formats weights are further apart after each."""
-    return max(1, *(run.steps for side in sides for run in side.runs))
+def _steps(result: RunDifferences, sides: Sequence[Side]) -> int:
+    """Return how many times further apart what they come to may be: in low formats weights move apart in each step."""
+    return max(1, *(run.steps for side in sides for run in side.runs)) if _has_low(result) else 1
 
 
 def _gradients_of(sides: Sequence[Side], rows: Sequence[GradientRow]) -> list[list[int]]:

@@ -65,18 +65,19 @@ class EndDifference:
 class Outcomes:
     """The outcome of two programs. outputs: of the forward; are_others: whether they are written differently; widest:
     the widest rounding bound of a call; are_formulas: whether each has calls that the other lacks, so
-    that none is the other with an added step.
+    that none is the other with an added step; most: the widest bound of an output that shows anything.
     """
 
     def __init__(
-        self, outputs: Sequence[EndDifference], are_others: bool, widest: float, are_formulas: bool = False
-    ) -> None:
+        self, outputs: Sequence[EndDifference], are_others: bool, widest: float, are_formulas: bool = False,
+        most: float = WIDEST,
+    ) -> None:  # fmt: skip
         self._are_formulas = are_others and are_formulas
         self._are_equal = all(one.difference == 0 for one in outputs)
         self._band = 0.0 if self._are_equal else max((min(one.band, one.of_call) for one in outputs), default=0.0)
         self._are_others = are_others
         self._widest = widest
-        self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
+        self.are_alike = bool(outputs) and all(one.difference <= one.band <= most for one in outputs)
         self._is_visible = any(one.difference > min(one.band, one.of_call) / SHOWS for one in outputs)
         self.are_exact = bool(outputs) and all(
             one.difference == 0 or one.difference <= one.band < BAND_OF_LOW for one in outputs

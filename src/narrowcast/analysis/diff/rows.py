@@ -95,7 +95,8 @@ class Judging:
         have_moved = band > BAND_OF_LOW and all(x.moves_weights for x in self.values.sides)  # by rounded gradients
         is_proved = is_equal and any(not (have_moved and name in names[0]) for name, *_ in given)
         is_proved &= len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
-        if math.isnan(input_difference):  # of calls before it, which may be low
+        is_unknown = self.widest < BAND_OF_LOW and len(known) < max(map(len, names))
+        if math.isnan(input_difference) or is_unknown:  # of calls before it, which may be low
             before = max(before, self.widest if inputs and self._largest else self._band_of_alone(pair))
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
         reason = next(filter(None, reasons), "")

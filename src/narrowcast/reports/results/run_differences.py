@@ -216,7 +216,7 @@ class RunDifferences(Result):
             return NOT_COMPARED
         if self.formats:
             return FORMATS_DIFFER
-        if not self.compared:
+        if not self.compared and math.isnan(self.output_difference):
             return NOT_COMPARED
         moved = any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows)
         is_moved = moved or self.output_difference > 0 or any(row.difference for row in self.gradients)
