@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.results import RunDifferences
 
 
 def region(under):
@@ -194,3 +195,102 @@ def test_later_steps_of_a_low_format_are_further_apart(under, seed):
     b = copy.deepcopy(a)
     is_sound, difference = is_silent(of_quantiles(a, x, y, False, under[0]), of_quantiles(b, x, y, True, under[1]))
     assert is_sound, difference
+
+
+class Slots(nn.Module):
+    """Experts with few slots each: tokens in slots by a mask of all, or copied one by one; perhaps with the second
+    choices in the slots of the first.
+    """
+
+    experts, slots = 4, 8
+
+    def __init__(self, by_index, restarts=False):
+        super().__init__()
+        self.by_index, self.restarts = by_index, restarts
+        self.router = nn.Linear(24, self.experts, bias=False)
+        self.up = nn.Parameter(torch.randn(self.experts, 24, 32) / 5)
+        self.down = nn.Parameter(torch.randn(self.experts, 32, 24) / 6)
+
+    def forward(self, x):
+        shares = self.router(x).float().softmax(-1)
+        if not self.by_index:
+            first = F.one_hot(shares.argmax(-1), self.experts)
+            second = F.one_hot(shares.masked_fill(first == 1, -1).argmax(-1), self.experts)
+            places = (first.cumsum(0) - 1) * first, (second.cumsum(0) - 1 + first.sum(0, keepdim=True)) * second
+            combine = 0
+            for chosen, place in zip((first, second), places, strict=True):
+                kept = chosen * (place < self.slots)
+                where = F.one_hot((place * kept).sum(-1), self.slots).float()
+                combine = combine + torch.einsum("s,se,sc->sec", (shares * chosen).sum(-1), kept.float(), where)
+            given = torch.einsum("sec,sm->ecm", (combine > 0).to(x.dtype), x)
+            made = torch.einsum("ecf,efm->ecm", torch.einsum("ecm,emf->ecf", given, self.up).relu(), self.down)
+            return x + torch.einsum("sec,ecm->sm", combine, made.float())
+        gates, who = shares.topk(2, -1)
+        order = torch.cat([who[:, 0], who[:, 1]])
+        rank = (order[:, None] == order[None, :]).tril(-1).sum(1)
+        if self.restarts:
+            rank[len(x) :] -= torch.bincount(who[:, 0], minlength=self.experts)[who[:, 1]]
+        slot = torch.where(rank < self.slots, order * self.slots + rank, self.experts * self.slots)
+        tokens = torch.arange(len(x)).repeat(2)
+        given = x.new_zeros(self.experts * self.slots + 1, 24).index_copy(0, slot, x[tokens])
+        parts = given[:-1].split(self.slots)
+        made = torch.cat([(part @ self.up[n]).relu() @ self.down[n] for n, part in enumerate(parts)])
+        made = torch.cat([made, torch.zeros_like(made[:1])])[slot].float() * gates.t().reshape(-1, 1)
+        return x + made[: len(x)] + made[len(x) :]
+
+
+@pytest.mark.parametrize("under", [FORMATS[0], FORMATS[3]], ids=["fp32", "fp16-fp32"])
+def test_choices_do_not_excuse_what_no_call_has_shown(under):
+    """Where the values by which calls choose agree, outputs far apart are not due to other choices."""
+    torch.manual_seed(0)
+    a, tokens = Slots(False), []
+    while len(tokens) < 16:  # those with a clear choice, which rounding does not change
+        token = torch.randn(24)
+        best = a.router(token).sort(descending=True).values
+        tokens += [token] if (best[:2] - best[1:3]).min() > 0.25 else []
+    for restarts in (False, True):
+        b = Slots(True, restarts)
+        b.load_state_dict(a.state_dict())
+        runs = [
+            nc.capture(model, (torch.stack(tokens),), **({"under": asked} if asked else {}))
+            for model, asked in zip((a, b), under, strict=True)
+        ]
+        is_sound, difference = is_silent(*runs)
+        assert is_sound is not restarts, difference
+
+
+class Bands(nn.Module):
+    """The logarithm of the power in bands of frequencies: by a Fourier transform, or by two convolutions."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        self.by_hand = by_hand
+        centres = torch.arange(8)[:, None] * 4 + 2
+        self.register_buffer("filters", (1 - (torch.arange(33) - centres).abs() / 3).clamp(min=0))
+
+    def forward(self, x):
+        if not self.by_hand:
+            spectrum = torch.stft(x, 64, 16, window=torch.hann_window(64), center=False, return_complex=True)
+            return torch.log10(torch.clamp(self.filters @ spectrum.abs() ** 2, min=1e-8))
+        angle = torch.arange(33)[:, None] * torch.arange(64) * (2 * torch.pi / 64)
+        waves = torch.cat([angle.cos(), -angle.sin()]) * torch.hann_window(64)
+        real, imaginary = F.conv1d(x[:, None], waves[:, None], stride=16).chunk(2, 1)
+        power = real**2 + imaginary**2
+        return torch.log10(torch.clamp(torch.einsum("mf,bft->bmt", self.filters, power), min=1e-8))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_operand_that_cannot_be_compared_may_be_rounded_otherwise(seed):
+    """The filters of both are equal; the powers, whose names and shapes are others, are not known to be."""
+    torch.manual_seed(seed)
+    a, b, x = Bands(False), Bands(True), torch.randn(2, 400)
+    b.load_state_dict(a.state_dict())
+    is_sound, difference = is_silent(nc.capture(a, (x,)), nc.capture(b, (x,)))
+    assert is_sound, difference
+
+
+def test_outputs_alone_are_a_comparison():
+    """No call of one program is one of the other, and what both return is compared, or is not."""
+    assert RunDifferences("a", "b", output_difference=0.0).verdict == "alike"
+    assert RunDifferences("a", "b", output_difference=1e-8).verdict == "round-off"
+    assert RunDifferences("a", "b").verdict == "not compared"

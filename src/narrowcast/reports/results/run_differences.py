@@ -156,7 +156,7 @@ class RunDifferences(Result):
     mapping: RunMapping = field(default_factory=RunMapping)
     by_hand: RunMapping = field(default_factory=RunMapping)
     outputs_apart: float = 0.0
-    output_difference: float = 0.0
+    output_difference: float = math.nan
     weights_apart: float = 0.0
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
