@@ -34,7 +34,7 @@ from narrowcast.analysis.diff.outcomes import (
 )
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.analysis.diff.without_partner import leave_out_compensated
+from narrowcast.analysis.diff.without_partner import leave_out_compensated, note_alone, note_first_alone
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.output.words import number_text
 from narrowcast.reports.documents.rules import is_low
@@ -92,8 +92,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     are_undone += [effect in (ABSORBED, REARRANGED) for effect in ask_alone().values()]
     if are_undone and all(are_undone) and not outcomes.are_alike:
         own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) not in (ABSORBED, REARRANGED)}
-        if not judging.note_first_alone([*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
-            judging.note_alone([side.runs[0].returned for side in sides], judging.returned_apart())
+        if not note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
+            note_alone(judging, [side.runs[0].returned for side in sides], judging.returned_apart())
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
     of_alone = ask_alone()
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
@@ -160,19 +160,19 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         if all(one.direction == BACKWARD for one in chain(*found)):
             before = judging.unpaired
             judging.unpaired = {}
-            noted = judging.note_first_alone(pairs, result.rows, FORWARD, apart)
-            if not (noted or judging.note_alone([side.runs[0].returned for side in sides], apart)):
+            noted = note_first_alone(judging, pairs, result.rows, FORWARD, apart)
+            if not (noted or note_alone(judging, [side.runs[0].returned for side in sides], apart)):
                 judging.unpaired = before
     elif beyond and not result.producers and all(x.id.direction == BACKWARD for x in judging.unpaired):
         used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
-        if not (judging.note_alone(used, difference) or is_found):
-            judging.note_first_alone(pairs, result.rows, BACKWARD, difference)
+        if not (note_alone(judging, used, difference) or is_found):
+            note_first_alone(judging, pairs, result.rows, BACKWARD, difference)
     elif not (is_found or beyond) and len(set(lengths_of(sides))) == 1:
         way = moved_apart(judging.values)
         if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
             result.weights_apart = way
             moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
-            judging.note_alone(moved, way)
+            note_alone(judging, moved, way)
 
 
 def tell_nan(result: RunDifferences, judging: Judging, pairs: list[Aligned]) -> None:

@@ -28,10 +28,10 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
-_OF_SAMPLES, _OTHERS, _LIKELY, _MOST_GROWTH = 4.0, 0.3, 1e-3, 100.0
+_OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 1e-3
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
 difference of other parts of a rounded tensor; and by values that differ so little that fewer elements than this are
-expected to be chosen otherwise, none is. A difference is that of a result this many times nearer at most.
+expected to be chosen otherwise, none is.
 """
 
 
@@ -156,7 +156,7 @@ class Judging:
 
     def _band_of_alone(self, pair: Aligned) -> float:
         """Return the widest rounding bound of the calls without a partner that made what a pair reads."""
-        upstream = self._upstream([m.read(x[0]) for m, x in zip(self.makers, (pair.a, pair.b), strict=True)])
+        upstream = self.upstream([m.read(x[0]) for m, x in zip(self.makers, (pair.a, pair.b), strict=True)])
         return max((self._round_off.of_call(n, x) for n, side in enumerate(upstream) for x in side.alone), default=0.0)
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
@@ -182,7 +182,7 @@ class Judging:
         names = self.values.names(pair, name)
         read = [makers.read(bundles[0], same or read_name(bundles[0].call))
                 for makers, bundles, same in zip(self.makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
-        a, b = self._upstream(read)
+        a, b = self.upstream(read)
         explained = self._explained(pair, a, b)
         self._note_as_read(read, inputs, a, b)
         if difference <= explained or self._is_by_casts(read, difference):
@@ -233,7 +233,8 @@ class Judging:
         parts, wholes = ([math.sqrt(p.elements) * p.rms for p in side if p.rms > 0] for side in pieces)
         return max(1.0, max(wholes) / min(parts)) if parts and wholes else 1.0
 
-    def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
+    def upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
+        """Return the calls that made tensors of either run."""
         (a, b), (m, n), (one, other) = numbers, self.makers, self.paired
         return m.upstream(a, one), n.upstream(b, other)
 
@@ -280,7 +281,7 @@ class Judging:
                 known = EndDifference(math.nan)
             outcomes.append(known)
             made = [[p.call.outputs[0][1] for each in x.module_calls for p in each if p.rank == 0] for x in (a, b)]
-            upstream = self._upstream(made)
+            upstream = self.upstream(made)
             if math.isfinite(known.difference) and result.relative > self._explained(pair, *upstream):
                 for bundle in (*upstream[0].alone, *upstream[1].alone):
                     self.unpaired.setdefault(bundle, result.relative)
@@ -292,7 +293,7 @@ class Judging:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self.makers, (pair.a, pair.b), strict=True)]
             read, difference = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
-            if difference > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, difference):
+            if difference > self._explained(pair, *self.upstream(read)) and self._is_by_casts(read, difference):
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self._round_off.of_pair(pair)
@@ -345,32 +346,6 @@ class Judging:
     def _made(self, numbers: tuple[int, int]) -> list[Bundle | None]:
         """Return the calls that made two tensors."""
         return [makers.of(number) for makers, number in zip(self.makers, numbers, strict=True)]
-
-    def note_first_alone(self, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str, apart: float) -> bool:
-        """Note the calls without a partner before the first pair of a forward or backward whose results differ visibly:
-        they make that together. Return whether there are any. apart: the difference that they are to explain.
-        """
-        least = apart / _MOST_GROWTH
-        visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
-                   if r.a[0].direction == direction and r.difference > max(r.round_off_bound, least)]  # fmt: skip
-        for pair, row in visible:
-            read = [makers.read(side[0]) for makers, side in zip(self.makers, (pair.a, pair.b), strict=True)]
-            if self.note_alone(read, row.difference, pair):
-                return True
-        return False
-
-    def note_alone(self, numbers: Sequence[Sequence[int]], difference: float, *reader: Aligned) -> bool:
-        """Note the calls without a partner that made these tensors of either run; return whether there are any. What
-        a forward has saved for its backward shows in the forward.
-        """
-        is_backward = any(pair.a[0].id.direction == BACKWARD for pair in reader)
-        alone = [
-            x for side in self._upstream(numbers) for x in side.alone if x.id.direction == BACKWARD or not is_backward
-        ]
-        self.unpaired |= dict.fromkeys(alone, difference)
-        for bundle in alone:
-            self.read_by.setdefault(bundle, []).extend(reader)
-        return bool(alone)
 
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""

@@ -15,6 +15,9 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
+_MOST_GROWTH = 100.0
+"""A difference is due to one that is this many times smaller at most."""
+
 
 def no_pairs(
     judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], left_out: Collection[Bundle], by_results: bool
@@ -85,3 +88,33 @@ def leave_out_compensated(judging: Judging, rows: Sequence[RunRow]) -> None:
         ]
         if readers and all(is_cancelled):
             del judging.unpaired[bundle]
+
+
+def note_first_alone(
+    judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunRow], direction: str, apart: float
+) -> bool:
+    """Note the calls without a partner before the first pair of a forward or backward whose results differ visibly:
+    they make that together. Return whether there are any. apart: the difference that they are to explain.
+    """
+    least = apart / _MOST_GROWTH
+    visible = [(p, r) for p, r in zip(pairs, rows, strict=True)
+               if r.a[0].direction == direction and r.difference > max(r.round_off_bound, least)]  # fmt: skip
+    for pair, row in visible:
+        read = [makers.read(side[0]) for makers, side in zip(judging.makers, (pair.a, pair.b), strict=True)]
+        if note_alone(judging, read, row.difference, pair):
+            return True
+    return False
+
+
+def note_alone(judging: Judging, numbers: Sequence[Sequence[int]], difference: float, *reader: Aligned) -> bool:
+    """Note the calls without a partner that made these tensors of either run; return whether there are any. What
+    a forward has saved for its backward shows in the forward.
+    """
+    is_backward = any(pair.a[0].id.direction == BACKWARD for pair in reader)
+    alone = [
+        x for side in judging.upstream(numbers) for x in side.alone if x.id.direction == BACKWARD or not is_backward
+    ]
+    judging.unpaired |= dict.fromkeys(alone, difference)
+    for bundle in alone:
+        judging.read_by.setdefault(bundle, []).extend(reader)
+    return bool(alone)
