@@ -113,7 +113,8 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             result.gradients += in_one_alone(judging.values, result.gradients)
     are_beyond = any(row.is_beyond for row in result.gradients)
     are_within = are_gradients_alike or (not are_beyond and (are_all or not result.gradients))
-    if has_low and outcomes.are_alike and are_within:
+    has_trained = not result.gradients and any(run.steps > 1 for side in sides for run in side.runs)
+    if outcomes.are_alike and (has_trained or (has_low and are_within)):
         # gradients are the outcome of a backward: within their bounds nothing in it can be told
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]

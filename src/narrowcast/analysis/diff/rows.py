@@ -300,11 +300,19 @@ class Judging:
                 is_rough = row.measured_by in (STATISTICS, RANGES)
                 apart = self._as_returned(pair, row.difference) if is_rough else row.difference
                 outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
-            else:  # within the bound of the formats before it, as a loss in fp32
+            elif not self._is_another(pair, left):  # within the bound of the formats before it, as a loss in fp32
                 apart = {INHERITED: row.difference, NOT_COMPARED: math.nan}.get(row.verdict, math.inf)
                 outcomes.append(EndDifference(apart, self.widest))
         compared = [one for one in outcomes if not math.isnan(one.difference)]
         return returned or compared or [EndDifference(math.inf)] * len(outcomes)
+
+    def _is_another(self, pair: Aligned, left: Sequence[Sequence[Bundle]]) -> bool:
+        """Return whether the result of a call is that of an output of the other run which has no partner. left: those
+        of both runs.
+        """
+        both = [*(Aligned(pair.a, (x,), "") for x in left[1]), *(Aligned((x,), pair.b, "") for x in left[0])]
+        apart = (self.values.results(other) for other in both)
+        return any(seen.relative <= self.widest and not seen.is_part for seen in apart)
 
     def of_backward(self) -> set[Bundle]:
         """Return the calls of a backward without a partner, but for those that only calls of a forward read: what
