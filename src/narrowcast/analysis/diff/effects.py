@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
-from narrowcast.analysis.diff.alignment import Aligned, range_difference
-from narrowcast.analysis.diff.pieces import UNLIKE
+from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.pieces import Together, together
 from narrowcast.analysis.diff.sides import Bundle, Makers, Side
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import RunRow
@@ -52,22 +52,24 @@ class Effects:
         effects = {self.of(pair) for pair in forward or readers}
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
+    def _together(self, side: int, bundles: Sequence[Bundle]) -> Together:
+        """Return the results of calls of a side put together, at all module calls."""
+        placed = [one for bundle in bundles for each in bundle.module_calls for one in each if one.call.outputs]
+        return together([self._sides[side].piece(one.rank, one.call.outputs[0][1]) for one in placed])
+
     def _of(self, pair: Aligned) -> str:
         """Return what comes of the difference in a pair's results; REARRANGED where one may be the other in another
         order, as of rows or of heads, which a later call may undo.
         """
         if pair in self._alike:
             return ABSORBED
-        both = zip(self._sides, (pair.a[0].call, pair.b[0].call), strict=True)
-        results = [side.piece(0, call.outputs[0][1]) for side, call in both if call.outputs]
-        if len(results) < 2:
+        results = [self._together(n, bundles) for n, bundles in enumerate((pair.a, pair.b))]
+        if not all(one.elements for one in results):
             return UNKNOWN
-        own = self._rows[pair]
-        bound = max(own.round_off_bound, self._widest) if own.difference > UNLIKE else own.round_off_bound
-        if range_difference(*results) <= bound:
+        if results[0].is_like(results[1], self._rows[pair].round_off_bound):
             return REARRANGED
         waiting, seen = [pair], {pair}
-        is_seen, is_cancelled, are_alike = False, True, True
+        is_seen, is_cancelled, are_alike, is_known = False, True, True, False
         while waiting:
             now = waiting.pop()
             readers = self._readers.get(now, {})
@@ -77,9 +79,11 @@ class Effects:
                 if row is None:
                     return UNKNOWN
                 if reader in self._alike:
+                    is_known = True
                     continue
                 bound = max(row.round_off_bound, self._widest)  # of the formats before it, as for a sum in fp32
                 if row.measured_by and row.difference <= bound / SHOWS:
+                    is_known = True
                     is_cancelled &= not row.difference > self._rows[now].difference / CANCELS
                     continue
                 are_alike &= not is_beside and _are_alike(reader, row)
@@ -90,7 +94,7 @@ class Effects:
                     waiting.append(reader)
         if is_seen:
             return GOES_ON if are_alike else UNKNOWN
-        return ABSORBED if is_cancelled else UNKNOWN
+        return ABSORBED if is_cancelled and is_known else UNKNOWN
 
 
 def _are_alike(pair: Aligned, row: RunRow) -> bool:
