@@ -276,7 +276,8 @@ class Judging:
             result = self.values.results(pair)
             band = max(self._round_off.of_pair(pair), self.widest)  # of the formats before it, as for a sum in fp32
             known = EndDifference.of(result.relative, band, result.growth)
-            goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) and known.difference > known.band
+            goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) or self._is_another(pair, ((), ()))
+            goes_on &= known.difference > known.band
             if a.elements != b.elements or goes_on or not result.is_known:  # to probabilities, or a loss
                 known = EndDifference(math.nan)
             outcomes.append(known)
@@ -307,10 +308,13 @@ class Judging:
         return returned or compared or [EndDifference(math.inf)] * len(outcomes)
 
     def _is_another(self, pair: Aligned, left: Sequence[Sequence[Bundle]]) -> bool:
-        """Return whether the result of a call is that of an output of the other run which has no partner. left: those
-        of both runs.
+        """Return whether the result of a call is that of an output of the other run which has no partner, or a loss
+        that the other run adds to others. left: those outputs of both runs.
         """
-        both = [*(Aligned(pair.a, (x,), "") for x in left[1]), *(Aligned((x,), pair.b, "") for x in left[0])]
+        losses = [[x for x in m.bundles if x.is_loss and pair.a[0].is_loss and x not in (*pair.a, *pair.b)]
+                  for m in self.makers]  # fmt: skip
+        both = [Aligned(pair.a, (x,), "") for x in (*left[1], *losses[1])]
+        both += [Aligned((x,), pair.b, "") for x in (*left[0], *losses[0])]
         apart = (self.values.results(other) for other in both)
         return any(seen.relative <= self.widest and not seen.is_part for seen in apart)
 
