@@ -109,9 +109,9 @@ def adversaries(is_joined, weight, dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_two_models_of_one_class_are_told_apart_by_the_weights_they_began_with(dtype):
-    """Which of them is called first differs, and so do their names."""
+    """Which of them is called first differs, and so do their names. In bf16 four steps hide a weight of 2."""
     runs = []
-    for is_joined, weight in ((False, 1.0), (True, 1.0), (False, 2.0)):
+    for is_joined, weight in ((False, 1.0), (True, 1.0), (False, 2.0 if dtype is None else 4.0)):
         with nc.capture() as run:
             adversaries(is_joined, weight, dtype)
         runs.append(run)
