@@ -12,6 +12,8 @@ from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import RunRow
 
 GOES_ON, ABSORBED, REARRANGED, UNKNOWN = "goes on", "absorbed", "rearranged", "unknown"
+UNDONE = (ABSORBED, REARRANGED)
+"""What comes of a difference that a later call undoes, or may."""
 SHOWS = 2.0
 """A result that differs by its rounding bound over this, and is computed of one beyond its own, shows the same fault:
 round-off alone is mostly smaller.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.effects import ABSORBED, REARRANGED, Effects
+from narrowcast.analysis.diff.effects import ABSORBED, UNDONE, Effects
 from narrowcast.analysis.diff.gradients import (
     SAME_STEP,
     apart_as_a_whole,
@@ -38,7 +38,7 @@ from narrowcast.analysis.diff.without_partner import leave_out_compensated, note
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.output.words import number_text
 from narrowcast.reports.documents.rules import is_low
-from narrowcast.reports.results.run_differences import DIFFERS, GradientRow, RunDifferences
+from narrowcast.reports.results.run_differences import DIFFERS, GradientRow, RunDifferences, RunRow
 from narrowcast.reports.results.verdicts import VALUES_DIFFER
 
 _VISIBLE, _FAR, _FAR_OF_PAIRS = 0.01, 4.0, 2.5
@@ -88,14 +88,11 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     of_rows = [effects.of(pair) if row.verdict == DIFFERS else "" for pair, row in zip(pairs, result.rows, strict=True)]
     rearranged = are_rearranged(result.rows, of_rows)
     are_undone = [one or effect == ABSORBED for one, effect in zip(rearranged, of_rows, strict=True) if effect]
-    ask_alone = lambda: {x: effects.of_alone(x, judging.read_by.get(x, [])) for x in judging.unpaired}  # noqa: E731
-    are_undone += [effect in (ABSORBED, REARRANGED) for effect in ask_alone().values()]
+    are_undone += [effect in UNDONE for effect in _of_each_alone(judging, effects).values()]
     if are_undone and all(are_undone) and not outcomes.are_alike:
-        own = {p: r for p, r in by_pair.items() if r.verdict != DIFFERS and effects.of(p) not in (ABSORBED, REARRANGED)}
-        if not note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0):  # outputs are in another order, too
-            note_alone(judging, [side.runs[0].returned for side in sides], judging.returned_apart())
+        _note_what_is_not_undone(judging, effects, by_pair)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
-    of_alone = ask_alone()
+    of_alone = _of_each_alone(judging, effects)
     judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
     compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
@@ -111,16 +108,38 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
-    are_beyond = any(row.is_beyond for row in result.gradients)
-    are_within = are_gradients_alike or (not are_beyond and (are_all or not result.gradients))
-    has_trained = not result.gradients and any(run.steps > 1 for side in sides for run in side.runs)
-    if outcomes.are_alike and (has_trained or (has_low and are_within)):
-        # gradients are the outcome of a backward: within their bounds nothing in it can be told
+    if outcomes.are_alike and _shows_no_backward(result, sides, has_low, are_gradients_alike, are_all):
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
+
+
+def _shows_no_backward(
+    result: RunDifferences, sides: Sequence[Side], has_low: bool, are_alike: bool, are_all: bool
+) -> bool:
+    """Return whether nothing in a backward can be told where outputs are alike: gradients are what it comes to. They
+    are within their bounds in a low format, or cannot be compared, and later steps have led to the same. are_alike:
+    gradients; are_all: compared.
+    """
+    if not result.gradients:
+        return has_low or any(run.steps > 1 for side in sides for run in side.runs)
+    return has_low and (are_alike or (are_all and not any(row.is_beyond for row in result.gradients)))
+
+
+def _of_each_alone(judging: Judging, effects: Effects) -> dict[Bundle, str]:
+    """Return what comes of each call without a partner that makes a difference."""
+    return {bundle: effects.of_alone(bundle, judging.read_by.get(bundle, [])) for bundle in judging.unpaired}
+
+
+def _note_what_is_not_undone(judging: Judging, effects: Effects, rows: Mapping[Aligned, RunRow]) -> None:
+    """Note the calls without a partner before the first pair whose difference no later call undoes; if there are none,
+    those that made the outputs, which are in another order then, too.
+    """
+    own = {pair: row for pair, row in rows.items() if row.verdict != DIFFERS and effects.of(pair) not in UNDONE}
+    if not note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0):
+        note_alone(judging, [side.runs[0].returned for side in judging.values.sides], judging.returned_apart())
 
 
 def _of_alike_gradients(result: RunDifferences, judging: Judging) -> set[Aligned]:

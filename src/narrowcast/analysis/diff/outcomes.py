@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, REARRANGED, SHOWS
+from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, REARRANGED, SHOWS, UNDONE
 from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE, together
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
@@ -150,7 +150,7 @@ class Outcomes:
         """
         absorbed = [effect == ABSORBED for effect in of_rows]
         both = [one or other for one, other in zip(absorbed, rearranged, strict=True)]
-        for are_gone, none in ((both, (ABSORBED, REARRANGED)), (absorbed, (ABSORBED,))):
+        for are_gone, none in ((both, UNDONE), (absorbed, (ABSORBED,))):
             gone = [_differs(row, False) and is_gone for row, is_gone in zip(rows, are_gone, strict=True)]
             alone = {b: one for b, one in of_unpaired.items() if of_alone[b] not in none}
             is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, gone, strict=True))
