@@ -119,7 +119,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
 def _shows_no_backward(
     result: RunDifferences, sides: Sequence[Side], has_low: bool, are_alike: bool, are_all: bool
 ) -> bool:
-    """Return whether nothing in a backward can be told where outputs are alike: gradients are what it comes to. They
+    """Return whether nothing in a backward is a fault where outputs are alike: gradients are what it comes to. They
     are within their bounds in a low format, or cannot be compared, and later steps have led to the same. are_alike:
     gradients; are_all: compared.
     """
