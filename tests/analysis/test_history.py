@@ -626,3 +626,26 @@ def test_at_the_end_of_a_step_readers_decide_too():
     with nc.watch(at="step") as w:
         a_row_masked_whole()
     assert [finding.id.op for finding in w.findings] == ["aten._softmax.default"]
+
+
+@pytest.mark.parametrize("at", ["op", "step"])
+def test_a_clean_watch_keeps_the_largest_magnitude_that_fp16_held(at):
+    """Of each step and of the block, forward and backward, as hooks of the program itself see them."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    seen, rows = [], []
+    model[0].register_forward_hook(lambda _, __, y: seen.append(float(y.abs().max())))
+    model[2].register_forward_hook(lambda _, __, y: seen.append(float(y.abs().max())))
+    with nc.watch(at=at) as watching:
+        for _ in range(3):
+            with nc.autocast("cpu", torch.float16):
+                out = model(torch.randn(4, 8) * 20)
+            out.float().sum().mul(512).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append(max(seen))
+            seen.clear()
+    assert [row.largest["forward"] for row in watching.history] == rows
+    assert watching.largest["forward"].magnitude == max(rows)
+    assert watching.largest["backward"].magnitude >= 512 and watching.largest["backward"].call.direction == "backward"
+    assert watching.formats["fp16"] and sum(watching.formats.values()) <= watching.calls

@@ -246,7 +246,7 @@ def step():
 WATCHED, CAPTURED, RECORDED = OBSERVERS["watch"], OBSERVERS["capture"], OBSERVERS["record"]
 PLACES = {
     "the statistics of a finding": (WATCHED, statistics.Statistics, "number"),
-    "whether a value is finite": (WATCHED, finiteness, "is_finite"),
+    "whether a value is finite": (WATCHED, finiteness, "total_of"),
     "who made it": (WATCHED, culprit, "find_culprit"),
     "the text of a finding": (WATCHED, culprit, "finding_of"),
     "its replay": (WATCHED, watch_calls.Replay, "of"),
@@ -312,7 +312,7 @@ def test_interrupts_and_memory_that_has_run_out_pass(error, monkeypatch):
     def interrupted(*args):
         raise error
 
-    monkeypatch.setattr(finiteness, "is_finite", interrupted)
+    monkeypatch.setattr(finiteness, "total_of", interrupted)
     with pytest.raises(type(error)), nc.watch():
         torch.ones(2) + 1
 

@@ -13,7 +13,7 @@ from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
-from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Watching
+from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Largest, Watching
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.profile import Profile
@@ -169,8 +169,10 @@ def watching():
     )  # fmt: skip
     trend = Finding(CallId("layer.0", "gradient.weight"), FILE, 0, "underflow", "trend", "", "it shrinks")
     figures = [GradientFigures(0.5 / n, 0.1 / n, 0.25) for n in (1, 2)]
-    history = [InspectedStep(n, {"layer.0.weight": row}, 1024.0) for n, row in enumerate(figures, 1)]
-    return Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], history, 90, 5, 3)
+    history = [InspectedStep(n, {"layer.0.weight": row}, 1024.0, {"forward": 8.0 * n}) for n, row in enumerate(figures, 1)]
+    largest = {"forward": Largest(16.0, CallId("layer.0", "aten.linear.default"))}
+    return Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], history, 90, 5, 3, formats={"fp32": 60, "fp16": 30},
+                    largest=largest)  # fmt: skip
 
 
 def a_fit():

@@ -303,6 +303,10 @@ def test_a_watch_shows_its_findings_and_the_figures_over_steps():
     largest, smallest, scale = made.series[0].lines
     assert largest == ("largest gradient", [0.5, 0.25]) and scale == ("loss scale", [1024.0, 1024.0])
     assert smallest == ("smallest rms of a parameter's", [0.1, 0.05])
+    assert made.series[1].lines == [("forward", [8.0, 16.0]), ("the largest of fp16", [65504.0, 65504.0])]
+    (figure,) = [figure for figure in made.figures if figure.name == "largest |x| in fp16, forward"]
+    assert (figure.amount, figure.detail) == (16.0, "of 65504, by layer.0 aten.linear.default #1")
+    assert [bar.parts for bar in made.bars] == [(("fp32", 60), ("fp16", 30))]
     (gradients,) = [table for table in made.tables if table.name == "gradients"]
     assert gradients.rows == [["layer.0.weight", 0.25, 0.05, 0.25]] and "step 2" in gradients.title
     assert page(all_results()["empty watching"]).tone == "good"

@@ -138,7 +138,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 optimizer, self.found.steps, self._observer.roots, self._observer.of_backward
             )
             if row is not None:
-                row.scale = self._observer.scale
+                row.scale, row.largest = self._observer.scale, self._observer.ranges.since()
                 self.found.history.append(row)
                 self._write(codec().to_data(row))
             for finding in findings:

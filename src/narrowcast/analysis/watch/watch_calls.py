@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from narrowcast.analysis.watch import culprit, history
 from narrowcast.analysis.watch.makers import LowMakers
+from narrowcast.analysis.watch.ranges import Ranges
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.core.policy import Policy
@@ -42,7 +44,7 @@ class WatchCalls(Observer):
         self._watching, self._at, self._report = watching, at, report
         self._flags = finiteness.Flags()
         self._history = history.ValueHistory()
-        self._low_makers = LowMakers()
+        self._low_makers, self.ranges = LowMakers(), Ranges(watching)
         self._reported: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[history.PutOff] = []
@@ -72,6 +74,7 @@ class WatchCalls(Observer):
         self._watching.calls += 1
         self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
         results = finiteness.gave(call)
+        self.ranges.count(results)
         if results and call.who.direction == BACKWARD:
             self.of_backward.add(results[0].dtype)
         if call.facts.writes:
@@ -86,7 +89,7 @@ class WatchCalls(Observer):
             why = finiteness.numbers_not_finite(call)
             self._later.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
             return
-        bad = [tensor for tensor in results if not finiteness.is_finite(tensor)]
+        bad = [tensor for tensor in results if not self._inspect(call, tensor)]
         overflowed, masks = culprit.overflowing_casts(call, gave_finite=not bad)
         for name, _ in masks:
             self._count_intentional(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
@@ -100,6 +103,12 @@ class WatchCalls(Observer):
             self._report_due()
         if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
             self._note_rounding(call, results)
+
+    def _inspect(self, call: SeenCall, result: torch.Tensor) -> bool:
+        total = float(finiteness.total_of(result))
+        if is_finite := math.isfinite(total):
+            self.ranges.note(call, result, total)
+        return is_finite
 
     def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
         """Record a call with results in or from a low format. Sums of products hide how their inputs were rounded. An
@@ -375,7 +384,9 @@ class WatchCalls(Observer):
         """Read the flags that were put off, in one transfer."""
         later, self._later, losses, self._losses = self._later, [], self._losses, []
         skips = False
-        for put_off, verdict, why in history.judged(later, losses, self._flags.read(), is_skipped, is_used):
+        read = self._flags.read()
+        self.ranges.note_later(later, read)
+        for put_off, verdict, why in history.judged(later, losses, read, is_skipped, is_used):
             if verdict is history.Verdict.SPREAD:
                 self._watching.spread += 1
             elif verdict is history.Verdict.MEANT:

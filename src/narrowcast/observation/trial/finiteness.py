@@ -113,10 +113,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @dataclass(frozen=True, slots=True)
 class ReadFlags:
-    """What flags were, by number. totals: a sum of each tensor. memory: alike for what lay in one memory, unwritten."""
+    """What flags were, by number. totals: a sum of each tensor, or the largest magnitude in it, of those in magnitudes.
+    memory: alike for what lay in one memory, unwritten.
+    """
 
     totals: list[float]
     memory: list[int]
+    magnitudes: frozenset[int] = frozenset()
 
     def is_finite(self, number: int) -> bool:
         """Return whether all elements were finite."""
@@ -134,6 +137,7 @@ class Flags:
         self._known: ByStorage[dict[Key, int]] = ByStorage()
         self._values: list[float | torch.Tensor] = []
         self._first: list[int] = []
+        self._magnitudes: set[int] = set()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the tensor's number."""
@@ -147,7 +151,9 @@ class Flags:
         if number is None:
             numbers[key] = number = len(self._values)
             self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=number))
-            self._values.append(_total(tensor))
+            self._values.append(total_of(tensor))
+            if are_magnitudes(tensor.dtype):
+                self._magnitudes.add(number)
         return number
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -163,8 +169,8 @@ class Flags:
         """Return all flags, in one transfer for each device; those that were read are forgotten."""
         waiting = iter(read_together([value for value in self._values if isinstance(value, torch.Tensor)]))
         totals = [next(waiting) if isinstance(value, torch.Tensor) else value for value in self._values]
-        flags = ReadFlags(totals, self._first)
-        self._values, self._first, self._known = [], [], ByStorage()
+        flags = ReadFlags(totals, self._first, frozenset(self._magnitudes))
+        self._values, self._first, self._magnitudes, self._known = [], [], set(), ByStorage()
         return flags
 
 
@@ -179,11 +185,17 @@ def read_together(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all elements are finite, read now."""
-    return math.isfinite(_total(tensor))
+    return math.isfinite(total_of(tensor))
 
 
-def _total(tensor: torch.Tensor) -> float | torch.Tensor:
-    """Return a sum in at least fp32, which is not finite if an element is not; the opposite is checked on the cpu.
+def are_magnitudes(dtype: torch.dtype) -> bool:
+    """Return whether `total_of` gives the largest magnitude: of fp16, whose range is small; that costs no more."""
+    return dtype is torch.float16
+
+
+def total_of(tensor: torch.Tensor) -> float | torch.Tensor:
+    """Return a number that is finite if all elements are: of fp16 the largest magnitude; else a sum in at least fp32,
+    which may be infinite where the elements are not: that is checked on the cpu.
 
     There fp32 is multiplied by itself: BLAS takes less time for that than torch for a sum, the more so for what lies
     in no cache and is shared among threads.
@@ -194,8 +206,11 @@ def _total(tensor: torch.Tensor) -> float | torch.Tensor:
     if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
         flat = x.view(-1)
         total = torch.dot(flat, flat)
-    elif x.dtype is torch.float16:
-        total = x.sum(dtype=torch.float32)
+    elif are_magnitudes(x.dtype):
+        if not x.is_cpu:
+            return torch.linalg.vector_norm(x, math.inf).float()
+        low, high = torch.aminmax(x)
+        return max(-low.item(), high.item())
     else:
         total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
     if not x.is_cpu:

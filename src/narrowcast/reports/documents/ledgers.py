@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -91,6 +91,11 @@ def shares(nodes: Iterable[Node], unit: str, title: str) -> list[Bar]:
         if node.computes and amount:
             name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
             amounts[name] = amounts.get(name, 0.0) + amount
+    return bar_of(amounts, unit, title)
+
+
+def bar_of(amounts: Mapping[str, float], unit: str, title: str) -> list[Bar]:
+    """Return a bar of amounts by format, most first; none where there are none."""
     return [Bar(title, unit, tuple(sorted(amounts.items(), key=lambda part: -part[1])))] if amounts else []
 
 

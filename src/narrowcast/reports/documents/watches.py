@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from narrowcast.formats import fp16
 from narrowcast.output.words import counted
-from narrowcast.reports.documents.ledgers import ORDER
+from narrowcast.reports.documents.ledgers import ORDER, bar_of
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Shown, Table, Todo, node_of, once
 from narrowcast.reports.documents.rules import rule_todo
 from narrowcast.reports.documents.tables import finding_table, table
@@ -28,10 +29,15 @@ def watch_document(result: Watching) -> Document:
     bad, skipped = [n for n in nodes if n.verdict != TREND], result.intentional.get(FOR_SCALER, 0)
     page = Document("watch", "A watched run", *watch_verdict(result), graph=Graph(nodes, [], note=ORDER))
     page.facts = [("inspected", counted(result.calls, "call")), ("steps", str(result.steps))]
+    page.bars = bar_of(result.formats, "calls", "Calls inspected, by the format of their results")
     page.figures = [
         Figure("findings", len(bad), counted(len(nodes) - len(bad), "trend"), "bad" if bad else "good"),
         Figure("passed on", result.spread, "later calls"),
         Figure("intentional", sum(result.intentional.values()) - skipped, "infinities, such as those of masks"),
+    ]
+    page.figures += [
+        Figure(f"largest |x| in fp16, {direction}", one.magnitude, f"of {fp16.max:.0f}, by {one.call}")
+        for direction, one in result.largest.items()
     ]
     page.notes = list(result.notes)
     if skipped:
@@ -96,7 +102,14 @@ def _history(result: Watching) -> list[Series]:
     ]
     if any(row.scale is not None for row in rows):
         lines.append(("loss scale", [number(row.scale) for row in rows]))
-    return [Series("Gradients over training steps", "step", "magnitude", xs, lines, "whole", log=True)]
+    series = [Series("Gradients over training steps", "step", "magnitude", xs, lines, "whole", log=True)]
+    directions = dict.fromkeys(direction for row in rows for direction in row.largest)
+    if directions:
+        near = [(name, [number(row.largest.get(name)) for row in rows]) for name in directions]
+        near.append(("the largest of fp16", [fp16.max] * len(rows)))
+        title = "Largest |x| that calls returned in fp16, over training steps"
+        series.append(Series(title, "step", "magnitude", xs, near, "whole", log=True))
+    return series
 
 
 def _gradient_table(result: Watching) -> list[Table]:

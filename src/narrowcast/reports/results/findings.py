@@ -89,12 +89,22 @@ class GradientFigures:
 @dataclass(slots=True)
 class InspectedStep:
     """The gradients before a step of an optimizer, by parameter. step: from 1. scale: by which a scaler had multiplied
-    them; None without one.
+    them; None without one. largest: the largest finite magnitude that calls returned in fp16 since the last of these
+    steps, by direction.
     """
 
     step: int
     gradients: dict[str, GradientFigures]
     scale: float | None = None
+    largest: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest finite magnitude that was returned in fp16, and the call that did."""
+
+    magnitude: float
+    call: CallId
 
 
 FOR_SCALER = "the scale is too high, the scaler skips this step"
@@ -108,11 +118,12 @@ class Watching(Result):
     findings: in the order in which they were made. intentional: how many infinities were intentional, by reason. calls:
     how many were inspected. spread: how many only passed on what was not finite. steps: of optimizers. history: those
     whose gradients were inspected. repeated: how often a call that is a finding made one again, in a later step or a
-    recomputation. not_inspected: how often inspecting failed, as notes say.
+    recomputation. not_inspected: how often inspecting failed, as notes say. formats: calls by the format of their
+    results. largest: the largest finite magnitude in fp16 by direction, `forward` or `backward`.
     """
 
     WHAT: ClassVar[str] = "what was watched"
-    SCHEMA: ClassVar[str] = "narrowcast.watch/3"
+    SCHEMA: ClassVar[str] = "narrowcast.watch/4"
 
     findings: list[Finding] = field(default_factory=list)
     intentional: dict[str, int] = field(default_factory=dict)
@@ -123,6 +134,8 @@ class Watching(Result):
     steps: int = 0
     repeated: int = 0
     not_inspected: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, Largest] = field(default_factory=dict)
 
     @property
     def first(self) -> Finding | None:
