@@ -169,10 +169,13 @@ def watching():
     )  # fmt: skip
     trend = Finding(CallId("layer.0", "gradient.weight"), FILE, 0, "underflow", "trend", "", "it shrinks")
     figures = [GradientFigures(0.5 / n, 0.1 / n, 0.25) for n in (1, 2)]
-    history = [InspectedStep(n, {"layer.0.weight": row}, 1024.0, {"forward": 8.0 * n}) for n, row in enumerate(figures, 1)]
-    largest = {"forward": Largest(16.0, CallId("layer.0", "aten.linear.default"))}
-    return Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], history, 90, 5, 3, formats={"fp32": 60, "fp16": 30},
-                    largest=largest)  # fmt: skip
+    steps = [
+        InspectedStep(n, {"layer.0.weight": row}, 1024.0, {"forward": 8.0 * n}) for n, row in enumerate(figures, 1)
+    ]
+    found = Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], steps, 90, 5, 3)
+    found.formats = {"fp32": 60, "fp16": 30}
+    found.largest = {"forward": Largest(16.0, CallId("layer.0", "aten.linear.default"))}
+    return found
 
 
 def a_fit():

@@ -43,6 +43,7 @@ from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.saved import load
 
 ROOT = Path(__file__).parents[2]
@@ -320,8 +321,32 @@ def test_a_fit_gives_each_call_the_first_format_that_it_fits():
     assert "headroom.policy('fp16')" in keep.why
     assert first.path == "b" and first.why == "result does not fit fp16: 100% of it overflows, by 3.9 bits"
     (table,) = [table for table in made.tables if table.name == "headroom"]
-    assert [row[:4] for row in table.rows][-1] == ["b", "aten.add.Tensor", "#1", "result"]
-    assert table.rows[-1][5:] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert [row[:5] for row in table.rows][-1] == ["b", 1, "aten.add.Tensor", "#1", "result"]
+    assert table.rows[-1][6:] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_fit_has_one_row_for_layers_that_are_alike_with_the_worst_of_them():
+    """What does not fit is folded only where one rule is about all of them and nothing else."""
+    facts = [
+        TensorFacts("fp32", (2,), "cpu", 2, -top, top, exponents=Histogram(0, (2,)), inspected=2)
+        for top in (1.0, 8.0, 1e6)
+    ]
+    large = replace(facts[2], exponents=Histogram(19, (2,)))
+
+    def rows(tensors, paths):
+        calls = [
+            CallRecord(CallId(path, "aten.add.Tensor"), "", 0, "fp32", "fp32", outputs=(("result", n),))
+            for n, path in enumerate(paths)
+        ]
+        (table,) = [table for table in page(Run({}, calls, tensors).headroom()).tables if table.name == "headroom"]
+        return [(row[0], row[1]) for row in table.rows], [rule.get("module", "") for rule in table.rules]
+
+    stack = ("h.0.mlp", "h.1.mlp")
+    assert rows([facts[0], facts[1]], stack) == ([("h.1.mlp", 2)], ["h.*.mlp"])
+    assert rows([large, facts[1]], stack) == ([("h.0.mlp", 2)], ["h.*.mlp"])
+    others = (*stack, "h.0.x.mlp")  # the glob means this one, too
+    assert rows([facts[0], facts[1], facts[0]], others) == ([("h.1.mlp", 2), ("h.0.x.mlp", 1)], ["", "h.0.x.mlp"])
+    assert rows([large, facts[1], facts[0]], others)[0] == [("h.0.mlp", 1), ("h.1.mlp", 1), ("h.0.x.mlp", 1)]
 
 
 def test_an_explanation_says_first_what_raises_then_what_is_at_fault_then_what_costs():

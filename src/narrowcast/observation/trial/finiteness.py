@@ -206,11 +206,11 @@ def total_of(tensor: torch.Tensor) -> float | torch.Tensor:
     if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
         flat = x.view(-1)
         total = torch.dot(flat, flat)
-    elif are_magnitudes(x.dtype):
-        if not x.is_cpu:
-            return torch.linalg.vector_norm(x, math.inf).float()
+    elif are_magnitudes(x.dtype) and x.is_cpu:
         low, high = torch.aminmax(x)
-        return max(-low.item(), high.item())
+        return max(-float(low), float(high))
+    elif are_magnitudes(x.dtype):
+        total = torch.linalg.vector_norm(x, math.inf)
     else:
         total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
     if not x.is_cpu:

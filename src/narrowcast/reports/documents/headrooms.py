@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.output.words import counted
 from narrowcast.reports.documents.ledgers import shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Shown, Table, Todo, node_at
-from narrowcast.reports.documents.rules import call_rule, keeping
+from narrowcast.reports.documents.rules import agreeing, alike_module, call_rule, keeping, shared_modules
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.headroom import FORMATS, SCALES, UNSCALED, Headroom, TensorHeadroom
@@ -40,7 +42,7 @@ def headroom_document(result: Headroom) -> Document:
     keep = Todo("Keep all of them in fp32", how)
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))]
     page.notes = list(result.notes)
-    page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
+    page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(result, nodes)]
     return page
 
 
@@ -67,17 +69,32 @@ def _rule(node: Node, reason: str = "") -> Shown:
     return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
-def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node]) -> list[Table]:
-    by_tensor: dict[tuple[CallId, str], dict[str, TensorHeadroom]] = {}
-    for row in rows:
-        by_tensor.setdefault((row.id, row.argument), {})[row.format] = row
-    cells = []
-    for (call, argument), by_format in by_tensor.items():
-        node = nodes[call]
-        lost = [share for name in NAMES for share in (by_format[name].overflow, by_format[name].underflow)]
-        cells.append([node.path, node.op, node.label, argument, number(by_format["fp16"].headroom_bits), *lost])
+def _tensor_table(result: Headroom, nodes: Mapping[CallId, Node]) -> list[Table]:
+    """Return a row for each tensor; one for the same tensor of modules that differ by the number of their layer, with
+    the module that has the least headroom, and the largest shares.
+    """
+    rules, losing = {call: _rule(node) for call, node in nodes.items()}, set(result.calls("fp16"))
+    shared = set(shared_modules(agreeing(rules.values()), list(nodes.values())))
+    by_tensor: dict[tuple[str, ...], dict[CallId, dict[str, TensorHeadroom]]] = {}
+    for row in (one for one in result.rows if one.scale == UNSCALED):
+        call, pattern = row.id, alike_module(glob.escape(row.id.module_path))
+        is_alike = (call.op, pattern) in shared or call not in losing or not rules[call]
+        key = (pattern if is_alike else call.module_path, call.op, nodes[call].label, call.direction, row.argument)
+        by_tensor.setdefault(key, {}).setdefault(call, {})[row.format] = row
+    cells, about = [], []
+    for (pattern, *_, argument), calls in by_tensor.items():
+        worst = min(calls, key=lambda call: calls[call]["fp16"].headroom_bits)
+        node, all_rows = nodes[worst], calls.values()
+        lost = [max(share(row[name]) for row in all_rows) for name in NAMES for share in (_overflow, _underflow)]
+        bits = number(calls[worst]["fp16"].headroom_bits)
+        cells.append([node.path, len(calls), node.op, node.label, argument, bits, *lost])
+        is_shared = len(calls) > 1 and (node.op, pattern) in shared
+        rule = dict(rules[worst])
+        about.append({**rule, "module": pattern} if rule and is_shared else rule if len(calls) == 1 else {})
     kinds = ", ".join(f"{name} {kind}:share" for name in NAMES for kind in ("overflow", "underflow"))
-    columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
-    rules = [_rule(nodes[call]) for call, _ in by_tensor]
-    title = "Each tensor: what each format would lose of it, without a scale"
-    return table("headroom", title, columns, cells, rules, list(nodes.values()))
+    columns = f"module:module, layers:number, op:op, call, tensor, headroom in fp16:bits, {kinds}"
+    title = "Each tensor, of alike layers the worst: what each format would lose of it, without a scale"
+    return table("headroom", title, columns, cells, about, list(nodes.values()))
+
+
+_overflow, _underflow = attrgetter("overflow"), attrgetter("underflow")
