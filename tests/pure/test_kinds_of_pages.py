@@ -105,6 +105,14 @@ class TestProfile:
         (row,) = table(made, "crossings").rows
         assert row[:3] == ["gemm", "forward", "bf16"] and row[3] == size and row[6:] == ["fp32", "bf16"]
 
+    def test_a_busy_machine_is_said_on_the_page(self):
+        """More processes than threads: times are too long. Saved, it is still known."""
+        profile = a_profile()
+        assert page(profile).notes == []
+        profile.load = 3.25
+        (note,) = page(type(profile).from_json(profile.to_json())).notes
+        assert note == "The machine was busy (load 3.2): times are too long, and spread"
+
     def test_at_the_point_both_lines_have_the_same_time(self):
         """Between two sizes both are straight where both axes are logarithmic: 2.0 there falls to 0.25 here."""
         ((size, ns, _),) = page(a_profile()).series[0].marks

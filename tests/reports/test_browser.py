@@ -6,7 +6,7 @@ import time
 import pytest
 from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
-from narrowcast.reports.documents.model import Column, Document, Edge, Graph, Node, Table
+from narrowcast.reports.documents.model import Column, Document, Edge, Graph, Node, Series, Table
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.html import page_html
 
@@ -377,3 +377,114 @@ def test_subtitles_on_the_colours_of_errors_can_be_read(show):
         page.click("#theme")
         contrasts = page.value(SUBTITLES)
         assert len(contrasts) == 7 and min(contrasts) >= 4.5, contrasts
+
+
+def test_a_module_opens_in_its_place(show):
+    """Its calls stand among what is around it, in a frame with its name; a link ends at the call that it is for."""
+    nodes = [Node(path, "aten.linear.default", "#1", computes="bf16") for path in ("a.x", "a.y", "b.x", "b.y")]
+    edges = [Edge(n, n + 1, "input", "bf16", "bf16", 64) for n in range(3)]
+    page = show(page_html(Document("run", "A run", "It ran", graph=Graph(nodes, edges, flow=True))))
+    assert [label.split(",")[0] for label in drawn(page, ".module")] == ["a", "b"]
+    page.click(".box.module .body")
+    for word in ("Open here", "Close here"):
+        (at,) = [n for n, text in enumerate(words(page, ".detail .actions button")) if text == word]
+        page.click(f".detail .actions button:nth-child({at + 1})")
+        if word == "Open here":
+            assert drawn(page, ".group") == ["a, a module, open here"]
+            assert [label.split(",")[0] for label in drawn(page, ".box.call")] == ["x: linear", "y: linear"]
+            assert crumbs(page) == crumbs(page)[:1] and len(page.value(LINKS)) == 2  # one ends at `b`
+            frame, *inside = page.value(
+                "[...document.querySelectorAll('.box.group .body, .box.call .body')]"
+                ".map((b) => b.getBoundingClientRect().toJSON())"
+            )
+            for box in inside:
+                assert frame["top"] < box["top"] and box["bottom"] < frame["bottom"], (frame, box)
+                assert frame["left"] < box["left"] and box["right"] < frame["right"], (frame, box)
+    assert drawn(page, ".group") == [] and [label.split(",")[0] for label in drawn(page, ".module")] == ["a", "b"]
+
+
+def test_several_modules_are_open_one_in_another_and_closed_with_a_key(show):
+    """`i` opens what is selected, and of a call closes what it stands in."""
+    nodes = [
+        Node(path, "aten.linear.default", "#1", computes="bf16") for path in ("a.x.p", "a.x.q", "a.y", "b.x", "b.y")
+    ]
+    edges = [Edge(n, n + 1, "input", "bf16", "bf16", 64) for n in range(4)]
+    page = show(page_html(Document("run", "A run", "It ran", graph=Graph(nodes, edges, flow=True))))
+    for title in ("a", "x", "b"):
+        (key,) = [key for key, label in boxes(page) if label.split(",")[0] == title and "open here" not in label]
+        page.click(f'.box[data-key="{key}"] .body')
+        page.press("i")
+    assert sorted(drawn(page, ".group")) == [f"{name}, a module, open here" for name in ("a", "b", "x")]
+    assert len(drawn(page, ".box.call")) == 5 and len(page.value(LINKS)) == 4
+    page.click('.box[data-key="call 0"] .body')
+    page.press("i")
+    assert sorted(drawn(page, ".group")) == ["a, a module, open here", "b, a module, open here"]
+    page.press("/", *"p linear", "Enter")  # what is shown inside of a closed one is found in its module
+    assert len(drawn(page, ".box.selected")) == 1
+
+
+def boxes(page):
+    return page.value(
+        "[...document.querySelectorAll('.box')].map((b) => [b.getAttribute('data-key'), b.getAttribute('aria-label')])"
+    )
+
+
+LINKS = "[...document.querySelectorAll('.link path')].map((p) => p.getAttribute('d'))"
+
+
+def words(page, selector):
+    return page.value(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
+
+
+def test_many_plots_are_small_and_have_one_scale_where_their_axes_are_alike(show):
+    """Beside each other on a wide window, below each other on a narrow one; the same ticks on alike axes."""
+    near = [
+        Series(
+            f"plot {n}",
+            "size",
+            "time",
+            [1.0, 100.0],
+            [("fp32", [10.0**n, 10.0 ** (n + 1)])],
+            "whole",
+            "ns",
+            log=True,
+            log_x=True,
+        )
+        for n in range(3)
+    ]
+    other = Series("another", "step", "scale", [1.0, 2.0], [("scale", [1.0, 8.0])], "whole")
+    made = page_html(Document("profile", "A device", "It is measured", series=[*near, other]))
+    page = show(made, width=1400)
+    lefts = "[...document.querySelectorAll('.plot')].map((p) => Math.round(p.getBoundingClientRect().left))"
+    assert len(set(page.value(lefts))) > 2
+    ticks = ticks_of(page)
+    assert len(ticks) == 4 and ticks[0] == ticks[1] == ticks[2] != ticks[3]
+    assert {"1 ns", "1 µs"} <= set(ticks[0]), ticks[0]
+    assert len(set(show(made, width=390).value(lefts))) == 1
+
+
+def ticks_of(page):
+    """What each plot writes at its axes: `fillText` of a canvas is listened to while they are drawn again."""
+    return page.value(
+        "(() => { const said = new Map(), write = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+        " if (!said.has(this.canvas)) said.set(this.canvas, []); said.get(this.canvas).push(text);"
+        " return write.call(this, text, ...at); };"
+        "window.dispatchEvent(new Event('resize'));"
+        "return new Promise((done) => setTimeout(() => { CanvasRenderingContext2D.prototype.fillText = write;"
+        " done([...said.values()]); }, 200)); })()"
+    )
+
+
+def test_ticks_are_in_the_unit_of_their_axis_and_none_is_there_twice(show):
+    """Bytes, times, errors, whole steps: each as figures are, with nothing like 0 0 0 0."""
+    lines = {"bytes": [2e3, 4e6], "ns": [1.5e3, 9e6], "relative": [1e-6, 1e-2], "percent": [1.0, 99.0]}
+    series = [
+        Series(unit, "step", unit, [1.0, 2.0], [("one", values)], "whole", unit, log=unit != "percent")
+        for unit, values in lines.items()
+    ]
+    page = show(page_html(Document("profile", "A device", "It is measured", series=series)))
+    for unit, ticks in zip(lines, ticks_of(page), strict=True):
+        said = [text for text in ticks if text and text not in ("step", unit)]
+        assert len(set(said)) == len(said) > 2, (unit, said)
+        assert {"bytes": "kB", "ns": "µs", "relative": "e-", "percent": "%"}[unit] in "".join(said), (unit, said)

@@ -10,6 +10,8 @@ import {
 export interface Doings {
   open: (box: Box) => void;
   unfold: (box: Box) => void;
+  inPlace: (box: Box) => void; // open or close a module where it stands
+  isOpen: (box: Box) => boolean;
   histogram: (call: Call) => void;
   has: (call: Call) => boolean;
   narrow: (box: Box) => void; // show only this module
@@ -111,6 +113,7 @@ function ofModule(model: Model, box: Box, doings: Doings | null): Node[] {
   if (doings) {
     const actions = h("p", { class: "actions" },
       button(box.kind === "fold" ? "Open the first" : "Open", () => doings.open(box), { class: "primary" }));
+    if (box.kind === "module") actions.append(button(doings.isOpen(box) ? "Close here" : "Open here", () => doings.inPlace(box), { title: "Beside what stands around it (i)" }));
     if (box.kind === "fold") actions.append(button("Unfold", () => doings.unfold(box)));
     actions.append(button("Only this", () => doings.narrow(box), { title: "Restrict graph, search, findings and tables to it (o)" }));
     parts.push(actions, ...doings.more(box));

@@ -117,6 +117,17 @@ function drawBox(model: Model, placed: Placed, colours: Scale, selected: string,
   return group;
 }
 
+// A module that is open in its place: a frame with its name, which is clicked as a box is.
+function drawGroup(placed: Placed, selected: string): SVGGElement {
+  const { box, width, height } = placed;
+  const x = placed.x - width / 2, y = placed.y - height / 2;
+  return s("g", { class: `box group ${box.key === selected ? "selected" : ""}`, "data-key": box.key, tabindex: -1, role: "button",
+    "aria-label": `${box.title}, a module, open here` },
+  s("rect", { class: "body", x, y, width, height, rx: 10 }),
+  s("text", { class: "title", x: x + 10, y: y + 15 }, box.title.length * 7 > width ? `…${box.title.slice(-Math.floor(width / 8))}` : box.title),
+  s("title", {}, box.path));
+}
+
 function formatStrip(model: Model, box: Box, x: number, y: number, width: number): SVGElement[] {
   const parts = byFormat(model, box.calls);
   const whole = parts.reduce((sum, [, n]) => sum + n, 0) || 1;
@@ -135,6 +146,7 @@ export function draw(model: Model, layout: Layout, colours: Scale, selected: str
     s("path", { d: "M0 0L8 4L0 8z" }));
   const made = s("svg", { class: "canvas", role: "group", "aria-label": "The calls and modules that stand here" }, s("defs", {}, marker));
   made.append(
+    s("g", { class: "groups" }, ...layout.groups.map((placed) => drawGroup(placed, selected))),
     s("g", { class: "links" }, ...layout.paths.map((path) => drawLink(path, most, arrow))),
     s("g", { class: "boxes" }, ...layout.boxes.map((placed) => drawBox(model, placed, colours, selected, marks))));
   return made;

@@ -1,4 +1,4 @@
-// One graph: one opened module at a time, with the way back, a search, findings and keys.
+// One graph: one opened module with those that are open in it, the way back, a search, findings and keys.
 import { Camera } from "./camera";
 import { scale } from "./colours";
 import type { Controls } from "./controls";
@@ -6,11 +6,11 @@ import type { Call, Model, Side } from "./data";
 import { type Doings, detail } from "./detail";
 import { button, h, on, say } from "./dom";
 import { MARKED, type Marks, draw, labelled } from "./draw";
-import { type Layout, place } from "./layout";
+import { type Layout, type Placed, place } from "./layout";
 import { Minimap } from "./minimap";
 import type { Scope } from "./scope";
 import { Search } from "./search";
-import { type Box, MOST, Tree, parentOf } from "./tree";
+import { type Box, MOST, type Shown, Tree, parentOf } from "./tree";
 
 // What a graph on a page has of its own: one of two has marks, and tells when it is moved.
 export interface Setting extends Pick<Doings, "histogram" | "has" | "more"> {
@@ -38,8 +38,8 @@ export class GraphView {
   private readonly tree: Tree;
   private selected = "";
   private from = 0;
-  private readonly unfolded = new Set<string>();
-  private layout: Layout = { boxes: [], paths: [], width: 0, height: 0 };
+  private readonly shown: Shown = { unfolded: new Set(), inPlace: new Set() };
+  private layout: Layout = { boxes: [], groups: [], paths: [], width: 0, height: 0 };
   private camera: Camera | null = null;
   private steps: HTMLButtonElement[] = [];
 
@@ -62,9 +62,9 @@ export class GraphView {
   start(): void {
     let at = this.tree.root;
     for (let parts = this.tree.parts(at); at.calls.length === 0 && parts.length === 1; parts = this.tree.parts(at)) at = parts[0]!;
-    const { boxes } = this.tree.view(at, this.unfolded, () => true, 0);
+    const { boxes } = this.tree.view(at, this.shown, () => true, 0);
     const folds = boxes.filter((box) => box.kind === "fold" && box.members.length <= UNFOLDED);
-    if (boxes.length < FEW && !this.setting.marks) for (const fold of folds) this.unfolded.add(fold.key);
+    if (boxes.length < FEW && !this.setting.marks) for (const fold of folds) this.shown.unfolded.add(fold.key);
     this.open(at.path);
   }
 
@@ -105,7 +105,8 @@ export class GraphView {
     if (!this.setting.scope.holds(call.path, this.setting.side)) this.setting.scope.clear();
     this.setting.controls.letSee(this.model, call);
     const key = `call ${call.index}`;
-    this.open(parentOf(call.path), key, true);
+    if (this.placed(key)?.box.around === undefined) this.open(parentOf(call.path), key, true);
+    else this.select(key, true);
     if (this.selected !== key) this.open(call.path, key, true);
     this.setting.moved(true);
     this.stage.scrollIntoView({ block: "nearest" });
@@ -147,9 +148,9 @@ export class GraphView {
 
   private show(): void {
     const { marks, controls } = this.setting;
-    const view = this.tree.view(this.tree.find(this.path)!, this.unfolded, (call) => this.keeps(call), this.from);
+    const view = this.tree.view(this.tree.find(this.path)!, this.shown, (call) => this.keeps(call), this.from);
     this.layout = place(this.model, view, labelled, marks ? MARKED : 0);
-    if (!this.layout.boxes.some((placed) => placed.box.key === this.selected)) this.selected = "";
+    if (!this.box()) this.selected = "";
     const svg = draw(this.model, this.layout, scale(this.model, controls.by, marks), this.selected, marks);
     if (view.boxes.length === 0) {
       this.stage.replaceChildren(h("p", { class: "empty" }, "No call here is of this kind."));
@@ -185,8 +186,12 @@ export class GraphView {
       ...parts.flatMap((name, i) => [" › ", crumb(name, parts.slice(0, i + 1).join("."), i + 1 === parts.length)]));
   }
 
+  private placed(key: string): Placed | undefined {
+    return [...this.layout.boxes, ...this.layout.groups].find((placed) => placed.box.key === key);
+  }
+
   box(): Box | null {
-    return this.layout.boxes.find((placed) => placed.box.key === this.selected)?.box ?? null;
+    return this.placed(this.selected)?.box ?? null;
   }
 
   // The opened module as a box.
@@ -201,7 +206,8 @@ export class GraphView {
     this.side.replaceChildren(detail(this.model, this.box(), opened, {
       ...this.setting,
       open: (box) => this.open(box.path),
-      unfold: (box) => { this.unfolded.add(box.key); this.selected = ""; this.show(); },
+      unfold: (box) => { this.shown.unfolded.add(box.key); this.selected = ""; this.show(); },
+      inPlace: (box) => this.inPlace(box), isOpen: (box) => this.shown.inPlace.has(box.path),
     }));
   }
 
@@ -214,7 +220,7 @@ export class GraphView {
   }
 
   private lookAt(key: string): void {
-    const placed = this.layout.boxes.find((p) => p.box.key === key);
+    const placed = this.placed(key);
     if (placed) this.camera?.show(placed.x, placed.y, placed.width, placed.height);
   }
 
@@ -231,6 +237,15 @@ export class GraphView {
     const box = this.box();
     if (box?.kind === "module" || box?.kind === "fold") this.open(box.path);
     else if (box?.kind === "outside") this.up();
+  }
+
+  // Open a module where it stands, or close it again; of a call, or without one, close the module around.
+  private inPlace(box: Box | null): void {
+    const group = box?.kind === "module" ? box : this.placed(box?.around ?? "")?.box;
+    if (!group) return say("Select a module to open it in its place");
+    if (!this.shown.inPlace.delete(group.path)) this.shown.inPlace.add(group.path);
+    this.selected = group.key;
+    this.show();
   }
 
   private up(): void {
@@ -256,7 +271,7 @@ export class GraphView {
       Enter: () => this.enter(), Backspace: () => this.up(), n: () => this.finding(1), p: () => this.finding(-1),
       w: () => this.camera?.move(0, -pan), s: () => this.camera?.move(0, pan), a: () => this.camera?.move(-pan, 0), d: () => this.camera?.move(pan, 0),
       "+": () => this.camera?.zoom(1.2), "-": () => this.camera?.zoom(1 / 1.2), "0": () => this.camera?.fit(),
-      o: () => this.only(), ...this.setting.keys,
+      o: () => this.only(), i: () => this.inPlace(this.box()), ...this.setting.keys,
     };
     const act = keys[event.key];
     if (!act || (event.target as Element).closest("button")) return;
@@ -272,7 +287,7 @@ export class GraphView {
 
   // To the nearest box that way: what lies aside counts double.
   private go(dx: number, dy: number): void {
-    const here = this.layout.boxes.find((placed) => placed.box.key === this.selected);
+    const here = this.placed(this.selected);
     const boxes = this.layout.boxes.filter((placed) => placed !== here);
     if (!here) {
       const first = boxes.filter((p) => p.box.calls.length > 0).sort((a, b) => a.y - b.y || a.x - b.x)[0] ?? boxes[0];

@@ -46,7 +46,7 @@ export class PairView {
         ...this.views.map((view) => view.stage), ...this.views.map((view) => view.side)),
       this.bar, this.hand,
       h("p", { class: "quiet keys" }, "Keys, in the graph that has the focus (Tab goes to the other): arrows move, Enter opens, Backspace goes up, "
-        + "/ searches, n and p go through findings, o shows only this module, m pairs what is selected, u leaves it without a partner, t moves both or one, w a s d pan, + − 0 zoom."),
+        + "/ searches, n and p go through findings, i opens a module in its place or closes it, o shows only this module, m pairs what is selected, u leaves it without a partner, t moves both or one, w a s d pan, + − 0 zoom."),
       ...[...notes].map((note) => h("p", { class: "quiet" }, note)));
     this.views.forEach((view, side) => {
       for (const part of [view.tools, view.crumbs, view.stage, view.side]) on(part, { focusin: () => { this.last = side as Side; } });

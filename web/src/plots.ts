@@ -4,7 +4,8 @@ import type { Call, Exponents, Model, Series } from "./data";
 import { h, on } from "./dom";
 import { errorText, identity, inCount, inDecimalBytes, inFigure, inTime } from "./words";
 
-const HEIGHT = 300;
+const HEIGHT = 300, SMALL = 210;
+const MULTIPLES = 4; // so many plots are small, beside each other
 const RANGES = ["fp32", "bf16", "fp16", "e5m2", "e4m3fn"];
 const colour = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = ["--line1", "--line2", "--line3", "--line4", "--line5"];
@@ -73,7 +74,11 @@ export class Plots {
 
   constructor(private readonly model: Model, private readonly reveal: (call: Call) => void) {
     const { series, exponents } = model.page;
-    const blocks = series.map((one) => this.block(one.title, describe(one), (width) => this.lines(one, width)));
+    const alike = new Map<string, Series[]>();
+    for (const one of series) alike.set(axesOf(one), [...(alike.get(axesOf(one)) ?? []), one]);
+    const isSmall = series.length >= MULTIPLES;
+    const made = series.map((one) => this.block(one.title, describe(one), (width) => this.lines(one, width, isSmall ? alike.get(axesOf(one))! : [])));
+    const blocks = isSmall ? [h("div", { class: "multiples" }, ...made)] : made;
     if (exponents.length > 0) blocks.push(this.histograms());
     this.element = h("section", { id: "plots", "aria-labelledby": "plots-title" }, h("h2", { id: "plots-title" }, "Plots"), ...blocks);
     this.element.hidden = blocks.length === 0;
@@ -110,12 +115,17 @@ export class Plots {
     return h("div", { class: "plot-block" }, h("h3", {}, title), ...tools, holder, h("p", { class: "quiet" }, said));
   }
 
-  private lines(one: Series, width: number): uPlot {
+  // group: of many plots those with the same axes, which have one scale, so that they can be compared at a glance.
+  private lines(one: Series, width: number, group: Series[]): uPlot {
     const stemmed = one.kind === "stems";
     const say = words(one.y_unit), sayX = words(one.x_unit);
-    const scale = (log: boolean): uPlot.Scale => (log ? { time: false, distr: 3, log: 10 } : { time: false });
+    const isSmall = group.length > 0;
+    const scale = (log: boolean, values: (series: Series) => (number | null)[]): uPlot.Scale => ({
+      time: false, ...(log ? { distr: 3 as const, log: 10 as const } : {}), ...(group.length > 1 ? common(group.flatMap(values), log) : {}),
+    });
     const made = new uPlot({
-      width, height: HEIGHT, scales: { x: scale(one.log_x), y: scale(one.log) },
+      width, height: isSmall ? SMALL : HEIGHT,
+      scales: { x: scale(one.log_x, (series) => series.xs), y: scale(one.log, (series) => series.lines.flatMap(([, values]) => values)) },
       axes: [axis(one.x, one.x_unit), { ...axis(one.y, one.y_unit), size: 64 }],
       series: [
         { label: one.x, value: (_: uPlot, v: number | null) => (v === null ? "" : sayX(v)) },
@@ -145,6 +155,17 @@ export class Plots {
     const said = "How often each power of two occurs among the values that are not zero; above, which of them each format holds (thin: with fewer digits).";
     return this.block("Exponents", said, (width) => exponents(rows[Number(this.chosen.value) || 0]!, this.model, width), this.chosen);
   }
+}
+
+const axesOf = (one: Series): string => JSON.stringify([one.x, one.y, one.x_unit, one.y_unit, one.log, one.log_x, one.kind, one.nodes.length > 0]);
+
+// The scale that has room for all of these: powers of ten, or a little more than they need.
+function common(values: (number | null)[], log: boolean): uPlot.Scale {
+  const known = values.filter((v): v is number => v !== null && (!log || v > 0));
+  const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!(low < high)) return {};
+  const range: [number, number] = log ? [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high))] : [low, high + (high - low) / 20];
+  return { auto: false, range };
 }
 
 function describe(one: Series): string {

@@ -23,7 +23,7 @@ export function single(model: Model, scope: Scope, plots: Histograms): { element
     h("h2", { id: "graph-title" }, "Graph"), view.tools, scope.chip(),
     strip(model, controls, scope, (call) => view.reveal(call)), view.crumbs,
     h("div", { class: "split" }, view.stage, view.side),
-    h("p", { class: "quiet keys" }, "Keys: arrows move, Enter opens, Backspace goes up, / searches, n and p go through findings, o shows only this module, w a s d pan, + − 0 zoom."),
+    h("p", { class: "quiet keys" }, "Keys: arrows move, Enter opens, Backspace goes up, / searches, n and p go through findings, i opens a module in its place or closes it, o shows only this module, w a s d pan, + − 0 zoom."),
     model.graph.note && h("p", { class: "quiet" }, model.graph.note));
   return { element, view };
 }

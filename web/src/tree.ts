@@ -1,4 +1,5 @@
-// The tree of modules, and what one opened module shows: its calls, the modules in it, alike ones folded.
+// The tree of modules, and what one opened module shows: its calls, the modules in it, some of them open in their
+// places, alike ones folded.
 import { type Call, type Edge, type Model, isCast } from "./data";
 
 export interface Module { path: string; name: string; children: Module[]; calls: number[]; all: number[] }
@@ -11,9 +12,13 @@ export interface Box {
   calls: number[];
   members: Module[];
   edge?: Edge;
+  around?: string; // the key of the module, open in its place, that it stands in
 }
 export interface Link { from: string; to: string; bytes: number; edges: Edge[]; order: boolean }
-export interface View { boxes: Box[]; links: Link[]; left: number }
+export interface View { boxes: Box[]; groups: Box[]; links: Link[]; left: number } // groups: modules that are open in their places
+
+// What a reader has opened besides: folds, by key, that show each of their modules; modules, by path, in their places.
+export interface Shown { unfolded: Set<string>; inPlace: Set<string> }
 
 const BEFORE = "before", AFTER = "after";
 export const MOST = 160;
@@ -79,11 +84,24 @@ export class Tree {
     return made;
   }
 
-  view(of: Module, unfolded: Set<string>, keep: (call: Call) => boolean, from: number): View {
+  view(of: Module, shown: Shown, keep: (call: Call) => boolean, from: number): View {
+    const groups: Box[] = [];
+    const boxes = this.boxes(of, shown, keep, groups, undefined).slice(from);
+    const left = Math.max(0, boxes.length - MOST);
+    boxes.splice(MOST);
+    const around = new Map(groups.map((group) => [group.key, group]));
+    const used = new Set<string>();
+    for (const box of boxes)
+      for (let key = box.around; key !== undefined; key = around.get(key)?.around) used.add(key);
+    const links = this.links(of, boxes);
+    return { boxes, groups: groups.filter((group) => used.has(group.key)), links, left };
+  }
+
+  private boxes(of: Module, shown: Shown, keep: (call: Call) => boolean, groups: Box[], around: string | undefined): Box[] {
     const kept = (calls: number[]) => calls.filter((index) => keep(this.model.calls[index]!));
     const boxes: Box[] = kept(of.calls).map((index) => {
       const call = this.model.calls[index]!;
-      return { key: `call ${index}`, kind: "call", title: "", path: call.path, calls: [index], members: [] };
+      return { key: `call ${index}`, kind: "call", title: "", path: call.path, calls: [index], members: [], around };
     });
     const parts = this.parts(of).map((part) => ({ part, calls: kept(part.all) })).filter((p) => p.calls.length > 0);
     const order = (calls: number[]) => calls[0] ?? 0;
@@ -94,11 +112,11 @@ export class Tree {
       const members = parts.slice(i, next);
       const first = members[0]!.part;
       const key = `fold ${first.path}`;
-      if (members.length > 1 && !unfolded.has(key)) {
+      if (members.length > 1 && !shown.unfolded.has(key)) {
         const pattern = `${relative(parentOf(first.path), of.path)}.*`.replace(/^\./, "");
         boxes.push({
           key, kind: "fold", title: `${pattern} × ${members.length}`, path: first.path,
-          calls: members.flatMap((m) => m.calls), members: members.map((m) => m.part),
+          calls: members.flatMap((m) => m.calls), members: members.map((m) => m.part), around,
         });
       } else {
         for (const { part, calls } of members) {
@@ -106,15 +124,17 @@ export class Tree {
           const alone = calls.length === 1;
           const key = alone ? `call ${calls[0]}` : `module ${part.path}`;
           const title = relative(part.path, of.path);
-          boxes.push({ key, kind: alone ? "call" : "module", title, path: part.path, calls, members: [part] });
+          const box: Box = { key, kind: alone ? "call" : "module", title, path: part.path, calls, members: [part], around };
+          if (alone || !shown.inPlace.has(part.path)) boxes.push(box);
+          else {
+            groups.push(box);
+            boxes.push(...this.boxes(part, shown, keep, groups, key));
+          }
         }
       }
       i = next;
     }
-    boxes.sort((a, b) => order(a.calls) - order(b.calls));
-    const shown = boxes.slice(from, from + MOST);
-    const links = this.links(of, shown);
-    return { boxes: shown, links, left: boxes.length - from - shown.length };
+    return boxes.sort((a, b) => order(a.calls) - order(b.calls));
   }
 
   private alike(a: Module, b: Module): boolean {

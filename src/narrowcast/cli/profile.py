@@ -41,6 +41,7 @@ def measure_command(
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from narrowcast.reports.documents.profiles import busy_note
     from narrowcast.reports.results.profile import Profile, load_profile, profile_path
     from narrowcast.runtime.devices.abilities import capabilities
     from narrowcast.runtime.devices.measure import machine_load, measure
@@ -53,9 +54,9 @@ def measure_command(
     if output is not None:
         profile.write(output)  # what is wrong with the file is said before a minute is spent
     groups = sweep(device)
-    load = machine_load()
-    if load > here.threads:
-        typer.echo(f"The machine is busy (load {load:.1f}): times will be too long, and spread.", err=True)
+    profile.load = machine_load()
+    if profile.is_busy:
+        typer.echo(f"{busy_note(profile)}.", err=True)
     start = time.perf_counter()
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task(f"measuring {here.name}", total=len(groups))

@@ -52,6 +52,7 @@ def profile_document(profile: Profile) -> Document:
     page.facts = facts_of(device=name, units=units, threads=device.threads, torch=device.torch)
     page.figures = _figures(profile, ratios)
     page.todos = _todos(profile)
+    page.notes = [busy_note(profile)] if profile.is_busy else []
     crossings: list[list[Any]] = []
     for (family, backward), calls in groups.items():
         series, crossed = _plot(family, backward, calls)
@@ -70,6 +71,11 @@ def profile_document(profile: Profile) -> Document:
         *_calls(groups),
     ]  # fmt: skip
     return page
+
+
+def busy_note(profile: Profile) -> str:
+    """Return what a profile of a busy machine is worth."""
+    return f"The machine was busy (load {profile.load:.1f}): times are too long, and spread"
 
 
 Groups = dict[tuple[str, bool], list[MeasuredCall]]

@@ -81,7 +81,8 @@ class Emulated:
 class Profile(Result):
     """The samples of one device by signature text, and what it can do by op, format and direction.
 
-    path: where it was read from or will be written; None in memory.
+    path: where it was read from or will be written; None in memory. load: how many processes were running or waiting
+    when it was measured last.
     """
 
     WHAT: ClassVar[str] = "a profile"
@@ -91,6 +92,12 @@ class Profile(Result):
     samples: dict[str, Sample] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
     abilities: dict[str, Ability] = field(default_factory=dict)
+    load: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether more was running than the device has threads for: times are too long then, and spread."""
+        return self.load > self.device.threads
 
     @property
     def verdict(self) -> str:
@@ -102,6 +109,7 @@ class Profile(Result):
         return {
             "schema": self.SCHEMA,
             "device": asdict(self.device),
+            "load": self.load,
             "abilities": [asdict(self.abilities[key]) for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
             "emulated": [asdict(row) for row in self.emulated()],  # for readers of the file
@@ -131,7 +139,7 @@ class Profile(Result):
         device["units"] = tuple(device["units"])
         samples = {str(key): _sample(value) for key, value in data["samples"].items()}
         abilities = [Ability(**row) for row in data.get("abilities", ())]
-        return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
+        return Profile(Device(**device), samples, None, {a.key: a for a in abilities}, float(data.get("load", 0.0)))
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Profile:
