@@ -3,7 +3,8 @@
 What a block is for is said by its language:
 
     python    runs. A first line `# NAME.py` also saves it under that name.
-    text      is what the block before it printed; `...` represents anything.
+    text      is what the block before it printed; `...` represents anything. After the comment
+              `<!-- figures of one machine -->` each number, and each digest, represents any other.
     toml      is a policy that loads, or a part of one. A first line `# NAME.toml` saves it under that name.
     json      is JSON.
     console   is `$ narrowcast ...` with what it prints; `...` represents anything.
@@ -36,6 +37,8 @@ ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "text", "toml", "json", "console", "bash")
 SHOWN = ("markdown",)
 # What is run by other parts of `.ci/run` (the wheel, the README's commands) and changes the machine.
+NUMBER, DIGEST = r"\d+(?:\.\d+)*(?:e[+-]\d+)?", r"[0-9a-f]{8,}"
+OF_ONE_MACHINE = "<!-- figures of one machine -->"
 NOT_HERE = ("make", "pip", "cd", "git")
 
 
@@ -92,7 +95,8 @@ class Page:
         self.printed = printed.getvalue()
 
     def text(self, example):
-        return difference(example.parsed, self.printed)
+        before = self.document.text[: example.start].rstrip().rpartition("\n")[2]
+        return difference(example.parsed, self.printed, is_of_one_machine=before == OF_ONE_MACHINE)
 
     def toml(self, example):
         self.saved(example)
@@ -153,10 +157,15 @@ def users_pytest(arguments, folder):
     assert code == 0, printed.getvalue()
 
 
-def difference(wanted, printed):
-    """What a reader would say of it; nothing, if what is shown is what was printed. Spaces do not count."""
+def difference(wanted, printed, is_of_one_machine=False):
+    """What a reader would say of it; nothing, if what is shown is what was printed. Spaces do not count; figures of one
+    machine stand for others.
+    """
     shown, found = (re.sub("─+", "─", " ".join(text.split())) for text in (wanted, printed))
-    pattern = re.escape(shown).replace(r"\.\.\.\ ", "(?:.* )?").replace(r"\ \.\.\.", "(?: .*)?")
+    parts = re.split(f"({DIGEST}|{NUMBER})", shown) if is_of_one_machine else [shown]
+    escaped = [DIGEST if re.fullmatch(DIGEST, part) else NUMBER for part in parts[1::2]]
+    pattern = "".join(sum(zip(map(re.escape, parts[::2]), [*escaped, ""], strict=True), ()))
+    pattern = pattern.replace(r"\.\.\.\ ", "(?:.* )?").replace(r"\ \.\.\.", "(?: .*)?")
     if re.fullmatch(pattern.replace(r"\.\.\.", ".*"), found):
         return None
     return f"shown:\n{wanted}\nprinted:\n{printed}"

@@ -1,5 +1,6 @@
 """What the documents show is run: every code block of every page, in order, in one namespace per page."""
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -73,6 +74,21 @@ def test_a_page_that_is_wrong_is_caught(block, says, tmp_path):
     page.write_text(f"# A page\n\n{block}\n")
     with pytest.raises(Exception, match=says):
         run(page, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_alike"),
+    [("took 3.1 ms, of bd2b2b94", True), ("took 3.1 us, of bd2b2b94", False), ("took some ms, of bd2b2b94", False)],
+)
+def test_figures_of_one_machine_stand_for_others(printed, is_alike, tmp_path):
+    """Numbers and digests may differ, units and words may not; without the comment numbers may not, either."""
+    page = tmp_path / "page.md"
+    for mark, passes in (("<!-- figures of one machine -->\n", is_alike), ("", False)):
+        page.write_text(
+            f"# A page\n\n```python\nprint({printed!r})\n```\n\n{mark}```text\ntook 12 ms, of 41d0c3aa\n```\n"
+        )
+        with contextlib.nullcontext() if passes else pytest.raises(Exception, match="shown"):
+            run(page, tmp_path)
 
 
 def test_blocks_share_a_namespace_and_a_folder_and_skips_say_why(tmp_path, monkeypatch):
