@@ -1,10 +1,15 @@
 """The site: `make docs` builds it into docs/_build, with warnings as errors."""
 
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 
 import narrowcast
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import page_pictures
 
 project = "Narrowcast"
 author = "the Narrowcast authors"
@@ -109,8 +114,32 @@ def link_types_of_others(app, env, node, contnode):
     return nodes.reference("", "", contnode, refuri=address, internal=False) if address else None
 
 
+PICTURE = re.compile(r"pictures/page-(\w+)\.png$")
+
+
+def link_pictures_to_their_pages(app, doctree):
+    """A picture of a result's page leads to that page, which `write_example_pages` makes."""
+    for image in list(doctree.findall(nodes.image)):
+        name = PICTURE.search(image["uri"])
+        if name:
+            up = "../" * app.env.docname.count("/")
+            link = nodes.reference("", "", refuri=f"{up}pages/{name[1]}.html", internal=False)
+            image.replace_self(link)
+            link += image
+
+
+def write_example_pages(app, error):
+    """The pages of the pictures, from the models and the code with which the pictures were taken."""
+    if error is None and app.builder.name == "html":
+        (folder := Path(app.outdir) / "pages").mkdir(exist_ok=True)
+        for name, html in page_pictures.pages().items():
+            (folder / f"{name}.html").write_text(html, encoding="utf-8")
+
+
 def setup(app):
     """Sphinx calls this."""
     app.connect("missing-reference", link_types_of_others)
+    app.connect("doctree-read", link_pictures_to_their_pages)
+    app.connect("build-finished", write_example_pages)
     app.connect("env-updated", leave_decisions_out_of_the_search)
     app.connect("autodoc-process-docstring", write_definition_lists)

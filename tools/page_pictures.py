@@ -49,15 +49,15 @@ class Block(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """A stack of layers; the third has weights with which fp16 overflows."""
+    """A stack of layers; a third one has weights with which fp16 overflows."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.tokens = torch.nn.Embedding(100, 64)
         self.layers = torch.nn.ModuleList(Block(64) for _ in range(layers))
         self.head = torch.nn.Linear(64, 100)
-        with torch.no_grad():
-            self.layers[2].mlp[1].weight.mul_(1e5)
+        for layer in self.layers[2:3]:
+            layer.mlp[1].weight.data.mul_(1e5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits."""
@@ -67,10 +67,26 @@ class GPT(torch.nn.Module):
         return self.head(x)
 
 
-def main() -> None:
-    """Four pages, four pictures."""
+def train(model: GPT) -> Any:
+    """Twenty steps in fp16 with a scaler, watched: nothing goes wrong, but for the first steps, which it skips."""
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), nc.Scaler("cpu", init_scale=2.0**21)
+    with nc.watch() as watched:
+        for _ in range(20):
+            tokens = torch.randint(0, 100, (4, 33))
+            optimizer.zero_grad()
+            with nc.autocast("cpu", "fp16"):
+                logits = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return watched
+
+
+def pages() -> dict[str, str]:
+    """The HTML of each example, by the name of its picture."""
     torch.manual_seed(0)
-    driver, minilm = load(ROOT / "tests/reports/browser.py"), load(ROOT / "examples/minilm.py")
+    minilm = load(ROOT / "examples/minilm.py")
     case = minilm.case()
     with torch.no_grad():
         slow = nc.explain(case, under="bf16", run=True).to_html()
@@ -80,33 +96,44 @@ def main() -> None:
         other = nc.capture(written_out, case.inputs, under="native")
         pair = nc.diff(run, other, names=("MiniLM, fused attention", "MiniLM, written out")).to_html()
         overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), under="fp16").to_html()
-    overflow = overflow.replace(f"{ROOT}/", "")
+    made = {"overview": slow, "placement": placed, "graph": run.to_html(), "pair": pair, "nan": overflow}
+    made["watch"] = train(GPT(2)).to_html()
+    return {name: html.replace(f"{ROOT}/", "") for name, html in made.items()}
+
+
+def main() -> None:
+    """A picture of each page."""
+    driver, html = load(ROOT / "tests/reports/browser.py"), pages()
     browser = driver.Browser(driver.where())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
-        file.write_text(slow, encoding="utf-8")
+        file.write_text(html["overview"], encoding="utf-8")
         browser.open(file, width=1300, height=780)
         browser.picture(PICTURES / "page-overview.png")
-        file.write_text(placed, encoding="utf-8")
+        file.write_text(html["placement"], encoding="utf-8")
         browser.open(file, width=1300, height=780)
         browser.picture(PICTURES / "page-placement.png")
-        file.write_text(run.to_html(), encoding="utf-8")
+        file.write_text(html["graph"], encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)
-        browser.press("/", *"layer.0 query", "Enter")
+        browser.press("/", *"layer.0 query", "Enter", "Backspace", "i")
         browser.value(GRAPH)
         browser.picture(PICTURES / "page-graph.png")
-        file.write_text(pair, encoding="utf-8")
+        file.write_text(html["pair"], encoding="utf-8")
         browser.open(file, width=1300, height=900)
         browser.press("/", *"layer.0 query", "Enter")
         browser.value(GRAPH)
         browser.picture(PICTURES / "page-pair.png")
-        file.write_text(overflow, encoding="utf-8")
+        file.write_text(html["nan"], encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)
         browser.press("n")
         browser.value(GRAPH)
         browser.picture(PICTURES / "page-nan.png")
+        file.write_text(html["watch"], encoding="utf-8")
+        browser.open(file, width=1300, height=860)
+        browser.value("document.querySelector('#plots').scrollIntoView()")
+        browser.picture(PICTURES / "page-watch.png")
     browser.close()
     sys.stdout.write(f"wrote {PICTURES}/page-*.png\n")
 
