@@ -2,11 +2,15 @@
 constraints.txt, and walk as newcomers do: run what the documents print, and compare what comes out with what they
 show.
 
+    python tools/try_wheel.py                         with the torch of constraints.txt
+    python tools/try_wheel.py --torch 2.12.1 2.14.1   with others, in their default builds: README and quickstart
+
 Nothing of the clone is on the path then: what the wheel lacks is found here.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -67,35 +71,45 @@ def built(folder: Path, pip: tuple[str, ...]) -> Path:
     return wheel
 
 
+def walk(wheel: Path, folder: Path, torch: str, pages: tuple[str, ...]) -> None:
+    """Install the wheel beside a torch into an empty .venv in the folder, and follow these pages there."""
+    venv.create(folder / "venv", with_pip=True)
+    python = str(folder / "venv/bin/python")
+    install = (python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install")
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    constraints = folder / "constraints.txt"
+    constraints.write_text(re.sub(r"^torch==\S+", f"torch=={torch}", pins, flags=re.MULTILINE), encoding="utf-8")
+    pinned = ("--constraint", str(constraints))
+    run(*install, *pinned, "torch", "numpy")
+    run(*install, *pinned, str(wheel))
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    clean["NARROWCAST_CACHE_DIR"] = str(folder / "cache")
+    clean["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    run(str(folder / "venv/bin/narrowcast"), "policy", "show", "safe", cwd=folder, env=clean)
+    made = "import narrowcast; print(len(narrowcast.Ledger().to_html()))"  # the built page is in the wheel
+    run(python, "-c", made, cwd=folder, env=clean)
+    run(*install, *pinned, *MODELS)
+    script = folder / "walk.py"
+    script.write_text(WALK, encoding="utf-8")
+    for number, page in enumerate(pages):
+        began = time.monotonic()
+        there = folder / f"walk{number}"
+        there.mkdir()
+        run(python, str(script), str(ROOT / "tests/docs"), str(ROOT / page), cwd=there, env=clean)
+        sys.stdout.write(f"torch {torch}: {page}: {WALKS[page]}: {time.monotonic() - began:.0f} s\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     """Build, install, walk."""
-    torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    assert torch is not None
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-        wheel = built(folder, pip)
-        venv.create(folder / "venv", with_pip=True)
-        python = str(folder / "venv/bin/python")
-        install = (python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install")
-        constraints = ("--constraint", str(ROOT / "constraints.txt"))
-        run(*install, *constraints, torch.group(), "numpy")
-        run(*install, *constraints, str(wheel))
-        clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        clean["NARROWCAST_CACHE_DIR"] = str(folder / "cache")
-        clean["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-        run(str(folder / "venv/bin/narrowcast"), "policy", "show", "safe", cwd=folder, env=clean)
-        made = "import narrowcast; print(len(narrowcast.Ledger().to_html()))"  # the built page is in the wheel
-        run(python, "-c", made, cwd=folder, env=clean)
-        run(*install, *constraints, *MODELS)
-        script = folder / "walk.py"
-        script.write_text(WALK, encoding="utf-8")
-        for number, page in enumerate(WALKS):
-            began = time.monotonic()
-            there = folder / f"walk{number}"
-            there.mkdir()
-            run(python, str(script), str(ROOT / "tests/docs"), str(ROOT / page), cwd=there, env=clean)
-            sys.stdout.write(f"{page}: {WALKS[page]}: {time.monotonic() - began:.0f} s\n")
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", default=[pinned[1]], metavar="VERSION")
+    for torch in parser.parse_args().torch:
+        with tempfile.TemporaryDirectory() as name:
+            wheel = built(Path(name), (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"))
+            walk(wheel, Path(name), torch, tuple(WALKS) if torch == pinned[1] else ("README.md", "docs/quickstart.md"))
     sys.stdout.write("the wheel installs alone, and does what these pages say\n")
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from narrowcast.training.check.check_training import check_training
     from narrowcast.training.scaler.scaler import Scaler
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
