@@ -122,3 +122,13 @@ def test_what_is_not_known_is_no_number():
     row = page(found).pair.rows[0]
     assert row.difference is None and row.round_off_bound is None
     json.dumps(page(found).data(), allow_nan=False)
+
+
+def test_outputs_apart_without_a_pair_of_calls_name_the_calls_without_a_partner():
+    """Advice never ends in a colon with nothing behind it."""
+    found = replace(saved(a_pair()), rows=[], unaligned=[], outputs_apart=0.25)
+    (todo,) = page(found).todos
+    assert todo.why == "outputs are 2.5e-01 apart, and no call was found to make that"
+    alone = a_pair().unaligned
+    (todo,) = page(replace(found, unaligned=alone[:1])).todos
+    assert todo.why.startswith(f"outputs are 2.5e-01 apart, and no call was found to make that: {alone[0].id} of ")

@@ -210,7 +210,8 @@ def _about_outputs(result: RunDifferences) -> Todo:
     if unknown is None:
         what = "Inspect what is computed between the last calls that agree and the outputs"
         ends = dict.fromkeys(_both_places(forward[n]) for n in (*agree[-1:], -1)) if forward else ()
-        return Todo(what, f"{apart}, and no call was found to make that: {', to '.join(ends)}")
+        places = ", to ".join(ends) or "; ".join(_lines_alone(result.unaligned))
+        return Todo(what, f"{apart}, and no call was found to make that{places and f': {places}'}")
     why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
     why = f"{why} ({_both_places(unknown)})"
     return Todo(f"Inspect both lines of {_names(unknown.a)}", why, path=unknown.a[0].module_path)
