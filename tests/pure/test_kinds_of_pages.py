@@ -25,13 +25,14 @@ from page_results import (
 from program_text import parse_program
 
 from narrowcast.analysis.explain.flow import graph_flow
+from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.ledgers import cast_series, format_bars, shares
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.words import in_count, in_time
 from narrowcast.reports.render.notebook import colours_of
 from narrowcast.reports.results.graphs import CompiledGraph
-from narrowcast.reports.results.repair import Repair
+from narrowcast.reports.results.repair import Repair, RepairRule
 from narrowcast.reports.results.run import TensorFacts
 from narrowcast.reports.results.saved import load, parse
 
@@ -60,8 +61,15 @@ class TestRepair:
         assert not use.rule and (first.rule["action"], second.rule["action"]) == ("full", "align")
         assert first.what == f"Keep {LINEAR} in layer.1 in fp32" and "without it: infinity" in first.why
         rules = table(made, "rules")
-        assert [row[4:8] for row in rules.rows] == [["raised", 0.75, 2, 2e6], ["raised", 0.25, 0, None]]
+        assert [row[5:9] for row in rules.rows] == [["raised", 0.75, 2, 2e6], ["raised", 0.25, 0, None]]
         assert rules.rules[0]["module"] == "layer.1" and rules.rules[1]["op"] == ADD
+
+    def test_rules_about_two_calls_of_an_op_are_told_apart(self):
+        """In words, and in the table: each names the call that it is about."""
+        rows = [RepairRule(Rule(ADD, "full", "layer.1", call=call), "not finite", 0.5) for call in (1, 2)]
+        made = page(replace(a_repair(), rules=rows))
+        assert [todo.what for todo in made.todos[1:]] == [f"Keep call {n} of {ADD} in layer.1 in fp32" for n in (1, 2)]
+        assert [row[2] for row in table(made, "rules").rows] == ["#1", "#2"]
 
     def test_the_search_is_a_table_and_two_plots(self):
         """Each run is a row with its error and its low products; what a run did not measure is a gap in a plot."""

@@ -101,11 +101,13 @@ def _todo(row: RepairRule) -> Todo:
 
 def _rule_table(rows: list[RepairRule]) -> list[Table]:
     cells = [
-        [row.rule.module or "", row.rule.op, row.rule.argument or "", str(row.rule.action), row.cause, row.share,
-         row.calls, number(row.cost_ns), row.rule.reason, row.needed]
+        [row.rule.module or "", row.rule.op, f"#{row.rule.call}" if row.rule.call else "", row.rule.argument or "",
+         str(row.rule.action), row.cause, row.share, row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
-    columns = "module, op:op, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    columns = (
+        "module, op:op, call:number, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    )
     return table("rules", "Rules of the repaired policy", columns, cells, [row.rule.keys for row in rows])
 
 

@@ -59,7 +59,8 @@ def rule_todo(rule: Rule, why: str, together: int = 1) -> Todo:
     if rule.argument == RESULT:
         what = f"Give what {rule.op} in {path or 'the root'} makes in fp32, and so compute what reads it"
     else:
-        what = keeping(f"{rule.op} for {rule.argument}" if rule.argument else rule.op, path)
+        op = f"call {rule.call} of {rule.op}" if rule.call else rule.op
+        what = keeping(f"{op} for {rule.argument}" if rule.argument else op, path)
         what = what if rule.action.kind is Kind.FULL else f"{rule}"
     return Todo(what, why, rule.keys, path, together)
 
