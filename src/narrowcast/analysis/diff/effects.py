@@ -54,6 +54,13 @@ class Effects:
         effects = {self.of(pair) for pair in forward or readers}
         return effects.pop() if len(effects) == 1 else UNKNOWN
 
+    @staticmethod
+    def _of_forward(readers: Collection[tuple[Aligned, bool]]) -> list[tuple[Aligned, bool]]:
+        """Return the readers of a forward. They show what is saved for a backward, too, where gradients may differ for
+        other reasons.
+        """
+        return [(reader, is_beside) for reader, is_beside in readers if reader.a[0].id.direction == FORWARD]
+
     def _together(self, side: int, bundles: Sequence[Bundle]) -> Together:
         """Return the results of calls of a side put together, at all module calls."""
         placed = [one for bundle in bundles for each in bundle.module_calls for one in each if one.call.outputs]
@@ -76,7 +83,7 @@ class Effects:
             now = waiting.pop()
             readers = self._readers.get(now, {})
             is_seen |= not readers  # it is an output
-            for reader, is_beside in readers:
+            for reader, is_beside in self._of_forward(readers) or readers:
                 row = self._rows.get(reader)
                 if row is None:
                     return UNKNOWN

@@ -30,6 +30,7 @@ from narrowcast.analysis.diff.outcomes import (
     are_written_otherwise,
     band_of_all,
     is_in_another_order,
+    other_way,
     returned,
 )
 from narrowcast.analysis.diff.rows import Judging
@@ -92,8 +93,14 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     if are_undone and all(are_undone) and not outcomes.are_alike:
         _note_what_is_not_undone(judging, effects, by_pair)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
-    of_alone = _of_each_alone(judging, effects)
-    judging.unpaired = outcomes.alone(judging.unpaired, judging.of_backward(), has_low, of_alone)
+    of_alone, shows_none = _of_each_alone(judging, effects), _shows_no_backward(result, sides, has_low)
+    of_backward = set() if outcomes.are_alike and shows_none else _of_backward(judging)
+    if outcomes.are_alike and shows_none:  # norms of gradients, one by one in the order of either's parameters
+        later = _of_gradients(judging)
+        judging.unpaired = {bundle: one for bundle, one in judging.unpaired.items() if bundle not in later}
+        result.rows = [other_way(row) if pair.a[0] in later and row.verdict == DIFFERS else row
+                       for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip
+    judging.unpaired = outcomes.alone(judging.unpaired, of_backward, has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
     compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
     are_all = all(known.issuperset(names) for known, names in zip(compared, parameters, strict=True))
@@ -108,24 +115,58 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
-    if outcomes.are_alike and _shows_no_backward(result, sides, has_low, are_gradients_alike, are_all):
+    if outcomes.are_alike and shows_none:
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
+        if has_low:
+            result.gradients = gradients(judging.values, pairs, _FAR_OF_GRADIENTS, judging.widest)
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
 
 
-def _shows_no_backward(
-    result: RunDifferences, sides: Sequence[Side], has_low: bool, are_alike: bool, are_all: bool
-) -> bool:
+def _shows_no_backward(result: RunDifferences, sides: Sequence[Side], has_low: bool) -> bool:
     """Return whether nothing in a backward is a fault where outputs are alike: gradients are what it comes to. They
-    are within their bounds in a low format, or cannot be compared, and later steps have led to the same. are_alike:
-    gradients; are_all: compared.
+    are within their bounds, which are wide in a low format, and those of most weights are compared; or cannot be, and
+    later steps have led to the same.
     """
     if not result.gradients:
         return has_low or any(run.steps > 1 for side in sides for run in side.runs)
-    return has_low and (are_alike or (are_all and not any(row.is_beyond for row in result.gradients)))
+    least = _FAR_OF_GRADIENTS if has_low else 0.0
+    if any(row.is_beyond and row.difference > least for row in result.gradients):
+        return False
+    return all(
+        _are_most(side, {name for row in result.gradients for name in (row.a, row.b)[n]})
+        for n, side in enumerate(sides)
+    )
+
+
+def _of_backward(judging: Judging) -> set[Bundle]:
+    """Return the calls of a backward without a partner, but for those that only calls of a forward read: what these
+    compute shows in outputs, as that of a forward does, and so does all where no parameter has a gradient.
+    """
+    if not any("gradient" in row for side in judging.values.sides for row in side.runs[0].parameters.values()):
+        return set()
+    backward = {bundle for bundle in judging.unpaired if bundle.id.direction == BACKWARD}
+    read_by = {bundle: {pair.a[0].id.direction for pair in judging.read_by.get(bundle, ())} for bundle in backward}
+    return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
+
+
+def _of_gradients(judging: Judging) -> set[Bundle]:
+    """Return the calls of a forward that compute with what a backward made: norms of gradients, factors that clip."""
+    found = set[Bundle]()
+    for side, makers in zip(judging.values.sides, judging.makers, strict=True):
+        for bundle in side.bundles:
+            made_by = map(makers.of, makers.read(bundle)) if bundle.id.direction == FORWARD else ()
+            if any(x is not None and (x.id.direction == BACKWARD or x in found) for x in made_by):
+                found.add(bundle)
+    return found
+
+
+def _are_most(side: Side, names: Collection[str]) -> bool:
+    """Return whether these parameters have more than half of the elements of all with a gradient."""
+    elements = {n: side.value(n).elements for n, row in side.runs[0].parameters.items() if "gradient" in row}
+    return 2 * sum(elements[name] for name in names if name in elements) > sum(elements.values())
 
 
 def _of_each_alone(judging: Judging, effects: Effects) -> dict[Bundle, str]:
@@ -135,11 +176,16 @@ def _of_each_alone(judging: Judging, effects: Effects) -> dict[Bundle, str]:
 
 def _note_what_is_not_undone(judging: Judging, effects: Effects, rows: Mapping[Aligned, RunRow]) -> None:
     """Note the calls without a partner before the first pair whose difference no later call undoes; if there are none,
-    those that made the outputs, which are in another order then, too.
+    those that made the outputs, which are in another order then, too; or before the first that none is known to undo.
     """
-    own = {pair: row for pair, row in rows.items() if row.verdict != DIFFERS and effects.of(pair) not in UNDONE}
-    if not note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0):
-        note_alone(judging, [side.runs[0].returned for side in judging.values.sides], judging.returned_apart())
+
+    def note_first(undone: Collection[str]) -> bool:
+        own = {pair: row for pair, row in rows.items() if row.verdict != DIFFERS and effects.of(pair) not in undone}
+        return note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0)
+
+    numbers = [side.runs[0].returned for side in judging.values.sides]
+    if not (note_first(UNDONE) or note_alone(judging, numbers, judging.returned_apart())):
+        note_first((ABSORBED,))
 
 
 def _of_alike_gradients(result: RunDifferences, judging: Judging) -> set[Aligned]:

@@ -97,7 +97,7 @@ class Outcomes:
             or (self.are_alike and _differs(row, True) and effect == ABSORBED and not row.given)
             for row, effect in zip(rows, effects, strict=True)
         ]
-        return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)]
+        return [other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)]
 
     def _is_no_pair(self, row: RunRow) -> bool:
         are_unlike = row.verdict == INHERITED and row.difference > UNLIKE and row.a[0].direction != BACKWARD
@@ -155,7 +155,7 @@ class Outcomes:
             alone = {b: one for b, one in of_unpaired.items() if of_alone[b] not in none}
             is_left = any(_differs(row, False) and not is_gone for row, is_gone in zip(rows, gone, strict=True))
             if not self.are_alike and self._are_others and (is_left or alone):
-                return [_other_way(row) if is_gone else row for row, is_gone in zip(rows, gone, strict=True)], alone
+                return [other_way(row) if is_gone else row for row, is_gone in zip(rows, gone, strict=True)], alone
         return rows, of_unpaired
 
     @staticmethod
@@ -171,7 +171,7 @@ class Outcomes:
             _differs(row, True) and row.a not in of_inputs and (row.difference > least or row.why == OF_OTHERS)
             for row in rows
         )
-        return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
+        return [other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
 
 
 def returned(values: Values) -> list[tuple[int, int]]:
@@ -254,5 +254,6 @@ def _in_any_layer(row: RunRow) -> tuple[str, str, int]:
     return row.a[0].op, alike_module(row.a[0].module_path), row.a[0].number
 
 
-def _other_way(row: RunRow) -> RunRow:
+def other_way(row: RunRow) -> RunRow:
+    """Return the row as one of programs that reach the same in another way."""
     return replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY)

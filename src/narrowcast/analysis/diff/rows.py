@@ -93,7 +93,8 @@ class Judging:
             band /= BAND  # inputs are equal, rounded alike: only orders of sums differ
         band *= result.growth
         have_moved = band > BAND_OF_LOW and all(x.moves_weights for x in self.values.sides)  # by rounded gradients
-        is_proved = is_equal and any(not (have_moved and name in names[0]) for name, *_ in given)
+        is_open = have_moved or len(pair.a) + len(pair.b) > 2  # several weights may lie in any order in one
+        is_proved = is_equal and any(not (is_open and name in names[0]) for name, *_ in given)
         is_proved &= len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
         is_unknown = self.widest < BAND_OF_LOW and len(known) < max(map(len, names))
         if math.isnan(input_difference) or is_unknown:  # of calls before it, which may be low
@@ -162,8 +163,17 @@ class Judging:
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """Return the differences of floats from which conditions and indices that the calls read were computed."""
         choosers = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self.makers[n].choosers(of)]
-        shown = max(self._measured, self.widest)
-        return [self._read.get(self.paired[n][x], 0.0) if x in self.paired[n] else shown for n, x in choosers]
+        return [self._read.get(self.paired[n][x], 0.0) if x in self.paired[n] else self._of_alone(n, x)
+                for n, x in choosers]  # fmt: skip
+
+    def _of_alone(self, side: int, bundle: Bundle) -> float:
+        """Return how far apart what a call without a partner gives may be, at most as what calls have shown: by its own
+        rounding, that of such calls before it, and the differences of pairs before these. Of constants it is nothing.
+        """
+        before = self.makers[side].upstream(self.makers[side].read(bundle), self.paired[side])
+        seen = [self._of_pairs.get(self.paired[side][x], math.inf) for x in before.known]
+        own = [self._round_off.of_call(side, x) for x in (bundle, *before.alone)]
+        return min(max([*own, *(math.inf if math.isnan(x) else x for x in seen)]), max(self._measured, self.widest))
 
     def _is_fed_back(self, pair: Aligned, band: float) -> bool:
         """Return whether later module calls select by values computed from the first, which agrees."""
@@ -317,16 +327,6 @@ class Judging:
         both += [Aligned((x,), pair.b, "") for x in (*left[0], *losses[0])]
         apart = (self.values.results(other) for other in both)
         return any(seen.relative <= self.widest and not seen.is_part for seen in apart)
-
-    def of_backward(self) -> set[Bundle]:
-        """Return the calls of a backward without a partner, but for those that only calls of a forward read: what
-        these compute shows in outputs, as that of a forward does, and so does all where no parameter has a gradient.
-        """
-        if not any("gradient" in row for side in self.values.sides for row in side.runs[0].parameters.values()):
-            return set()
-        backward = {bundle for bundle in self.unpaired if bundle.id.direction == BACKWARD}
-        read_by = {bundle: {pair.a[0].id.direction for pair in self.read_by.get(bundle, ())} for bundle in backward}
-        return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
 
     def _returned(self, with_losses: bool = True) -> list[EndDifference]:
         """Compare what both models returned, one by one; nothing unless all of it can be compared."""

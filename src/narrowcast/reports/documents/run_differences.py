@@ -156,7 +156,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
         is_sure = not result.unsure
         what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
-        parts = [*_lines_alone([*result.alone, *result.unsure]), *_readers(result)]
+        parts = [*_lines_alone(result, [*result.alone, *result.unsure]), *_readers(result)]
         todos.append(Todo(what, f"what comes of it differs{effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
@@ -210,7 +210,7 @@ def _about_outputs(result: RunDifferences) -> Todo:
     if unknown is None:
         what = "Inspect what is computed between the last calls that agree and the outputs"
         ends = dict.fromkeys(_both_places(forward[n]) for n in (*agree[-1:], -1)) if forward else ()
-        places = ", to ".join(ends) or "; ".join(_lines_alone(result.unaligned))
+        places = ", to ".join(ends) or "; ".join(_lines_alone(result, result.unaligned))
         return Todo(what, f"{apart}, and no call was found to make that{places and f': {places}'}")
     why = f"{apart}, and this is the first call after those that agree; its own results cannot be compared"
     why = f"{why} ({_both_places(unknown)})"
@@ -221,8 +221,10 @@ def _forward(result: RunDifferences) -> list[RunRow]:
     return [row for row in result.rows if row.a[0].direction != BACKWARD]
 
 
-def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
-    """Return the calls of either run without a partner: the first, how many more, and their lines, by file."""
+def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str]:
+    """Return the calls of either run without a partner: the first, how many more, and their lines, by file; and the
+    line of the last call before them that has one: views, and calls that one run lacks, lie between.
+    """
     texts = []
     for run in "ab":
         calls = [one for one in alone if one.run == run]
@@ -231,9 +233,17 @@ def _lines_alone(alone: Sequence[Unaligned]) -> list[str]:
             file, _, line = Path(one.place).name.rpartition(":")
             lines.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
         places = [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in lines.items()]
+        before = _place_of(result, run, calls[0].after) if calls else ""
+        places += [f"after {before}"] if before else []
         more = f" and {counted(len(calls) - 1, 'more call')}" if len(calls) > 1 else ""
         texts += [f"{calls[0].id}{more} of {run} ({'; '.join(_shortened(places))})"] if calls else []
     return texts
+
+
+def _place_of(result: RunDifferences, run: str, call: str) -> str:
+    """Return the file and line of a call with a partner, by its identity in words; nothing if there is none."""
+    both = ((row.a, row.place_a) if run == "a" else (row.b, row.place_b) for row in result.rows)
+    return next((Path(place).name for calls, place in both if call in map(str, calls)), "")
 
 
 def _shortened(texts: list[str]) -> list[str]:
