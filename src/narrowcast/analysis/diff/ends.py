@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from narrowcast.analysis.diff.aligned_values import GAIN_OF_PASSING
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, UNDONE, Effects
 from narrowcast.analysis.diff.gradients import (
@@ -40,7 +41,7 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.output.words import number_text
 from narrowcast.reports.documents.rules import is_low
 from narrowcast.reports.results.run_differences import DIFFERS, GradientRow, RunDifferences, RunRow
-from narrowcast.reports.results.verdicts import VALUES_DIFFER
+from narrowcast.reports.results.verdicts import ROUND_OFF, VALUES_DIFFER
 
 _VISIBLE, _FAR, _FAR_OF_PAIRS = 0.01, 4.0, 2.5
 """Outputs that are further apart, and by the second times the widest rounding bound of a call, are not alike, named for
@@ -299,7 +300,9 @@ def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -
         return largest > _VISIBLE
     apart = apart_as_a_whole(judging.values, result.gradients)
     steps = _steps(result, judging.values.sides)
-    return apart > min(_FAR_OF_GRADIENTS, steps * _FAR_OF_CALLS * judging.widest)
+    rounded = (row.difference for row in result.rows if row.verdict == ROUND_OFF and row.a[0].direction == BACKWARD)
+    least = GAIN_OF_PASSING * max(rounded, default=0.0)  # of gradients that cancel to nothing, as of a norm's input
+    return apart > max(least, min(_FAR_OF_GRADIENTS, steps * _FAR_OF_CALLS * judging.widest))
 
 
 def _steps(result: RunDifferences, sides: Sequence[Side]) -> int:

@@ -222,28 +222,30 @@ def _forward(result: RunDifferences) -> list[RunRow]:
 
 
 def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str]:
-    """Return the calls of either run without a partner: the first, how many more, and their lines, by file; and the
-    line of the last call before them that has one: views, and calls that one run lacks, lie between.
+    """Return the calls of either run without a partner: the first, how many more, and their lines, by file; and where
+    the last call before them is that has one, in both runs if only one has such calls: views, and what the other run
+    lacks, lie after it.
     """
     texts = []
-    for run in "ab":
-        calls = [one for one in alone if one.run == run]
+    by_run = {run: [one for one in alone if one.run == run] for run in "ab"}
+    for run, calls in by_run.items():
         lines: dict[str, set[int]] = {}
         for one in calls:
             file, _, line = Path(one.place).name.rpartition(":")
             lines.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
         places = [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in lines.items()]
-        before = _place_of(result, run, calls[0].after) if calls else ""
-        places += [f"after {before}"] if before else []
+        before = _row_of(result, run, calls[0].after) if calls else None
+        if before is not None:
+            own = Path(before.place_a if run == "a" else before.place_b).name
+            places.append(f"after {own if all(by_run.values()) else _both_places(before)}")
         more = f" and {counted(len(calls) - 1, 'more call')}" if len(calls) > 1 else ""
         texts += [f"{calls[0].id}{more} of {run} ({'; '.join(_shortened(places))})"] if calls else []
     return texts
 
 
-def _place_of(result: RunDifferences, run: str, call: str) -> str:
-    """Return the file and line of a call with a partner, by its identity in words; nothing if there is none."""
-    both = ((row.a, row.place_a) if run == "a" else (row.b, row.place_b) for row in result.rows)
-    return next((Path(place).name for calls, place in both if call in map(str, calls)), "")
+def _row_of(result: RunDifferences, run: str, call: str) -> RunRow | None:
+    """Return the row of a call with a partner, by its identity in words."""
+    return next((row for row in result.rows if call in map(str, row.a if run == "a" else row.b)), None)
 
 
 def _shortened(texts: list[str]) -> list[str]:
