@@ -210,11 +210,28 @@ def closure_that_scales(loop: Loop) -> None:
     loop.scaler.update()
 
 
+def closure_with_a_loss_in_fp32(loop: Loop) -> None:
+    """Products of what was converted on purpose, in the closure of an optimizer that calls it several times."""
+    if not isinstance(loop.optimizer, torch.optim.LBFGS):
+        loop.optimizer = torch.optim.LBFGS(loop.weights, max_iter=2)  # type: ignore[assignment]
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        with region(BF16):
+            out = loop.net(loop.x)
+        gram = out.float().T @ out.float()
+        loss = mse_loss(gram, torch.eye(4))
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+
+
 RIGHT = [
     each_optimizer_clipped, adversaries, saturated_hinge, masked_and_averaged, clipped_at_a_scaled_limit,
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
     custom_function, evaluated_in_a_part, optimizer_with_products,
-    closure_that_scales,
+    closure_that_scales, closure_with_a_loss_in_fp32,
 ]  # fmt: skip
 
 

@@ -22,7 +22,14 @@ from narrowcast.observation.statistics.arguments import draws_numbers, others_as
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial import rerun
-from narrowcast.observation.trial.finiteness import came_in, is_finite, is_floating, mask_like, numbers_not_finite
+from narrowcast.observation.trial.finiteness import (
+    came_in,
+    is_finite,
+    is_floating,
+    mask_like,
+    numbers_not_finite,
+    returned,
+)
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
@@ -104,7 +111,7 @@ class Keep(Compared):
     def after(self, call: SeenCall) -> None:
         """Keep samples of the results."""
         super().after(call)
-        results = [t for t in call.results if is_floating(t)]
+        results = returned(call)
         if not results:
             self.unseen += [call.id] * any(t.is_floating_point() for t in call.results)
             return

@@ -112,7 +112,9 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             judging.of_inputs(pairs),
             min(judging.widest, max((g.difference for g in result.gradients), default=0.0)),
         )
-    elif not _is_unexplained(result, judging, are_equal=not any(one.difference for one in ends)):
+    elif _is_one_program(result, judging) or not _is_unexplained(
+        result, judging, are_equal=not any(one.difference for one in ends)
+    ):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
@@ -286,6 +288,12 @@ def explain_formats(result: RunDifferences, judging: Judging, left_out: Collecti
     formats so low that anything may be rounding.
     """
     return bool(result.formats) and (not any(judging.counts_of_unpaired(left_out)) or judging.widest >= WIDEST)
+
+
+def _is_one_program(result: RunDifferences, judging: Judging) -> bool:
+    """Return whether all calls of either run have a partner, some in another format: these explain what they make."""
+    both = zip(judging.values.sides, judging.paired, strict=True)
+    return bool(result.formats) and all(bundle in paired for side, paired in both for bundle in side.bundles)
 
 
 def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -> bool:

@@ -70,13 +70,19 @@ def parts_inside(call: SeenCall) -> Named:
     return floating
 
 
+def returned(call: SeenCall) -> list[torch.Tensor]:
+    """Return the floating tensors that a call returned, without what is for its backward alone: of padding that is
+    memory which nobody wrote to.
+    """
+    results = [t for t in call.results if is_floating(t)]
+    return results[:1] if op_name(call.facts.op) in named("finite.keep") else results
+
+
 def gave(call: SeenCall) -> list[torch.Tensor]:
     """Return the floating tensors that a call returned, or wrote to, without what is for its backward alone."""
     if gives_memory(call):
         return []
-    results = [t for t in call.results if is_floating(t)]
-    if op_name(call.facts.op) in named("finite.keep"):
-        return results[:1]
+    results = returned(call)
     if not call.facts.overwrites:
         return results
     there = {id(t) for t in results}

@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
+from narrowcast.observation.restore.variables import Variables
 from narrowcast.output.words import counted
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
@@ -32,8 +33,9 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
     it, if that is to be checked. Nothing in it changes. inputs: its arguments, as for `explain`.
     Afterwards all memory that existed before is restored (weights, buffers, averages, the state of optimizers), and so
-    are gradients, modules' flags, groups, schedules, scalers, random state and generators; counters of the function's
-    own are not. A copy of what is written to is held meanwhile.
+    are gradients, modules' flags, groups, schedules, scalers, random state and generators, and the variables that the
+    function assigns: `nonlocal`, `global`, attributes of its object, lists and dicts. Batches that it takes from an
+    iterator are taken. A copy of what is written to is held meanwhile.
 
     Reported, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
     evaluation), or inside (backward, optimizer, weights written to); what is lost to rounding (updates of weights,
@@ -71,6 +73,9 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
             door.run("an optimizer's step", looking.stepped)
 
     with ExitStack() as stack:
+        variables = door.run("the variables of the step", Variables, step)
+        if variables is not None:
+            stack.callback(door.run, "the variables of the step", variables.restore)
         stack.enter_context(kept)
         stack.enter_context(random_state_kept())
         stack.enter_context(told_of_optimizer_steps(steps_now, before=True))

@@ -245,7 +245,7 @@ class LoopObserver(Observer):
                 self._backwards.gave(call.results)
             if self._fp16 is not None or any(t.dtype is torch.float16 for t in call.results):
                 self._underflow.look(call)
-        if call.id.direction == FORWARD and not self._is_stepping:
+        if call.id.direction == FORWARD and (not self._is_stepping or call.notes.get("trains")):  # or in a closure
             self._adds_up(call)
             self._outside.goes_on_in_fp32(call)
             self._gradients.copied(call)

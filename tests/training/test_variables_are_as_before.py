@@ -1,0 +1,142 @@
+"""`nc.check_training` leaves the variables that a step assigns as it found them, wherever they are."""
+
+import itertools
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+NUMBER = 0
+TRACE = {"losses": []}
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), 1e-2), torch.arange(8.0).view(2, 4) / 8
+
+
+def trained(model, optimizer, x):
+    optimizer.zero_grad()
+    with nc.autocast("cpu", "bf16"):
+        y = model(x)
+    loss = y.float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def of_cells():
+    """Numbers, a tensor that is bound again, and what containers hold."""
+    (model, optimizer, x), number, state, seen = parts(), 0, torch.zeros(2), {"step": 0, "kept": deque([1.0], maxlen=3)}
+
+    def step():
+        nonlocal number, state
+        number += 1
+        seen["step"] += 1
+        seen["kept"].append(number)
+        state = state + 1
+        return trained(model, optimizer, x * number)
+
+    return step, lambda: (number, state.tolist(), seen["step"], list(seen["kept"]))
+
+
+def of_a_function_inside():
+    """The step calls another function, whose variables these are."""
+    (model, optimizer, x), number = parts(), 0
+
+    def count():
+        nonlocal number
+        number += 1
+        return number
+
+    return lambda: trained(model, optimizer, x * count()), lambda: number
+
+
+def of_globals():
+    """Those of the file."""
+    model, optimizer, x = parts()
+
+    def step():
+        global NUMBER
+        NUMBER += 1
+        TRACE["losses"].append(NUMBER)
+        return trained(model, optimizer, x)
+
+    return step, lambda: (NUMBER, list(TRACE["losses"]))
+
+
+class Trainer:
+    """What a trainer counts, and a part of it that counts, too."""
+
+    def __init__(self):
+        self.parts, self.number, self.hooks = parts(), 0, [Meter()]
+
+    def step(self, factor=1.0):
+        self.number += 1
+        loss = trained(*self.parts[:2], self.parts[2] * factor)
+        for hook in self.hooks:
+            hook.add(float(loss))
+        return loss
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.values = 0.0, []
+
+    def add(self, value):
+        self.sum += value
+        self.values.append(value)
+
+
+def of_an_object(bound=lambda trainer: trainer.step):
+    trainer = Trainer()
+    meter = trainer.hooks[0]
+    return bound(trainer), lambda: (trainer.number, meter.sum, list(meter.values))
+
+
+CASES = {
+    "cells": of_cells, "a function inside": of_a_function_inside, "globals": of_globals, "a method": of_an_object,
+    "a partial": lambda: of_an_object(lambda trainer: partial(trainer.step, 2.0)),
+    "a lambda": lambda: of_an_object(lambda trainer: lambda: trainer.step(2.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variables_that_a_step_assigns_are_as_before(name):
+    """And so two steps after the check give what two steps without it give."""
+    step, now = CASES[name]()
+    before = now()
+    assert nc.check_training(step)
+    assert now() == before
+    after = [float(step()), float(step())]
+    assert now() != before
+    other, _ = CASES[name]()
+    assert [float(other()), float(other())] == after
+
+
+def test_they_are_restored_where_a_step_raises():
+    """In its second round."""
+    (model, optimizer, x), number = parts(), 0
+
+    def step():
+        nonlocal number
+        number += 1
+        trained(model, optimizer, x)
+        if number == 2:
+            raise KeyError("two")
+
+    with pytest.raises(KeyError, match="two"):
+        nc.check_training(step)
+    assert number == 0
+
+
+def test_an_iterator_goes_on_where_it_was_left():
+    """What has been taken from it cannot be put back; nothing fails."""
+    (model, optimizer, x), numbers = parts(), itertools.count(1)
+    assert nc.check_training(lambda: trained(model, optimizer, x * next(numbers)))
+    assert next(numbers) == 3
