@@ -11,7 +11,7 @@ from torch import nn
 import narrowcast as nc
 
 NUMBER = 0
-TRACE = {"losses": []}
+TRACE = {"last": None}
 
 
 def parts():
@@ -32,7 +32,12 @@ def trained(model, optimizer, x):
 
 def of_cells():
     """Numbers, a tensor that is bound again, and what containers hold."""
-    (model, optimizer, x), number, state, seen = parts(), 0, torch.zeros(2), {"step": 0, "kept": deque([1.0], maxlen=3)}
+    (model, optimizer, x), number, state, seen = (
+        parts(),
+        0,
+        torch.zeros(2),
+        {"step": 0, "kept": deque([1.0, 2.0], maxlen=2)},
+    )
 
     def step():
         nonlocal number, state
@@ -64,10 +69,10 @@ def of_globals():
     def step():
         global NUMBER
         NUMBER += 1
-        TRACE["losses"].append(NUMBER)
+        TRACE["last"] = NUMBER
         return trained(model, optimizer, x)
 
-    return step, lambda: (NUMBER, list(TRACE["losses"]))
+    return step, lambda: (NUMBER, TRACE["last"])
 
 
 class Trainer:
@@ -86,17 +91,18 @@ class Trainer:
 
 class Meter:
     def __init__(self):
-        self.sum, self.values = 0.0, []
+        self.sum, self.values = 0.0, [0.0, 0.0]
 
     def add(self, value):
         self.sum += value
-        self.values.append(value)
+        self.last = value
+        self.values[int(self.sum) % 2] = value
 
 
 def of_an_object(bound=lambda trainer: trainer.step):
     trainer = Trainer()
     meter = trainer.hooks[0]
-    return bound(trainer), lambda: (trainer.number, meter.sum, list(meter.values))
+    return bound(trainer), lambda: (trainer.number, meter.sum, list(meter.values), hasattr(meter, "last"))
 
 
 CASES = {
@@ -140,3 +146,15 @@ def test_an_iterator_goes_on_where_it_was_left():
     (model, optimizer, x), numbers = parts(), itertools.count(1)
     assert nc.check_training(lambda: trained(model, optimizer, x * next(numbers)))
     assert next(numbers) == 3
+
+
+def test_what_a_step_adds_to_a_list_or_a_dict_stays_there():
+    """A log of what has run: nothing that was there is lost."""
+    parts_of, seen, by_number = parts(), [], {}
+
+    def step():
+        by_number[len(seen)] = True
+        seen.append(trained(*parts_of))
+
+    assert nc.check_training(step)
+    assert len(seen) == 2 and list(by_number) == [0, 1]

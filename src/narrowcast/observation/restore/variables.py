@@ -6,31 +6,29 @@ import dis
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from narrowcast.observation.restore.attributes import Attributes
-
-_OTHERS = (Module, Optimizer, LRScheduler, Tensor, DataLoader, type, BuiltinMethodType)
+_OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
 
 
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
-    the attributes of the object whose method it is; of these, and of functions and objects of its file that it uses,
-    too. Of lists, dicts, deques and sets in them what they hold. An iterator goes on where it was left.
+    the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Items of
+    lists, deques and dicts that they name are as before; what was added stays there, and an iterator goes on where it
+    was left.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._cells: dict[int, tuple[CellType, Any]] = {}
-        self._kept: list[Attributes] = []
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
+        self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._seen: set[int] = set()
         inner = function
         while isinstance(inner, partial):
@@ -40,12 +38,20 @@ class Variables:
 
     def restore(self) -> None:
         """Bind them to what they were bound to."""
-        for cell, content in self._cells.values():
+        for cell, content in self._cells:
             cell.cell_contents = content
-        for names, name, value in self._globals:
-            names[name] = value
-        for attributes in self._kept:
-            attributes.restore()
+        for names, before, is_whole in self._named:
+            for name in [name for name in names if name not in before] if is_whole else ():
+                del names[name]
+            for name, value in before.items():
+                if names.get(name, names) is not value:
+                    names[name] = value
+        for items, held in self._listed:
+            for at, value in enumerate(held):
+                if at == len(items):
+                    items.append(value)
+                elif items[at] is not value:
+                    items[at] = value
 
     def _look(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, _OTHERS):
@@ -53,31 +59,34 @@ class Variables:
         self._seen.add(id(value))
         if isinstance(value, MethodType):
             self._look(value.__func__)
-            self._object(value.__self__)
+            self._look_inside(value.__self__)
         elif isinstance(value, partial):
             for one in (value.func, *value.args, *value.keywords.values()):
                 self._look(one)
         elif isinstance(value, FunctionType):
-            self._function(value)
+            self._look_around(value)
+        elif isinstance(value, list | deque):
+            self._listed.append((value, list(value)))
+            self._look_at_items(value)
+        elif isinstance(value, dict):
+            self._named.append((value, dict(value), False))
+            self._look_at_items(value.values())
         elif type(value).__module__ == self._file:
-            self._object(value)
-        elif isinstance(value, list | dict | set | deque):
-            self._kept.append(Attributes({"": value}))
-            self._inside(value)
+            self._look_inside(value)
 
-    def _inside(self, owner: list[Any] | dict[Any, Any] | set[Any] | deque[Any]) -> None:
-        """Look at the objects of the file in a list, which may be long."""
-        for value in owner.values() if isinstance(owner, dict) else owner:
-            if type(value).__module__ == self._file or isinstance(value, FunctionType | MethodType):
-                self._look(value)
+    def _look_at_items(self, items: Any) -> None:
+        """Look at the objects of the file in a container, and at containers; it may be long."""
+        for one in items:
+            if isinstance(one, list | deque | dict | FunctionType | MethodType) or type(one).__module__ == self._file:
+                self._look(one)
 
-    def _function(self, function: FunctionType) -> None:
+    def _look_around(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:  # it is empty
                 continue
-            self._cells[id(cell)] = cell, content
+            self._cells.append((cell, content))
             self._look(content)
         if function.__module__ != self._file:
             return
@@ -86,12 +95,12 @@ class Variables:
             if step.opname in ("STORE_GLOBAL", "LOAD_GLOBAL") and step.argval in names:
                 value = names[step.argval]
                 if step.opname == "STORE_GLOBAL":
-                    self._globals.append((names, step.argval, value))
+                    self._named.append((names, {step.argval: value}, False))
                 self._look(value)
 
-    def _object(self, owner: Any) -> None:
+    def _look_inside(self, owner: Any) -> None:
         held = getattr(owner, "__dict__", None)
         if isinstance(held, dict) and not isinstance(owner, _OTHERS):
-            self._kept.append(Attributes(held))
+            self._named.append((held, dict(held), True))
             for value in (*held.values(), *vars(type(owner)).values()):
                 self._look(value)
