@@ -44,6 +44,10 @@ torch 2.11 to 2.15, Python 3.11 to 3.13. `make compat` runs all tests with each 
 the tests of the pure half, with torch blocked. Each assumption about torch's private parts is a named check
 (`python -m narrowcast.runtime.torch_surface.probes`), which runs among these tests; those that stand before something
 that would go wrong in silence run at first use, and say which assumption of which version broke.
+
+The wheel was installed beside each of these torches, into an environment without anything else, and README and
+quickstart were followed there with the commands and the code that they print (`tools/try_wheel.py --torch 2.11.0
+2.12.1 2.13.0 2.14.1 2.15.0`).
 """
 DIFFERENCES = """\
 - **autocast's lists** differ by version, as data in `core/policy/builtin/*.toml` (`torch = ">=2.12"`): `rms_norm` came

@@ -180,9 +180,8 @@ class Words(nn.Module):
         super().__init__()
         self.counted, self.fault = counted, fault
         self.words, self.places = nn.Embedding(20, WIDTH), nn.Embedding(LENGTH + 2, WIDTH)
-        self.norm, self.q, self.k, self.v, self.out, self.head = (
-            nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 20),
-        )  # fmt: skip
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
 
     def forward(self, ids):
         keep = torch.ones(ids.shape)

@@ -106,10 +106,13 @@ def of_an_object(bound=lambda trainer: trainer.step):
 
 
 CASES = {
-    "cells": of_cells, "a function inside": of_a_function_inside, "globals": of_globals, "a method": of_an_object,
+    "cells": of_cells,
+    "a function inside": of_a_function_inside,
+    "globals": of_globals,
+    "a method": of_an_object,
     "a partial": lambda: of_an_object(lambda trainer: partial(trainer.step, 2.0)),
     "a lambda": lambda: of_an_object(lambda trainer: lambda: trainer.step(2.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

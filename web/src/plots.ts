@@ -5,7 +5,7 @@ import { h, on } from "./dom";
 import { errorText, identity, inCount, inDecimalBytes, inFigure, inTime } from "./words";
 
 const HEIGHT = 300, SMALL = 210;
-const MULTIPLES = 4; // so many plots are small, beside each other
+const MULTIPLES = 4; // from this number on plots are small, beside each other
 const RANGES = ["fp32", "bf16", "fp16", "e5m2", "e4m3fn"];
 const colour = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = ["--line1", "--line2", "--line3", "--line4", "--line5"];

@@ -1,4 +1,4 @@
-"""What a watch saw where all is finite: how many calls gave which format, and how much of the range of fp16 is left."""
+"""What a watch saw where all is finite: how many calls returned which format, and how much of fp16's range is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranges:
             formats[name] = formats.get(name, 0) + 1
 
     def note(self, call: SeenCall, result: torch.Tensor, total: float) -> None:
-        """Note a result that is finite, with what `finiteness` gave for it."""
+        """Note a result that is finite, with its largest magnitude, if `finiteness` returns that."""
         if are_magnitudes(result.dtype):
             self._note(call, total)
 

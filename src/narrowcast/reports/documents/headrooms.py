@@ -71,7 +71,7 @@ def _rule(node: Node, reason: str = "") -> Shown:
 
 def _tensor_table(result: Headroom, nodes: Mapping[CallId, Node]) -> list[Table]:
     """Return a row for each tensor; one for the same tensor of modules that differ by the number of their layer, with
-    the module that has the least headroom, and the largest shares.
+    the module of the minimum headroom, and the largest shares.
     """
     rules, losing = {call: _rule(node) for call, node in nodes.items()}, set(result.calls("fp16"))
     shared = set(shared_modules(agreeing(rules.values()), list(nodes.values())))

@@ -1,5 +1,5 @@
 /*! The page of Narrowcast, Apache-2.0; built by `make page` from web/
-sources 90a61c5d0b89729e05064ccb643fcd2a17e993158792a394be7aa5399fbe25c3
+sources 3910fc9f3fe89dcd4febf5db3582acfceb4d5de176468d5af135202420ab79a4
 */
 /*!
 Bundled:
