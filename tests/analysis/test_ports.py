@@ -242,3 +242,13 @@ def test_a_change_of_units_that_is_undone_does_not_hide_a_later_fault(under):
         for model, low in zip((plain, port), under, strict=True)
     ]
     assert names(nc.diff(*runs), Placed, "# places"), nc.diff(*runs)
+
+
+def test_a_deep_copy_makes_memory_and_no_values():
+    """What lies in it when it is assigned is no result: nothing is compared there, whatever it is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()  # with buffers
+    with nc.capture() as run, torch.no_grad():
+        copy.deepcopy(model)(torch.ones(1, 4))
+    assigned = [call for call in run.calls if call.id.op.startswith("aten.set_.")]
+    assert assigned and not any(call.outputs for call in assigned)
+    assert sum(bool(call.outputs) for call in run.calls) == 2

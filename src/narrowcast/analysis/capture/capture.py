@@ -27,7 +27,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.trial.finiteness import gives_memory, is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.words import counted
@@ -298,7 +298,8 @@ class _Capture(Observer):
         may_fill = self._may_fill and call.id.direction == FORWARD
         read = tensors_in(call.args, call.kwargs)
         self._filling.note(len(self._run.calls), read, written, [] if written else call.results, may_fill)
-        outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(call.results))
+        results = [] if gives_memory(call) else call.results  # as of a deep copy: it lies there, or comes there later
+        outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(results))
         given = others_as_text(call.facts, call.args, call.kwargs)
         rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")
         self._run.calls.append(
