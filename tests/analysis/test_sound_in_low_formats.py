@@ -294,3 +294,22 @@ def test_outputs_alone_are_a_comparison():
     assert RunDifferences("a", "b", output_difference=0.0).verdict == "alike"
     assert RunDifferences("a", "b", output_difference=1e-8).verdict == "round-off"
     assert RunDifferences("a", "b").verdict == "not compared"
+
+
+@pytest.mark.parametrize("under", ["bf16", "fp16"])
+def test_gradients_that_cancel_are_explained_by_the_calls_of_one_program(under):
+    """The mean square of vectors of one length has no gradient but round-off, whose size is that of the format."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)), torch.randn(6, 16)
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return F.normalize(self.model(x), dim=-1)
+
+    runs = [nc.capture(Unit(), (x,), under=low, backward=lambda y: y.float().square().mean()) for low in (None, under)]
+    silent, difference = is_silent(*runs)
+    assert silent, str(difference)
