@@ -8,9 +8,6 @@ from docutils import nodes
 
 import narrowcast
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import page_pictures
-
 project = "Narrowcast"
 author = "the Narrowcast authors"
 copyright = author
@@ -131,6 +128,9 @@ def link_pictures_to_their_pages(app, doctree):
 def write_example_pages(app, error):
     """The pages of the pictures, from the models and the code with which the pictures were taken."""
     if error is None and app.builder.name == "html":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+        import page_pictures  # and with it the models
+
         (folder := Path(app.outdir) / "pages").mkdir(exist_ok=True)
         for name, html in page_pictures.pages().items():
             (folder / f"{name}.html").write_text(html, encoding="utf-8")

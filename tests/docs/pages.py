@@ -163,8 +163,8 @@ def difference(wanted, printed, is_of_one_machine=False):
     """
     shown, found = (re.sub("─+", "─", " ".join(text.split())) for text in (wanted, printed))
     parts = re.split(f"({DIGEST}|{NUMBER})", shown) if is_of_one_machine else [shown]
-    escaped = [DIGEST if re.fullmatch(DIGEST, part) else NUMBER for part in parts[1::2]]
-    pattern = "".join(sum(zip(map(re.escape, parts[::2]), [*escaped, ""], strict=True), ()))
+    others = (DIGEST if re.fullmatch(DIGEST, part) else NUMBER for part in parts[1::2])
+    pattern = "".join(next(others) if n % 2 else re.escape(part) for n, part in enumerate(parts))
     pattern = pattern.replace(r"\.\.\.\ ", "(?:.* )?").replace(r"\ \.\.\.", "(?: .*)?")
     if re.fullmatch(pattern.replace(r"\.\.\.", ".*"), found):
         return None

@@ -42,6 +42,9 @@ class Effects:
                         upstream = maker.upstream([number], pair_of)
                         for known in upstream.known:
                             self._readers.setdefault(pair_of[known], {})[pair_of[bundle], bool(upstream.alone)] = None
+        for pair, readers in self._readers.items():  # those of a forward show what it saves for its backward, too
+            forward = {one: None for one in readers if one[0].a[0].id.direction == FORWARD}
+            self._readers[pair] = forward or readers
         self.of = cache(self._of)
 
     def of_alone(self, bundle: Bundle, readers: Sequence[Aligned]) -> str:
@@ -53,13 +56,6 @@ class Effects:
             return ABSORBED
         effects = {self.of(pair) for pair in forward or readers}
         return effects.pop() if len(effects) == 1 else UNKNOWN
-
-    @staticmethod
-    def _of_forward(readers: Collection[tuple[Aligned, bool]]) -> list[tuple[Aligned, bool]]:
-        """Return the readers of a forward. They show what is saved for a backward, too, where gradients may differ for
-        other reasons.
-        """
-        return [(reader, is_beside) for reader, is_beside in readers if reader.a[0].id.direction == FORWARD]
 
     def _together(self, side: int, bundles: Sequence[Bundle]) -> Together:
         """Return the results of calls of a side put together, at all module calls."""
@@ -83,7 +79,7 @@ class Effects:
             now = waiting.pop()
             readers = self._readers.get(now, {})
             is_seen |= not readers  # it is an output
-            for reader, is_beside in self._of_forward(readers) or readers:
+            for reader, is_beside in readers:
                 row = self._rows.get(reader)
                 if row is None:
                     return UNKNOWN

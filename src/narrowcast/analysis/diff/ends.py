@@ -69,9 +69,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     most = min(_FAR_OF_GRADIENTS, steps * WIDEST)
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    have_moved_alike = moved_apart(judging.values) <= max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
-    trains_alike = have_moved_alike or trains_the_same(judging.values, result.gradients, parameters)
-    is_same = trains_alike and judging.are_returned_alike()
+    is_same = _trains_alike(result, judging, parameters) and judging.are_returned_alike()
     are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
@@ -94,31 +92,24 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     if are_undone and all(are_undone) and not outcomes.are_alike:
         _note_what_is_not_undone(judging, effects, by_pair)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
-    of_alone, shows_none = _of_each_alone(judging, effects), _shows_no_backward(result, sides, has_low)
-    of_backward = set() if outcomes.are_alike and shows_none else _of_backward(judging)
-    if outcomes.are_alike and shows_none:  # norms of gradients, one by one in the order of either's parameters
-        later = _of_gradients(judging)
-        judging.unpaired = {bundle: one for bundle, one in judging.unpaired.items() if bundle not in later}
-        result.rows = [other_way(row) if pair.a[0] in later and row.verdict == DIFFERS else row
-                       for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip
+    of_alone = _of_each_alone(judging, effects)
+    compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
+    shows_no_backward = outcomes.are_alike and _shows_no_backward(result, sides, compared, has_low)
+    if shows_no_backward:
+        _leave_out_of_gradients(result, judging, pairs)
+    of_backward = set() if shows_no_backward else _of_backward(judging)
     judging.unpaired = outcomes.alone(judging.unpaired, of_backward, has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
-    compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
     are_all = all(known.issuperset(names) for known, names in zip(compared, parameters, strict=True))
     if are_gradients_alike and (outcomes.are_alike or are_all):
-        result.rows, judging.unpaired = outcomes.backward(
-            result.rows,
-            judging.unpaired,
-            judging.of_inputs(pairs),
-            min(judging.widest, max((g.difference for g in result.gradients), default=0.0)),
-        )
-    elif _is_one_program(result, judging) or not _is_unexplained(
-        result, judging, are_equal=not any(one.difference for one in ends)
-    ):
+        least, inputs = max((row.difference for row in result.gradients), default=0.0), judging.of_inputs(pairs)
+        least = min(judging.widest, least)
+        result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, inputs, least)
+    elif not _is_unexplained(result, judging, are_equal=not any(one.difference for one in ends)):
         result.gradients = gradients(judging.values, pairs, band_along(result.rows))
         if all(parameters) and not any(row.differs_in_format for row in result.rows):
             result.gradients += in_one_alone(judging.values, result.gradients)
-    if outcomes.are_alike and shows_none:
+    if shows_no_backward:
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
         if has_low:
             result.gradients = gradients(judging.values, pairs, _FAR_OF_GRADIENTS, judging.widest)
@@ -128,20 +119,25 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
 
 
-def _shows_no_backward(result: RunDifferences, sides: Sequence[Side], has_low: bool) -> bool:
+def _trains_alike(result: RunDifferences, judging: Judging, parameters: Sequence[Sequence[str]]) -> bool:
+    """Return whether weights have moved alike, or gradients move them alike."""
+    most = max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
+    return moved_apart(judging.values) <= most or trains_the_same(judging.values, result.gradients, parameters)
+
+
+def _shows_no_backward(
+    result: RunDifferences, sides: Sequence[Side], compared: Sequence[Collection[str]], has_low: bool
+) -> bool:
     """Return whether nothing in a backward is a fault where outputs are alike: gradients are what it comes to. They
     are within their bounds, which are wide in a low format, and those of most weights are compared; or cannot be, and
-    later steps have led to the same.
+    later steps have led to the same. compared: the parameters of either run whose gradients are.
     """
     if not result.gradients:
         return has_low or any(run.steps > 1 for side in sides for run in side.runs)
     least = _FAR_OF_GRADIENTS if has_low else 0.0
     if any(row.is_beyond and row.difference > least for row in result.gradients):
         return False
-    return all(
-        _are_most(side, {name for row in result.gradients for name in (row.a, row.b)[n]})
-        for n, side in enumerate(sides)
-    )
+    return all(map(_are_most, sides, compared))
 
 
 def _of_backward(judging: Judging) -> set[Bundle]:
@@ -155,15 +151,19 @@ def _of_backward(judging: Judging) -> set[Bundle]:
     return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
 
 
-def _of_gradients(judging: Judging) -> set[Bundle]:
-    """Return the calls of a forward that compute with what a backward made: norms of gradients, factors that clip."""
+def _leave_out_of_gradients(result: RunDifferences, judging: Judging, pairs: Sequence[Aligned]) -> None:
+    """Leave out the calls of a forward that compute with what a backward made: norms of gradients, one by one in the
+    order of either's parameters, and factors that clip.
+    """
     found = set[Bundle]()
     for side, makers in zip(judging.values.sides, judging.makers, strict=True):
         for bundle in side.bundles:
             made_by = map(makers.of, makers.read(bundle)) if bundle.id.direction == FORWARD else ()
             if any(x is not None and (x.id.direction == BACKWARD or x in found) for x in made_by):
                 found.add(bundle)
-    return found
+    judging.unpaired = {bundle: one for bundle, one in judging.unpaired.items() if bundle not in found}
+    result.rows = [other_way(row) if pair.a[0] in found and row.verdict == DIFFERS else row
+                   for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip
 
 
 def _are_most(side: Side, names: Collection[str]) -> bool:
@@ -300,6 +300,8 @@ def _is_unexplained(result: RunDifferences, judging: Judging, are_equal: bool) -
     """Return whether gradients differ visibly in fp32, or by much in a low format, and nothing that was found makes
     that. are_equal: outputs are, so that no condition was decided otherwise.
     """
+    if _is_one_program(result, judging):
+        return False
     largest = max((row.difference for row in result.gradients if row.is_beyond), default=0.0)
     has_chosen = not are_equal and judging.has_chosen(largest)
     if judging.unpaired or has_chosen or any(row.verdict == DIFFERS for row in result.rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 
 from narrowcast.core.ledger.identity import CallId
@@ -42,7 +42,10 @@ def headroom_document(result: Headroom) -> Document:
     keep = Todo("Keep all of them in fp32", how)
     page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))]
     page.notes = list(result.notes)
-    page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(result, nodes)]
+    page.tables = [
+        *finding_table(list(nodes.values()), map(_rule, nodes.values())),
+        *_tensor_table(rows, nodes, lost["fp16"]),
+    ]
     return page
 
 
@@ -69,14 +72,14 @@ def _rule(node: Node, reason: str = "") -> Shown:
     return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
-def _tensor_table(result: Headroom, nodes: Mapping[CallId, Node]) -> list[Table]:
+def _tensor_table(rows: list[TensorHeadroom], nodes: Mapping[CallId, Node], losing: Collection[CallId]) -> list[Table]:
     """Return a row for each tensor; one for the same tensor of modules that differ by the number of their layer, with
-    the module of the minimum headroom, and the largest shares.
+    the module of the minimum headroom, and the largest shares. losing: the calls that do not fit fp16.
     """
-    rules, losing = {call: _rule(node) for call, node in nodes.items()}, set(result.calls("fp16"))
+    rules = {call: _rule(node) for call, node in nodes.items()}
     shared = set(shared_modules(agreeing(rules.values()), list(nodes.values())))
     by_tensor: dict[tuple[str, ...], dict[CallId, dict[str, TensorHeadroom]]] = {}
-    for row in (one for one in result.rows if one.scale == UNSCALED):
+    for row in rows:
         call, pattern = row.id, alike_module(glob.escape(row.id.module_path))
         is_alike = (call.op, pattern) in shared or call not in losing or not rules[call]
         key = (pattern if is_alike else call.module_path, call.op, nodes[call].label, call.direction, row.argument)
@@ -88,9 +91,11 @@ def _tensor_table(result: Headroom, nodes: Mapping[CallId, Node]) -> list[Table]
         lost = [max(share(row[name]) for row in all_rows) for name in NAMES for share in (_overflow, _underflow)]
         bits = number(calls[worst]["fp16"].headroom_bits)
         cells.append([node.path, len(calls), node.op, node.label, argument, bits, *lost])
-        is_shared = len(calls) > 1 and (node.op, pattern) in shared
-        rule = dict(rules[worst])
-        about.append({**rule, "module": pattern} if rule and is_shared else rule if len(calls) == 1 else {})
+        if len(calls) == 1:
+            about.append(rules[worst])
+        else:  # one rule, if one is about all of them
+            is_shared = bool(rules[worst]) and (node.op, pattern) in shared
+            about.append({**rules[worst], "module": pattern} if is_shared else {})
     kinds = ", ".join(f"{name} {kind}:share" for name in NAMES for kind in ("overflow", "underflow"))
     columns = f"module:module, layers:number, op:op, call, tensor, headroom in fp16:bits, {kinds}"
     title = "Each tensor, of alike layers the worst: what each format would lose of it, without a scale"

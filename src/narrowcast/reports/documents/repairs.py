@@ -105,9 +105,7 @@ def _rule_table(rows: list[RepairRule]) -> list[Table]:
          str(row.rule.action), row.cause, row.share, row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
-    columns = (
-        "module, op:op, call:number, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
-    )
+    columns = "module, op:op, call, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
     return table("rules", "Rules of the repaired policy", columns, cells, [row.rule.keys for row in rows])
 
 
