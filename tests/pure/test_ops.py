@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import narrowcast
-from narrowcast.core.ops import FAMILIES, called_by, named, op_kind
+from narrowcast.core.ops import FAMILIES, called_by, named, op_kind, written_as
 
 FOLDER = Path(narrowcast.__file__).parent
 TABLE = tomllib.loads((FOLDER / "core/ops/facts.toml").read_text(encoding="utf-8"))
-FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key in rows if not table.startswith("calls")]
+FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key in rows if "aten." not in key]
 
 
 def packets():
@@ -37,6 +37,14 @@ def test_what_an_op_calls_is_an_op():
         for op, called in rows.items():
             assert called_by(op, device_type) == called and called_by(called, device_type) is None
     assert called_by("aten.lstm.input") != called_by("aten.lstm.input", "cuda")
+
+
+def test_an_op_is_written_as_another_op():
+    """Both are ops of some supported torch, and the other one is what programs call."""
+    listed = (FOLDER / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8").split()
+    rows = TABLE["written_as"]
+    assert rows and {*rows, *rows.values()} <= set(listed)
+    assert all(written_as(op) == whole and written_as(whole) == whole for op, whole in rows.items())
 
 
 def test_an_op_has_one_family():

@@ -79,7 +79,7 @@ _BLOCK = 32
 """A block has at least this many rows of scores; what each block adds to a gradient is rounded."""
 _LOST = 1.0
 """With a larger error of scores, nothing is left of the weights, which their differences determine."""
-_SOFTMAX, _ZERO_AT = ("_softmax", "softmax", "special_softmax", "_safe_softmax"), 104.0
+_ZERO_AT = 104.0
 """The exponential of less than minus that is zero in fp32."""
 _OF_FUNCTION = 2.0**-12
 """No library's function of one tensor is that far off in fp32, of its largest value."""
@@ -169,7 +169,7 @@ def _largest_of_softmax(inputs: Inputs) -> float:
     of its argument by that, down to where it is zero, and the sum adds one rounding a term. Infinity for other ops.
     """
     x = inputs.args[0] if inputs.args else None
-    if op_kind(inputs.facts.id).name not in _SOFTMAX or not isinstance(x, torch.Tensor) or not x.numel():
+    if not is_named(inputs.facts.id, "bound.shares") or not isinstance(x, torch.Tensor) or not x.numel():
         return math.inf
     spread = min(2 * float(x.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max()), _ZERO_AT)
     return 4 * bounds.unit(fp32) * (spread + max(x.shape, default=1) + 8)

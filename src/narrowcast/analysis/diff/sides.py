@@ -21,7 +21,7 @@ from narrowcast.reports.results.run_records import CallRecord
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
 """Arguments that may be a weight, if they have few dimensions and no call made them."""
 _NAMED = ("weight", "bias", "running_mean", "running_var")
-_SUMS, _SCALED = frozenset(["aten.add.Tensor", "aten.add_.Tensor"]), "aten.mul.Scalar"
+_SCALED = "aten.mul.Scalar"
 _READ = ("input", "mat1", "batch1", "query", "self")
 """The main input of a product or a norm, by the names of different ops; `self` of addmm is the bias."""
 
@@ -192,7 +192,7 @@ class Side:
         sums: dict[tuple[int, int], int] = {}
         for rank, run in enumerate(self.runs):
             for call in run.calls:
-                read = {number for _, number in call.inputs} if call.id.op in _SUMS else ()
+                read = {number for _, number in call.inputs} if op_kind(call.id.op).name == "add" else ()
                 for product in read:
                     if all(self._is_bias(rank, number) for number in read if number != product):
                         elements = run.tensors[product].elements

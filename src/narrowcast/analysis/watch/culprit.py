@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.analysis.watch.makers import Maker, Rounded
 from narrowcast.core.ledger.identity import BACKWARD
-from narrowcast.core.ops import named
+from narrowcast.core.ops import named, written_as
 from narrowcast.core.policy import Rule
 from narrowcast.core.policy.rules import naming
 from narrowcast.formats import fp16
@@ -34,9 +34,6 @@ _NO_REGION = (
 _CONVERT = "Convert what it reads, x.float(), or keep it in fp32."
 _CONVERTED = "What it reads is converted to fp32 after that: compute it in fp32 from there on."
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
-_LINEAR = "aten.linear.default"
-_AROUND = {"aten.addmm.default": _LINEAR, "aten.mm.default": _LINEAR, "aten.bmm.default": "aten.matmul.default"}
-"""The op that programs call, by what a kernel makes of it where no region is open."""
 _POLES = ("finite.not_at_zero", "finite.not_below_zero", "growth.with_poles", "growth.steep")
 _NOTHING = 1e-30
 """Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
@@ -142,7 +139,7 @@ def _op_around(call: SeenCall) -> str:
     matmul, conv2d), of which a kernel made it.
     """
     if call.forward is not None:  # a backward, whose forward has run
-        return _AROUND.get(call.forward.op, call.forward.op)
+        return written_as(call.forward.op)
     name, tensors = _name(call), tensors_in(call.args, call.kwargs)
     if name in ("convolution", "_convolution"):
         is_transposed = next((value for value in call.args if isinstance(value, bool)), False)
@@ -152,7 +149,7 @@ def _op_around(call: SeenCall) -> str:
         return f"aten.conv{dimensions}d.default"
     if name == "mm" and not _is_weight(tensors[1]):
         return "aten.matmul.default"
-    return _AROUND.get(call.id.op, call.id.op)
+    return written_as(call.id.op)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -14,5 +14,6 @@ from narrowcast.core.ops.facts import (
     is_named as is_named,
     named as named,
     op_kind as op_kind,
+    written_as as written_as,
 )
 from narrowcast.core.ops.multiplications import multiplications as multiplications

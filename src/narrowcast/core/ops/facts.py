@@ -58,6 +58,11 @@ def called_by(op: str, device_type: str = "cpu") -> str | None:
     return _table().get(f"calls_on_{device_type}", {}).get(op) or _table()["calls"].get(op)
 
 
+def written_as(op: str) -> str:
+    """Return the op id of what programs call, of which this one is made where no region is open."""
+    return _table()["written_as"].get(op, op)
+
+
 @cache
 def op_kind(op: str) -> OpKind:
     """Return the kind of the op with this id (`aten.mm.default`)."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ops import ATTENTION, op_kind
+from narrowcast.core.ops import ATTENTION, is_named, op_kind
 from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import draws_numbers, tensors_by_name
@@ -108,16 +108,11 @@ def run_wide(
     args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
     kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
     try:
-        given = _attention(facts, args, kwargs) if facts.id in _LOW_ATTENTION else facts.op(*args, **kwargs)
+        is_low = is_named(facts.id, "inside.without_wide_formats")
+        given = _attention(facts, args, kwargs) if is_low else facts.op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
         return None
     return tensors_in(args[0] if given is None else given)  # lists that are written to are not given back
-
-
-_LOW_ATTENTION = (
-    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-)  # fmt: skip
 
 
 def _attention(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
