@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.results import RunDifferences
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_lines_of_a_difference import names
@@ -252,3 +253,97 @@ def test_a_deep_copy_makes_memory_and_no_values():
     assigned = [call for call in run.calls if call.id.op.startswith("aten.set_.")]
     assert assigned and not any(call.outputs for call in assigned)
     assert sum(bool(call.outputs) for call in run.calls) == 2
+
+
+class Routed(nn.Module):
+    """Two layers of experts, two a token: all at once, or one after another; a fault leaves shares that sum to less."""
+
+    def __init__(self, looped, fault=False):
+        super().__init__()
+        self.looped, self.fault, width, experts = looped, fault, 16, 4
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.routers = nn.ModuleList(nn.Linear(width, experts, bias=False) for _ in range(2))
+        self.up = nn.ParameterList(torch.randn(experts, width, 2 * width) / 4 for _ in range(2))
+        self.down = nn.ParameterList(torch.randn(experts, 2 * width, width) / 6 for _ in range(2))
+
+    def forward(self, x):
+        for n, (router, up, down) in enumerate(zip(self.routers, self.up, self.down, strict=True)):
+            h = self.norm(x)
+            shares, chosen = router(h).softmax(-1).topk(2)
+            if not (self.fault and n == 1):  # shares
+                shares = shares / shares.sum(-1, keepdim=True)  # shares
+            x = x + (self.one_by_one if self.looped else self.together)(h, shares, chosen, up, down)
+        return x
+
+    def together(self, h, shares, chosen, up, down):
+        y = torch.einsum("tkh,tkhw->tkw", torch.einsum("tw,tkwh->tkh", h, up[chosen]).relu(), down[chosen])
+        return (shares[..., None] * y).sum(1)
+
+    def one_by_one(self, h, shares, chosen, up, down):
+        out = torch.zeros_like(h)
+        for n in range(len(up)):
+            token, place = torch.where(chosen == n)
+            y = (h[token] @ up[n]).relu() @ down[n]
+            out = out.index_add(0, token, y.to(h.dtype) * shares[token, place, None].to(h.dtype))
+        return out
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("under", [("bf16", "bf16"), ("bf16", None), (None, None)])
+def test_choices_excuse_what_few_rows_show(under, fault):
+    """Of a router whose scores are rounded few tokens choose another expert: a difference in most rows is another."""
+    torch.manual_seed(0)
+    plain, port, x = Routed(False), Routed(True, fault), torch.randn(64, 16)
+    port.load_state_dict(plain.state_dict())
+    found = nc.diff(*(nc.capture(model, (x,), under=low) for model, low in zip((plain, port), under, strict=True)))
+    assert (found.verdict == "values differ") is fault, found
+
+
+def test_outputs_that_are_far_apart_are_no_pass():
+    """What excuses them may be all that is wrong, or not: nothing is said, and a command exits with 2."""
+    found = RunDifferences("a", "b", outputs_unexplained=0.4)
+    assert found.verdict == "not compared" and "4.0e-01 apart, and" in str(found)
+
+
+class Averaged:
+    """Trains, and evaluates an average of the weights: by torch's ops on lists, or key by key."""
+
+    def __init__(self, by_key, fault=False):
+        self.by_key, self.share = by_key, 0.8 if fault else 0.2
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.average = copy.deepcopy(self.model)
+        self.batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(5)]
+
+    def run(self, low):
+        optimizer, kept = torch.optim.SGD(self.model.parameters(), 0.5), dict(self.average.state_dict())
+        for x, labels in self.batches:
+            with region(low):
+                loss = F.cross_entropy(self.model(x).float(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if not self.by_key:
+                    torch._foreach_lerp_(list(kept.values()), list(self.model.parameters()), self.share)
+                for name, value in self.model.named_parameters() if self.by_key else ():
+                    kept[name] = kept[name] + self.share * (value - kept[name])  # average
+        self.average.load_state_dict(kept)
+        with region(low), torch.no_grad():
+            return self.average(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(("under", "fault"), [((None, "bf16"), False), ((None, None), False), ((None, None), True)])
+def test_weights_that_a_run_computes_are_made_by_its_calls(under, fault):
+    """Those of a model that is evaluated are averages of the trained ones: steps explain them, or a call is named."""
+    runs = []
+    for by_key, low in zip((False, True), under, strict=True):
+        averaged = Averaged(by_key, by_key and fault)
+        with nc.capture() as run:
+            averaged.run(low)
+        runs.append(run)
+    found = nc.diff(*runs)
+    if fault:
+        assert names(found, Averaged, "# average"), found
+    else:
+        assert found.verdict in ("round-off", "formats differ"), found

@@ -27,7 +27,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.environment import environment
-from narrowcast.observation.trial.finiteness import gives_memory, is_floating
+from narrowcast.observation.trial.finiteness import fills, gives_memory, is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.words import counted
@@ -37,7 +37,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, te
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_bridge.ops import written_tensors
-from narrowcast.runtime.torch_surface.dispatch import CLONE, TO_COPY, OpOverload, quietly
+from narrowcast.runtime.torch_surface.dispatch import CLONE, COPY, TO_COPY, OpOverload, quietly
 
 STATISTICS = ("sampled", "whole")
 
@@ -269,6 +269,8 @@ class _Capture(Observer):
         """Trace a copy to the call that made its source."""
         if facts.op is CLONE:
             self._table.copied(args[0], result)
+        elif facts.op is COPY and fills(args[0]) and args[1].shape == args[0].shape:
+            self._table.copied(args[1], args[0])
         read = tensors_in(args, kwargs)
         if facts.op is CLONE or facts.writes or not read:  # not a view
             written = list(written_tensors(facts, args, kwargs)) if facts.writes else []
@@ -298,7 +300,7 @@ class _Capture(Observer):
         may_fill = self._may_fill and call.id.direction == FORWARD
         read = tensors_in(call.args, call.kwargs)
         self._filling.note(len(self._run.calls), read, written, [] if written else call.results, may_fill)
-        results = [] if gives_memory(call) else call.results  # as of a deep copy: it lies there, or comes there later
+        results = [] if gives_memory(call) else call.results or written  # a deep copy: it lies there, or comes later
         outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(results))
         given = others_as_text(call.facts, call.args, call.kwargs)
         rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")

@@ -171,13 +171,20 @@ def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool, is_sa
 @dataclass(slots=True)
 class Bands:
     """Rounding bounds: the largest relative errors of calls, of the output, and of gradients by parameter, over runs in
-    which every result was perturbed. runs: how many of these counted.
+    which every result was perturbed. kernels: by parameter the error of the kernel that made the gradient, which may
+    add up in a low format. runs: how many of these counted.
     """
 
     calls: dict[CallId, float] = field(default_factory=dict)
     output: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
     runs: int = 0
+
+    def of_gradient(self, parameter: str) -> float:
+        """Return the bound of a parameter's gradient."""
+        band = self.gradients.get(parameter, 0.0)
+        return band and band + self.kernels.get(parameter, 0.0)
 
     def add_calls(self, errors: dict[CallId, float]) -> None:
         """Add the errors of calls in one more run; where one is not finite, no error is beyond round-off."""

@@ -156,6 +156,7 @@ class _Comparing:
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
+        self._bands.kernels = under.errors_of_kernels(seen.gradients)
         under.calls = by_names_of(reference.calls, under.calls)
         self._blind = reference.blind + under.blind
         again = RunAlone(self._policies, reference.calls, under.calls)

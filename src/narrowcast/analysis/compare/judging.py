@@ -255,7 +255,7 @@ def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow:
     """Return a row for each parameter. underflow: those whose error is round-off if the loss is scaled."""
     largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
     rows = [
-        judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
+        judge_gradient(name, gradient, actual.gradients[name], bands.of_gradient(name), largest)
         for name, gradient in expected.gradients.items()
         if name in actual.gradients
     ]
@@ -301,7 +301,7 @@ def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
     both compute in the same formats, and a compiler may only round less often. Else 0.
     """
     pairs = [(e.relative_error, bands.output) for e in output_errors(seen.output, actual.output)]
-    pairs += [(gradient_error(gradient, actual.gradients[name]), bands.gradients.get(name, 0.0))
+    pairs += [(gradient_error(gradient, actual.gradients[name]), bands.of_gradient(name))
               for name, gradient in seen.gradients.items() if name in actual.gradients]  # fmt: skip
     return max((error for error, band in pairs if bands.runs and error > max(NAMED * band, TINY)), default=0.0)
 

@@ -4,6 +4,7 @@ again alone in the formats that they have under the policy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,6 +135,12 @@ class Keep(Compared):
                     kept.judged = judge_kernel(call, *read)
             if not all(map(is_finite, results)):
                 kept.nonfinite = _made_by(call, results, kept.judged)
+
+    def errors_of_kernels(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return by parameter the error of the kernel that made its gradient, where that is within what bounds it."""
+        made_by = {name: self._makers.get(gradient) for name, gradient in gradients.items()}
+        judged = {name: self.calls[call].judged for name, call in made_by.items() if call is not None}
+        return {name: one.error for name, one in judged.items() if one is not None and not one.is_beyond}
 
     def strange_casts(self) -> list[tuple[SeenCall, torch.dtype]]:
         """Return the casts that round to formats in which no call of the run computes, nor returns a result."""

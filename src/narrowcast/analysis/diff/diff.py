@@ -12,6 +12,7 @@ from narrowcast.analysis.diff.ends import (
     about_outputs,
     compare_ends,
     explain_formats,
+    leave_open,
     lengths_of,
     look_at_ends,
     tell_nan,
@@ -129,6 +130,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
         look_at_ends(result, judging, pairs, apart)
     result.unsure = unsure_calls(judging, pairs, result.rows)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
+    leave_open(result, judging, left_out, apart)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")

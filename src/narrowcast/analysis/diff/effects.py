@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.makers import Makers
 from narrowcast.analysis.diff.pieces import Together, together
-from narrowcast.analysis.diff.sides import Bundle, Makers, Side
+from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import RunRow
 

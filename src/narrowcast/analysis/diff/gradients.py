@@ -10,6 +10,7 @@ from itertools import product
 from narrowcast.analysis.diff.aligned_values import GAIN, NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.pieces import Piece, distance, together
+from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
@@ -115,17 +116,38 @@ def moved_apart(values: Values) -> float:
     """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
     parts of the way that all of them went together; NaN if not all that either run moved are those of the other.
     """
+    off, way = 0.0, 0.0
+    for start, end, other in _moved(values) or ():
+        off = math.hypot(off, _apart(end, other))
+        way = math.hypot(way, _apart(start, end))
+    return off / way if way > 0 else math.nan
+
+
+def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
+    """Return the weights that steps of both runs have moved: where they began, and to which either run has led them.
+    None if not all that either moved are those of the other.
+    """
     moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in values.sides]
-    left, off, way = dict(moved[1]), 0.0, 0.0
+    left, found = dict(moved[1]), []
     for name, row in moved[0].items():
         start = values.sides[0].value(name)
         same = [name] if name in left else [n for n in left if _are_equal(start, values.sides[1].value(n))]
         if not same or not _are_equal(start, values.sides[1].value(same[0])):
-            return math.nan
+            return None
         end, other = values.sides[0].piece(0, row["value"]), values.sides[1].piece(0, left.pop(same[0])["value"])
-        off = math.hypot(off, _apart(end, other))
-        way = math.hypot(way, _apart(start, end))
-    return off / way if way > 0 and not left else math.nan
+        found.append((start, end, other))
+    return None if left else found
+
+
+def of_moved_weights(values: Values, calls: Iterable[tuple[int, Bundle]]) -> float:
+    """Return how far apart the weights are to which the steps of both runs have led, if one of these calls reads a
+    weight after a step; 0 if none does, infinity if that is not known. calls: by their side.
+    """
+    numbers = ((n, number) for n, bundle in calls for _, number in bundle.call.inputs)
+    if not any(values.sides[n].has_moved(number) for n, number in numbers):
+        return 0.0
+    moved = _moved(values)
+    return math.inf if moved is None else max((distance(end, other).relative for _, end, other in moved), default=0.0)
 
 
 def _are_equal(a: Piece, b: Piece) -> bool:

@@ -180,25 +180,35 @@ def _joined(pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, 
     )  # fmt: skip
 
 
+_ROWS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Distance:
     """The relative distance of two pieces (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
-    other has not. row: the largest relative distance of a row, where rows are known. growth: of results, by how much
-    relative errors grow in their calls.
+    other has not. row: the largest relative distance of a row, where rows are known, and of `rows`, in_most: what more
+    than half of them exceed. growth: of results, by how much relative errors grow in their calls.
     """
 
     relative: float = math.nan
     by: str = NOTHING
     is_part: bool = False
     row: float = 0.0
+    in_most: float = 0.0
+    rows: int = 0
     growth: float = 1.0
 
     @property
     def is_known(self) -> bool:
         """Whether anything could be compared."""
         return bool(self.by)
+
+    @property
+    def is_in_most_rows(self) -> bool:
+        """Whether most rows, of as many as say something about all, are about as far apart as the whole."""
+        return self.rows >= _ROWS and 2 * self.in_most >= self.relative
 
 
 Whole = Callable[[TensorFacts, TensorFacts], float | None]
@@ -217,13 +227,14 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
     orders = [sketch.sketch_distance(one, other) for one, other in _in_same_order(a, b)]
-    most = max((count for *_, count in orders), default=0)
-    by_rows, row, count = min((one for one in orders if most and 2 * one[2] >= most), default=(math.nan, math.nan, 0))
+    most = max((len(each) for _, each in orders), default=0)
+    by_rows, each = min((one for one in orders if most and 2 * len(one[1]) >= most), default=(math.nan, []))
     in_all = math.nan if is_part else _of_statistics(a, b)
-    if count and a.largest and not any(row[sketch.SUMS] for rows in (a.rows, b.rows) for row in rows.values()):
+    if each and a.largest and not any(row[sketch.SUMS] for rows in (a.rows, b.rows) for row in rows.values()):
         return Distance()  # these rows are a margin of zeros, as images have one
-    if count:
-        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
+    if each:
+        relative = by_rows if math.isnan(in_all) else max(by_rows, in_all)
+        return Distance(relative, SKETCHES, is_part, each[-1], each[(len(each) - 1) // 2], len(each))
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
+from narrowcast.analysis.diff.gradients import of_moved_weights
+from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     OF_OTHERS,
@@ -22,7 +24,7 @@ from narrowcast.analysis.diff.outcomes import (
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.round_off import BAND
-from narrowcast.analysis.diff.sides import Bundle, Makers, Upstream, read_name
+from narrowcast.analysis.diff.sides import Bundle, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
@@ -52,7 +54,7 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest, self._measured, self._jumped = 0.0, 0.0, 0.0
-        self._has_chosen, self.are_alike_as_a_whole = False, False
+        self.has_seen_choices, self.are_alike_as_a_whole = False, False
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
@@ -137,9 +139,12 @@ class Judging:
             return INHERITED, ""
         by = self._chosen_by(pair)
         is_likely = bool(by) and max(by) * max(x.elements for x in (*pair.a, *pair.b)) > _LIKELY
-        if by and (is_likely or is_among_others or self._is_fed_back(pair, band)):
-            self._has_chosen, is_one = True, self._largest or not is_among_others
-            return INHERITED, "it chooses by values that differ" if is_one else "it indexes other rows"
+        is_likely &= not (result.is_in_most_rows and result.relative > GAIN_OF_PASSING * math.sqrt(max(by, default=0)))
+        chooses = bool(by) and (is_likely or self._is_fed_back(pair, band))
+        if chooses or (by and is_among_others):
+            self.has_seen_choices |= chooses
+            indexes = is_among_others and not self._largest
+            return INHERITED, "it indexes other rows" if indexes else "it chooses by values that differ"
         if self._has_moved(pair, result, band):
             return INHERITED, "steps of the loop have moved its weight"
         if is_among_others and all(x.elements == len(x.module_calls) for x in (*pair.a, *pair.b)):
@@ -266,8 +271,8 @@ class Judging:
         if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
             return self._round_off.of_inputs(pair) + GAIN_OF_PASSING * self._largest
         earlier = [self._of_pairs.get(self.paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
-        before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
+        before = max([of_moved_weights(self.values, alone), *(self._largest if math.isnan(x) else x for x in earlier)])
         bands = sum(self._round_off.of_call(n, x) for n, x in alone)
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self._round_off.of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)
@@ -367,7 +372,7 @@ class Judging:
 
     def has_chosen(self, apart: float) -> bool:
         """Return whether outcomes may be this far apart since calls chose by values that differ."""
-        return self._has_chosen or apart <= GAIN_OF_PASSING * self._jumped
+        return self.has_seen_choices or apart <= GAIN_OF_PASSING * self._jumped
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
         """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, place_of
+from narrowcast.analysis.diff.makers import Makers
 from narrowcast.analysis.diff.outcomes import WIDEST
 from narrowcast.analysis.diff.rows import Judging
-from narrowcast.analysis.diff.sides import Bundle, Makers
+from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import EQUAL, RunRow, Unaligned
 from narrowcast.reports.results.verdicts import ROUND_OFF

@@ -37,6 +37,7 @@ from narrowcast.runtime.torch_surface.autograd import (
     sequence_number,
 )
 from narrowcast.runtime.torch_surface.dispatch import (
+    COPY,
     TO_COPY,
     OpOverload,
     below_modes,
@@ -52,7 +53,6 @@ from narrowcast.runtime.torch_surface.modules import find_recomputation
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 _AS_IT_IS = nullcontext()
-_COPY = torch.ops.aten.copy_.default
 _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
 
@@ -252,8 +252,8 @@ class Observer(WatchingMode):
     def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
         """Return the call of an op that no kernel has decided about, if it is not part of another."""
         func = facts.op
-        is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
-        if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
+        is_cast = func is TO_COPY or (func is COPY and args[0].dtype is not args[1].dtype)
+        if not (is_cast or facts.computes or (facts.writes and func is not COPY)):
             return None
         return self._seen(facts, args, kwargs, is_cast)
 

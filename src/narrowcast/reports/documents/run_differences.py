@@ -337,6 +337,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
     elif result.weights_apart:
         texts.append(f"weights are {number_text(result.weights_apart)} of their way apart after the steps")
+    elif result.outputs_unexplained:
+        texts.append(f"outputs are {number_text(result.outputs_unexplained)} apart, and no call shows why")
     else:
         texts.append(f"no call beyond round-off, largest {number_text(result.largest)}")
     return f"{result.verdict.capitalize()}: {'; '.join(texts)}"

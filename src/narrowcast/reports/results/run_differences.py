@@ -137,6 +137,7 @@ class RunDifferences(Result):
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
     output_difference: that of outputs, whatever explains it; NaN where these could not be compared.
+    outputs_unexplained: the same of outputs that are very far apart, and rounding or choices may explain that, or not.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
@@ -157,6 +158,7 @@ class RunDifferences(Result):
     by_hand: RunMapping = field(default_factory=RunMapping)
     outputs_apart: float = 0.0
     output_difference: float = math.nan
+    outputs_unexplained: float = 0.0
     weights_apart: float = 0.0
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
@@ -199,7 +201,7 @@ class RunDifferences(Result):
     @property
     def verdict(self) -> str:
         """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be, or what
-        calls pass on is large, and what made it, and what comes of it, are not known.
+        calls pass on, or outputs, are far apart, and what made that is not known.
         """
         is_told = self.tokens is not None and self.tokens.is_beyond
         if (
@@ -212,7 +214,8 @@ class RunDifferences(Result):
         ):
             return VALUES_DIFFER
         passed_on = (row.difference for row in self.rows if row.verdict == INHERITED)
-        if math.isnan(self.output_difference) and any(one > _UNEXPLAINED for one in passed_on):
+        is_passed_on = math.isnan(self.output_difference) and any(one > _UNEXPLAINED for one in passed_on)
+        if is_passed_on or self.outputs_unexplained:
             return NOT_COMPARED
         if self.formats:
             return FORMATS_DIFFER

@@ -62,18 +62,18 @@ def side_by_side(parts: list[Row]) -> Row:
     return (*sums, math.hypot(*(part[SUMS] for part in parts)))
 
 
-def sketch_distance(a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]) -> tuple[float, float, int]:
-    """Return the relative distance (L2) of the rows that both have, as estimated; the largest of one row; and the
-    number of these rows. NaN of none.
+def sketch_distance(a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]) -> tuple[float, list[float]]:
+    """Return the relative distance (L2) of the rows that both have, as estimated, and that of each of them in order of
+    size. NaN of none.
     """
-    apart, length, largest, count = 0.0, 0.0, 0.0, 0
+    apart, length, each = 0.0, 0.0, list[float]()
     for key, row in a.items():
         other = b.get(key)
         if other is None or not all(map(math.isfinite, (*row, *other))):
             continue
         off, size = math.dist(row[:SUMS], other[:SUMS]), max(row[SUMS], other[SUMS])
-        apart, length, count = apart + off * off, length + size * size, count + 1
-        largest = max(largest, off / size if size else 0.0)
-    if not count:
-        return math.nan, math.nan, 0
-    return (math.sqrt(apart / length) if length else 0.0), largest, count
+        apart, length = apart + off * off, length + size * size
+        each.append(off / size if size else 0.0)
+    if not each:
+        return math.nan, each
+    return (math.sqrt(apart / length) if length else 0.0), sorted(each)

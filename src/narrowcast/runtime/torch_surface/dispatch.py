@@ -34,6 +34,7 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
 """The op that a conversion of element types ends in."""
 CLONE = torch.ops.aten.clone.default
+COPY = torch.ops.aten.copy_.default
 """What `tensor.contiguous()` calls where it copies."""
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
