@@ -18,6 +18,7 @@ from narrowcast.analysis.diff.gradients import (
     gradients_are_alike,
     in_one_alone,
     moved_apart,
+    shares,
     trains_the_same,
 )
 from narrowcast.analysis.diff.outcomes import (
@@ -48,10 +49,10 @@ _VISIBLE, _FAR, _FAR_OF_PAIRS = 0.01, 4.0, 2.5
 it a call or none: in other formats, only where one of the programs makes calls that the other does not make.
 The third is enough where all pairs of calls within their bounds are as many times nearer than outputs.
 """
-_FAR_OF_GRADIENTS, _FAR_OF_ONE, _FAR_OF_CALLS, _FAR_OF_WEIGHTS = 0.25, 0.4, 6.0, 0.1
+_FAR_OF_GRADIENTS, _FAR_OF_ONE, _SMALL, _FAR_OF_CALLS, _FAR_OF_WEIGHTS = 0.25, 0.4, 0.1, 6.0, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.17 at most in 700
-pairs, and one alone, where these are (of a small one, 0.3 was seen); and 5 times the widest rounding bound of a call in
-330. So far apart, in parts of their way, are in fp32 weights that other steps have made.
+pairs, and one of less than a tenth of their size, where they are (0.3 was seen); and 5 times the widest rounding bound
+of a call in 330. So far apart, in parts of their way, are in fp32 weights that other steps have made.
 """
 
 
@@ -145,8 +146,10 @@ def _least_of_row(result: RunDifferences, judging: Judging) -> float:
     """Return how far apart the gradient of one parameter is that shows something in a low format: where all together
     are near, a small one may be further, whose rows are few (another element was the largest).
     """
+    known = shares(judging.values, result.gradients)
+    are_small = all(share <= _SMALL for row, share in known if row.is_beyond and row.difference > _FAR_OF_GRADIENTS)
     is_near = apart_as_a_whole(judging.values, result.gradients) <= _FAR_OF_GRADIENTS
-    return _FAR_OF_ONE if is_near else _FAR_OF_GRADIENTS
+    return _FAR_OF_ONE if is_near and are_small else _FAR_OF_GRADIENTS
 
 
 def _of_backward(judging: Judging) -> set[Bundle]:

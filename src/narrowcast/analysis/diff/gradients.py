@@ -190,10 +190,13 @@ def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
     """Return the difference of all gradients together, relative to their size in the first run: small ones, which may
     be rounding alone, weigh little in it.
     """
-    pieces = [[_gradient(values, name) for name in row.a] for row in rows]
-    sizes = [math.hypot(*map(_norm, of_row)) for of_row in pieces]
-    off = math.hypot(*(min(row.difference, 1.0) * size for row, size in zip(rows, sizes, strict=True)))
-    return off / math.hypot(*sizes) if any(sizes) else 0.0
+    return math.hypot(*(min(row.difference, 1.0) * share for row, share in shares(values, rows)))
+
+
+def shares(values: Values, rows: Sequence[GradientRow]) -> list[tuple[GradientRow, float]]:
+    """Return each row with its size (L2) in the first run, relative to that of all gradients together."""
+    sizes = [math.hypot(*(_norm(_gradient(values, name)) for name in row.a)) for row in rows]
+    return [(row, size / math.hypot(*sizes) if size else 0.0) for row, size in zip(rows, sizes, strict=True)]
 
 
 def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:
