@@ -79,7 +79,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
         if are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest)):
-            ends = [EndDifference(0.0, judging.widest)]
+            ends = [EndDifference(0.0, judging.widest), *(one for one in ends if one.is_later)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired), most)
     if not are_gradients_alike and outcomes.are_alike:

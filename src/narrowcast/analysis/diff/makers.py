@@ -80,12 +80,32 @@ class Makers:
 
     @cached_property
     def ends(self) -> list[Bundle]:
-        """The calls of a forward whose first results no call of it reads, and which models returned, if a run knows."""
+        """The calls of a forward whose first results no call of it reads, if only in their last module call (of a model
+        that is evaluated after training), and which models returned, if a run knows.
+        """
         returned = self.returned
         forward = [b for b in self.bundles if b.id.direction == FORWARD]
-        read = {self.of(number) for b in forward for number in self.read(b)}
-        ends = (b for b in forward if b not in read and (not returned or b in returned or not b.path))
+        read = {self._call_of(number) for b in forward for number in self.read(b)}
+        ends = (b for b in forward if self._last_call(b) not in read and (not returned or b in returned or not b.path))
         return [b for b in ends if b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    def _call_of(self, number: int) -> int:
+        call = self._side.maker(0, number)
+        return 0 if call is None else id(call)
+
+    @staticmethod
+    def _last_call(bundle: Bundle) -> int:
+        return id(bundle.module_calls[-1][0].call)
+
+    def is_later(self, bundle: Bundle) -> bool:
+        """Return whether a call, in its last module call, comes after every call of a backward, of which there are."""
+        return self._last_call(bundle) in self._later
+
+    @cached_property
+    def _later(self) -> frozenset[int]:
+        calls = self._side.runs[0].calls
+        backward = [n for n, call in enumerate(calls) if call.id.direction == BACKWARD]
+        return frozenset(map(id, calls[backward[-1] + 1 :])) if backward else frozenset()
 
     @cached_property
     def returned(self) -> list[Bundle]:

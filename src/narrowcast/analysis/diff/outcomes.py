@@ -49,17 +49,18 @@ def band_of_all(widest: float, factors: tuple[float, float], are_others: bool = 
 @dataclass(frozen=True, slots=True)
 class EndDifference:
     """The relative difference of an output, and the rounding bound of that. Infinite: not known, or not the same
-    output. of_call: the bound of a single call, if the former is that of all.
+    output. of_call: the bound of a single call, if the former is that of all. is_later: made after the last backward.
     """
 
     difference: float
     band: float = 0.0
     of_call: float = math.inf
+    is_later: bool = False
 
     @classmethod
-    def of(cls, difference: float, band: float, growth: float) -> EndDifference:
+    def of(cls, difference: float, band: float, growth: float, is_later: bool) -> EndDifference:
         """Make one whose bound is multiplied by `growth`, the growth of errors in its call, only if needed."""
-        return cls(difference, band if difference <= band else band * growth)
+        return cls(difference, band if difference <= band else band * growth, is_later=is_later)
 
 
 class Outcomes:
@@ -185,6 +186,20 @@ def difference_as_returned(values: Values, numbers: tuple[int, int]) -> float | 
     shapes = {side.runs[0].tensors[n].shape for side, n in zip(values.sides, numbers, strict=True)}
     seen = values.between(*numbers)
     return seen.relative if len(shapes) == 1 and seen.by in (SKETCHES, TENSORS) else None
+
+
+def nearest(values: Values, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
+    """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""
+    if len(a) == len(b):
+        return list(zip(a, b, strict=True))
+
+    def distance(x: Bundle, y: Bundle) -> float:
+        result = values.results(Aligned((x,), (y,), ""))
+        return result.relative if result.is_known and x.elements == y.elements else math.inf
+
+    if len(a) < len(b):
+        return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
+    return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
 
 
 def is_in_another_order(values: Values, rows: Sequence[RunRow], widest: float) -> bool:

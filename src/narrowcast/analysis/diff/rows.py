@@ -20,6 +20,7 @@ from narrowcast.analysis.diff.outcomes import (
     EndDifference,
     band_of_all,
     difference_as_returned,
+    nearest,
     returned,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
@@ -286,11 +287,11 @@ class Judging:
         ends = [[x for x in dict.fromkeys([*m.ends, *m.returned]) if with_losses or not x.is_loss] for m in self.makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
-        for a, b in self._nearest(*left):
+        for a, b in nearest(self.values, *left):
             pair = Aligned((a,), (b,), "")
             result = self.values.results(pair)
             band = max(self._round_off.of_pair(pair), self.widest)  # of the formats before it, as for a sum in fp32
-            known = EndDifference.of(result.relative, band, result.growth)
+            known = EndDifference.of(result.relative, band, result.growth, self._is_later(pair))
             goes_on = (a.family == SOFTMAX) != (b.family == SOFTMAX) or self._is_another(pair, ((), ()))
             goes_on &= known.difference > known.band
             if a.elements != b.elements or goes_on or not result.is_known:  # to probabilities, or a loss
@@ -308,19 +309,22 @@ class Judging:
                 continue  # returned of sequences one by one, or padded, it is no part of a batch, and no outcome
             last = [makers.last(bundles[0]) for makers, bundles in zip(self.makers, (pair.a, pair.b), strict=True)]
             read, difference = [[number] for number in last], self.values.between(*last).relative
-            row = by_calls[_ids(pair.a)]
+            row, is_later = by_calls[_ids(pair.a)], self._is_later(pair)
             if difference > self._explained(pair, *self.upstream(read)) and self._is_by_casts(read, difference):
                 outcomes.append(EndDifference(math.inf))
             elif row.verdict in (EQUAL, ROUND_OFF):
                 band = self._round_off.of_pair(pair)
                 is_rough = row.measured_by in (STATISTICS, RANGES)
                 apart = self._as_returned(pair, row.difference) if is_rough else row.difference
-                outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band))
+                outcomes.append(EndDifference.of(apart, band, row.round_off_bound / band, is_later))
             elif not self._is_another(pair, left):  # within the bound of the formats before it, as a loss in fp32
                 apart = {INHERITED: row.difference, NOT_COMPARED: math.nan}.get(row.verdict, math.inf)
-                outcomes.append(EndDifference(apart, self.widest))
+                outcomes.append(EndDifference(apart, self.widest, is_later=is_later))
         compared = [one for one in outcomes if not math.isnan(one.difference)]
         return returned or compared or [EndDifference(math.inf)] * len(outcomes)
+
+    def _is_later(self, pair: Aligned) -> bool:
+        return all(m.is_later(bundles[0]) for m, bundles in zip(self.makers, (pair.a, pair.b), strict=True))
 
     def _is_another(self, pair: Aligned, left: Sequence[Sequence[Bundle]]) -> bool:
         """Return whether the result of a call is that of an output of the other run which has no partner, or a loss
@@ -373,19 +377,6 @@ class Judging:
     def has_chosen(self, apart: float) -> bool:
         """Return whether outcomes may be this far apart since calls chose by values that differ."""
         return self.has_seen_choices or apart <= GAIN_OF_PASSING * self._jumped
-
-    def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
-        """Pair in order; or if one run has more, each of the other with the nearest: some may be read by no call."""
-        if len(a) == len(b):
-            return list(zip(a, b, strict=True))
-
-        def distance(x: Bundle, y: Bundle) -> float:
-            result = self.values.results(Aligned((x,), (y,), ""))
-            return result.relative if result.is_known and x.elements == y.elements else math.inf
-
-        if len(a) < len(b):
-            return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
-        return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
 
     def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
         """Return the calls of a backward, and identities of paired ones, that compute the gradient of an input."""
