@@ -347,3 +347,80 @@ def test_weights_that_a_run_computes_are_made_by_its_calls(under, fault):
         assert names(found, Averaged, "# average"), found
     else:
         assert found.verdict in ("round-off", "formats differ"), found
+
+
+def turned(x, angles):
+    """Both programs call it."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+class Decoding(nn.Module):
+    """Attention over all tokens, or prompt and rest; positions of the rest begin anew by a fault."""
+
+    def __init__(self, parts, fault=False):
+        super().__init__()
+        self.parts, self.fault = parts, fault
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def heads(self, part, x):
+        return part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        angles = torch.arange(LENGTH)[:, None] * torch.exp(torch.arange(WIDTH // HEADS // 2) * -0.5)
+        if not self.parts:
+            q, k, v = (self.heads(part, x) for part in (self.q, self.k, self.v))
+            q, k = turned(q, angles), turned(k, angles)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(y.transpose(1, 2).flatten(2))
+        keys, values, given = [], [], []
+        for start, x_of in ((0, x[:, :10]), (10, x[:, 10:])):
+            own = angles[start : start + x_of.shape[1]]
+            q, k = self.heads(self.q, x_of), self.heads(self.k, x_of)
+            if self.fault:  # places
+                q = turned(q, angles[: x_of.shape[1]])  # places
+            else:
+                q = turned(q, own)
+            keys.append(turned(k, own))
+            values.append(self.heads(self.v, x_of))
+            k, v = torch.cat(keys, 2), torch.cat(values, 2)
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(start)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            given.append(self.out(y.transpose(1, 2).flatten(2)))
+        return torch.cat(given, 1)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_of_a_function_that_both_programs_call_the_line_of_the_call_is_named(fault):
+    """What is wrong is what one of them passes to it."""
+    torch.manual_seed(0)
+    plain, parts, x = Decoding(False), Decoding(True, fault), torch.randn(2, LENGTH, WIDTH)
+    parts.load_state_dict(plain.state_dict())
+    found = nc.diff(nc.capture(plain, (x,)), nc.capture(parts, (x,)))
+    assert names(found, Decoding, "# places") if fault else found.verdict == "round-off", found
+
+
+class Joined(nn.Module):
+    """Heads joined as they should be, or without being put in order: no call makes that difference, but a view."""
+
+    def __init__(self, in_order):
+        super().__init__()
+        self.in_order, self.qkv, self.out = in_order, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        y = y.transpose(1, 2) if self.in_order else y  # order
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+@pytest.mark.parametrize("low", [None, "bf16"])
+def test_a_view_that_gives_other_parts_is_named(low):
+    """By its line, beside that of the call which reads the parts."""
+    torch.manual_seed(0)
+    right, wrong, x = Joined(True), Joined(False), torch.randn(2, LENGTH, WIDTH)
+    wrong.load_state_dict(right.state_dict())
+    run, other = (nc.capture(model, (x,), under=low) for model in (right, wrong))
+    assert any(Path(file).name == Path(__file__).name for file, _ in run.calls[-1].views)
+    assert names(nc.diff(run, other), Joined, "# order")

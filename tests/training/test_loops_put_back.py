@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -340,7 +339,7 @@ def test_a_step_that_raises_leaves_all_as_it_was() -> None:
 
 def test_what_a_step_makes_keeps_its_values() -> None:
     """Memory that no op made, and that nobody knew before the steps, is written to in them, and is somebody's later."""
-    loop, made = Loop(), SimpleQueue[torch.Tensor]()
+    loop, made = Loop(), []
 
     def step() -> None:
         loop.step()
@@ -348,28 +347,27 @@ def test_what_a_step_makes_keeps_its_values() -> None:
         numbers += 1
         with torch.no_grad():
             more.weight.fill_(3.0)
-        made.put(numbers)
-        made.put(more.weight)
+        made.extend([numbers, more.weight])
 
     checked(step, loop.net)
-    assert [made.get_nowait().unique().tolist() for _ in range(4)] == [[1.0], [3.0]] * 2
+    assert [tensor.unique().tolist() for tensor in made] == [[1.0], [3.0]] * 2
 
 
 def test_what_nobody_could_look_at_is_not_given_older_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where our own code fails, what the step made has its values, and what was there before may have the step's."""
-    loop, made = Loop(), SimpleQueue[torch.Tensor]()
+    loop, made = Loop(), []
 
     def fails(*_: Any) -> None:
         raise ValueError("planted")
 
     def step() -> None:
         loop.step()
-        made.put(torch.zeros(3).add_(1))
+        made.append(torch.zeros(3).add_(1))
 
     monkeypatch.setattr(LoopObserver, "_before_op", fails)
     found = nc.check_training(step)
     assert any("planted" in note for note in found.notes)
-    assert [made.get_nowait().tolist() for _ in range(2)] == [[1.0, 1.0, 1.0]] * 2
+    assert [tensor.tolist() for tensor in made] == [[1.0, 1.0, 1.0]] * 2
 
 
 @pytest.mark.filterwarnings("ignore")

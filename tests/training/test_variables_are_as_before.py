@@ -151,16 +151,16 @@ def test_an_iterator_goes_on_where_it_was_left():
     assert next(numbers) == 3
 
 
-def test_containers_hold_what_they_held():
-    """A replay buffer of which a step draws, a log, a table by number, a set of what was seen: the same ones."""
-    parts_of, buffer, log, by_number, seen = parts(), deque(maxlen=3), [], {}, {"before"}
-    buffer.append(1.0)
+def test_what_a_step_adds_to_a_list_or_a_dict_stays_there():
+    """A log of what has run: nothing that was there is lost. A buffer of which a step draws is what it was."""
+    parts_of, seen, by_number, replayed, growing = parts(), [], {}, deque([1.0], maxlen=3), deque([2.0])
 
     def step():
-        buffer.append(float(len(buffer)))
-        by_number[len(log)] = True
-        seen.add(len(log))
-        log.append(trained(*parts_of))
+        by_number[len(seen)] = True
+        seen.append(trained(*parts_of))
+        replayed.append(float(len(seen)))
+        growing.appendleft(float(len(seen)))
 
     assert nc.check_training(step, steps=4)
-    assert (list(buffer), log, by_number, seen) == ([1.0], [], {}, {"before"})
+    assert len(seen) == 4 and list(by_number) == [0, 1, 2, 3]
+    assert list(replayed) == [1.0] and list(growing) == [2.0]

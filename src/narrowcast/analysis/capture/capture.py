@@ -13,6 +13,7 @@ import torch
 
 from narrowcast.analysis.capture.filling import Filling
 from narrowcast.analysis.capture.parameters import Parameters
+from narrowcast.analysis.capture.views import Views
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
@@ -33,6 +34,7 @@ from narrowcast.observation.trial.uncast import NOTHING, Uncast
 from narrowcast.output.words import counted
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
+from narrowcast.runtime.sites.python_stack import callers_of
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
@@ -226,11 +228,13 @@ class Capturing:
 class _Capture(Observer):
     """Enters each call into a run."""
 
+    sees_views = True
+
     def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...], times: bool) -> None:
         super().__init__(policies)
         self._times = self.sees_inside = times
         self._run, self._table = run, table
-        self._filling = Filling()
+        self._filling, self._views = Filling(), Views()
         self.parameters: Parameters
         self.device_type = ""
 
@@ -272,10 +276,16 @@ class _Capture(Observer):
         elif facts.op is COPY and fills(args[0]) and args[1].shape == args[0].shape:
             self._table.copied(args[1], args[0])
         read = tensors_in(args, kwargs)
+        if read and not facts.writes:
+            self._views.viewed(read[0], tensors_in(result))
         if facts.op is CLONE or facts.writes or not read:  # not a view
             written = list(written_tensors(facts, args, kwargs)) if facts.writes else []
             made = [] if written else tensors_in(result)
             self._filling.note(None, read, written, made, self._may_fill)
+
+    def viewed(self, args: tuple[Any, ...], result: Any) -> None:
+        """Note its line."""
+        self._views.viewed(args[0], tensors_in(result))
 
     def before(self, call: SeenCall) -> None:
         """Note the facts of its tensors, before an op may write to them."""
@@ -285,6 +295,9 @@ class _Capture(Observer):
             self.parameters.about_to_write(tensor for tensor in written if not self._filling.fills(tensor))
         self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
         call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
+        if call.id.direction == FORWARD:
+            own = call.site.file, call.site.line
+            call.notes["lines"] = callers_of(call.site), self._views.of_all([t for _, t in tensors], own)
         if self._times:
             call.notes["began"] = self._now()
 
@@ -307,7 +320,7 @@ class _Capture(Observer):
         self._run.calls.append(
             CallRecord(
                 call.id, call.site.file, call.site.line, call.input_formats, call.computes, rule, reason,
-                call.notes["inputs"], outputs, given, call.forward, call.is_cast,
+                call.notes["inputs"], outputs, given, call.forward, call.is_cast, *call.notes.get("lines", ()),
             )
         )  # fmt: skip
 

@@ -381,8 +381,3 @@ def in_order_on_both(pairs: Pairs) -> Pairs:
 def formats_of(bundles: Sequence[Bundle]) -> str:
     """Return the formats in which calls compute."""
     return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.input_formats for bundle in bundles))
-
-
-def place_of(bundles: Sequence[Bundle]) -> str:
-    """Return the line of the first of them."""
-    return f"{bundles[0].call.file}:{bundles[0].call.line}" if bundles[0].call.file else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
-from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of, place_of
+from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of
 from narrowcast.analysis.diff.ends import (
     about_outputs,
     compare_ends,
@@ -189,7 +189,8 @@ def _unaligned(
             format, before = formats_of([bundle]), "" if bundle.call.is_cast else after
             apart, readers = judging.unpaired.get(bundle, 0.0), judging.read_by.get(bundle, [])
             read_by = readers[0].a[0].id if apart and readers else None
-            rows.append(Unaligned(name, bundle.id, place_of([bundle]), before, why, format, apart, read_by))
+            place, views = judging.places.of(n, [bundle]), judging.places.beside(n, [bundle])
+            rows.append(Unaligned(name, bundle.id, place, before, why, format, apart, read_by, views))
     return rows
 
 

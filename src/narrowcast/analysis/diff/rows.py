@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
-from narrowcast.analysis.diff.alignment import Aligned, formats_of, place_of
+from narrowcast.analysis.diff.alignment import Aligned, formats_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
 from narrowcast.analysis.diff.gradients import of_moved_weights
 from narrowcast.analysis.diff.makers import Makers, Upstream
@@ -24,6 +24,7 @@ from narrowcast.analysis.diff.outcomes import (
     returned,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
+from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.round_off import BAND
 from narrowcast.analysis.diff.sides import Bundle, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
@@ -55,7 +56,7 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest, self._measured, self._jumped = 0.0, 0.0, 0.0
-        self.has_seen_choices, self.are_alike_as_a_whole = False, False
+        self.has_seen_choices, self.are_alike_as_a_whole, self.places = False, False, Places(values.sides)
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
@@ -63,7 +64,7 @@ class Judging:
 
     def row(self, pair: Aligned) -> RunRow:
         """Return the row of a pair."""
-        given, band = self.values.given(pair, self._largest), self._round_off.of_pair(pair)
+        given, band, places = self.values.given(pair, self._largest), self._round_off.of_pair(pair), self.places
         inputs = {} if pair.a[0].id.is_sum_of_gradients else self.values.inputs(pair)
         format_a, format_b = formats_of(pair.a), formats_of(pair.b)
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
@@ -109,8 +110,9 @@ class Judging:
         self._measured = max(self._measured, result.relative if result.is_known else 0.0)
         self._largest = max(self._largest, self._measured, before)
         return RunRow(
-            _ids(pair.a), _ids(pair.b), place_of(pair.a), place_of(pair.b), format_a, format_b, pair.by, verdict,
-            result.relative, input_difference, band, result.by, result.is_part, given, why,
+            _ids(pair.a), _ids(pair.b), places.of(0, pair.a), places.of(1, pair.b), format_a, format_b, pair.by,
+            verdict, result.relative, input_difference, band, result.by, result.is_part, given, why,
+            places.beside(0, pair.a), places.beside(1, pair.b),
         )  # fmt: skip
 
     def counts_of_unpaired(self, left_out: Collection[Bundle]) -> list[int]:

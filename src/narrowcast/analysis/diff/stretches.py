@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, place_of
+from narrowcast.analysis.diff.alignment import BY_HAND, Aligned
 from narrowcast.analysis.diff.makers import Makers
 from narrowcast.analysis.diff.outcomes import WIDEST
 from narrowcast.analysis.diff.rows import Judging
@@ -43,7 +43,9 @@ def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunR
     alone = (seen[0] - judging.paired[0].keys()) | (seen[1] - judging.paired[1].keys())
     judging.unpaired |= {x: judging.unpaired.get(x, apart) for x in alone}
     judging.read_by |= dict.fromkeys(judging.unpaired, [] if reader is None else [reader])
-    return [Unaligned(run, x.id, place_of([x])) for run, calls in zip("ab", paired, strict=True) for x in calls]
+    places = judging.places
+    return [Unaligned("ab"[n], x.id, places.of(n, [x]), views=places.beside(n, [x]))
+            for n, calls in enumerate(paired) for x in calls]  # fmt: skip
 
 
 def _is_unsure(judging: Judging, pair: Aligned, row: RunRow) -> bool:

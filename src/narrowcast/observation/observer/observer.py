@@ -79,6 +79,8 @@ class Observer(WatchingMode):
     """Whether fake tensors are the run's own; else they are those of code that is being compiled."""
     sees_inside = False
     """Whether `gives` is called for the ops inside of calls that are decided: casts, and what the op is made of."""
+    sees_views = False
+    """Whether `viewed` is called."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__([], policies)
@@ -110,6 +112,9 @@ class Observer(WatchingMode):
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Inspect an op that has run and is no call: a copy, memory of some shape."""
+
+    def viewed(self, args: tuple[Any, ...], result: Any) -> None:
+        """Inspect an op that has returned views of its first argument, which is no call."""
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Return what replaces an op's output; facts, args, kwargs: of the call itself, or of one inside it."""
@@ -205,7 +210,10 @@ class Observer(WatchingMode):
         kwargs = kwargs or {}
         facts = op_facts(func)
         if self._is_nobodys(facts, types):
-            return call_op(func, args, kwargs)
+            result = call_op(func, args, kwargs)
+            if self.sees_views and facts.is_view and not (types or self._local.looking):
+                self.door.run(facts.id, self.viewed, args, result)
+            return result
         decided = self._local.decided
         self._keep_weights(facts, args, kwargs)
         seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)

@@ -20,14 +20,15 @@ _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
-    the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Lists,
-    deques, sets and dicts that they name hold what they held; an iterator goes on where it was left.
+    the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Items of
+    lists and dicts that they name are as before; what was added stays there, for whoever collects results. A deque, of
+    which steps replay, holds what it held. An iterator goes on where it was left.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._cells: list[tuple[CellType, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
-        self._listed: list[tuple[list[Any] | deque[Any] | set[Any], list[Any]]] = []
+        self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._seen: set[int] = set()
         inner = function
         while isinstance(inner, partial):
@@ -46,9 +47,13 @@ class Variables:
                 if names.get(name, names) is not value:
                     names[name] = value
         for items, held in self._listed:
-            if list(map(id, items)) != list(map(id, held)):
-                items.clear()
-                (items.update if isinstance(items, set) else items.extend)(held)
+            while isinstance(items, deque) and len(items) > len(held):
+                items.pop()
+            for at, value in enumerate(held):
+                if at == len(items):
+                    items.append(value)
+                elif items[at] is not value:
+                    items[at] = value
 
     def _look(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, _OTHERS):
@@ -62,11 +67,11 @@ class Variables:
                 self._look(one)
         elif isinstance(value, FunctionType):
             self._look_around(value)
-        elif isinstance(value, list | deque | set):
+        elif isinstance(value, list | deque):
             self._listed.append((value, list(value)))
             self._look_at_items(value)
         elif isinstance(value, dict):
-            self._named.append((value, dict(value), True))
+            self._named.append((value, dict(value), False))
             self._look_at_items(value.values())
         elif type(value).__module__ == self._file:
             self._look_inside(value)
@@ -74,10 +79,7 @@ class Variables:
     def _look_at_items(self, items: Any) -> None:
         """Look at the objects of the file in a container, and at containers; it may be long."""
         for one in items:
-            if (
-                isinstance(one, list | deque | set | dict | FunctionType | MethodType)
-                or type(one).__module__ == self._file
-            ):
+            if isinstance(one, list | deque | dict | FunctionType | MethodType) or type(one).__module__ == self._file:
                 self._look(one)
 
     def _look_around(self, function: FunctionType) -> None:

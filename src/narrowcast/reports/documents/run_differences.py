@@ -163,7 +163,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
-        why = f"{why} ({_both_places(value)})"
+        why = f"{why} ({_both_places(value)}{'' if value.given else _beside(value)})"
         todos.append(Todo(what, why, path=value.a[0].module_path))
         if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
             todos.reverse()  # the forward comes first
@@ -229,11 +229,7 @@ def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str
     texts = []
     by_run = {run: [one for one in alone if one.run == run] for run in "ab"}
     for run, calls in by_run.items():
-        lines: dict[str, set[int]] = {}
-        for one in calls:
-            file, _, line = Path(one.place).name.rpartition(":")
-            lines.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
-        places = [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in lines.items()]
+        places = _places(line for one in calls for line in (one.place, *one.views))
         before = _row_of(result, run, calls[0].after) if calls else None
         if before is not None:
             own = Path(before.place_a if run == "a" else before.place_b).name
@@ -257,13 +253,29 @@ def _readers(result: RunDifferences) -> list[str]:
     """Return where the effect of calls without a partner arrives: the first call of both runs that reads it."""
     read_by = {one.read_by for one in result.alone}
     first = next((row for row in result.rows if read_by.intersection(row.a)), None)
-    return [f"first read by {_names(first.a)} ({_both_places(first)})"] if first else []
+    return [f"first read by {_names(first.a)} ({_both_places(first)}{_beside(first)})"] if first else []
 
 
 def _both_places(row: RunRow) -> str:
     """Return the lines of a pair, files by their names: folders are in the tables."""
     a, b = (Path(place).name for place in (row.place_a, row.place_b))
     return f"{a} in a, {b} in b" if row.place_a != row.place_b else a
+
+
+def _beside(row: RunRow) -> str:
+    """Return the other lines of a pair: of more calls, and of views."""
+    sides = [", ".join(_places(lines)) for lines in (row.beside_a, row.beside_b)]
+    texts = [f"{lines} in {run}" for lines, run in zip(sides, "ab", strict=True) if lines]
+    return f"; see also {', '.join(texts)}" if texts else ""
+
+
+def _places(lines: Iterable[str]) -> list[str]:
+    """Return lines of code by file: `model.py:3, 4`."""
+    by_file: dict[str, set[int]] = {}
+    for place in lines:
+        file, _, line = Path(place).name.rpartition(":")
+        by_file.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
+    return [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in by_file.items()]
 
 
 def _names(calls: Iterable[CallId]) -> str:

@@ -27,7 +27,8 @@ class RunRow:
     `weights`, `order` or `values`. difference: relative (L2), of what they give; inputs: the largest of what they were
     given, NaN where the earlier rows represent it; round_off_bound: what rounding explains of it, beside the inputs'
     (`GAIN` times `inputs`). measured_by: `tensors`, `sketches`, `statistics` or `ranges`. is_part: one side has more
-    elements. given: numbers, or weights, that the calls were given and that differ: name, in a, in b.
+    elements. given: numbers, or weights, that the calls were given and that differ: name, in a, in b. beside_a,
+    beside_b: more lines, of the other calls, and at which what they read was viewed.
     """
 
     a: tuple[CallId, ...]
@@ -45,6 +46,8 @@ class RunRow:
     is_part: bool = False
     given: tuple[tuple[str, str, str], ...] = ()
     why: str = ""
+    beside_a: tuple[str, ...] = ()
+    beside_b: tuple[str, ...] = ()
 
     @property
     def differs_in_format(self) -> bool:
@@ -67,7 +70,8 @@ class Unaligned:
     """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
 
     format: in which it computes. apart: how far apart is what comes of it, where nothing else explains that; else 0.
-    read_by: the first call that has a partner and whose inputs show that, in a.
+    read_by: the first call that has a partner and whose inputs show that, in a. views: the lines at which what it reads
+    was viewed.
     """
 
     run: str
@@ -78,6 +82,7 @@ class Unaligned:
     format: str = ""
     apart: float = 0.0
     read_by: CallId | None = None
+    views: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

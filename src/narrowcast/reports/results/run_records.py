@@ -38,6 +38,8 @@ class Histogram:
         return self.first + len(self.counts) - 1
 
 
+Lines = tuple[tuple[str, int], ...]
+"""Lines of code: file and number."""
 MASK_NUMBER = 1e6
 """The size of numbers that masks are made with, at least: no score comes near."""
 
@@ -112,7 +114,8 @@ class CallRecord:
 
     input_formats, computes: the input formats, and those that the op computes in. rule, reason: what decided, empty
     where nothing did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a
-    backward call, the forward call it belongs to.
+    backward call, the forward call it belongs to. callers: the user's lines that called the function of this line, in
+    its module, innermost first. views: the lines at which what it reads was viewed since calls made it.
     """
 
     id: CallId
@@ -127,6 +130,8 @@ class CallRecord:
     given: tuple[tuple[str, str], ...] = ()
     forward: CallId | None = None
     is_cast: bool = False
+    callers: Lines = ()
+    views: Lines = ()
 
 
 TENSOR_COLUMNS, CALL_COLUMNS = (tuple(f.name for f in fields(kind)) for kind in (TensorFacts, CallRecord))

@@ -42,6 +42,8 @@ _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate
 _TRAINERS = "transformers.trainer"
 
 _CALL = module_call_code()
+_KEPT = 4
+"""How many lines are kept that lead to a call, beside its own."""
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 """By parent and the id of a module inside it; an id that another has now is noticed by what its name leads to."""
 
@@ -190,6 +192,19 @@ def loop_line(frame: FrameType | None = None, frameworks: bool = False) -> Site:
         frame = frame.f_back
     caller = first if frame is None or _runs_commands(frame.f_code.co_filename) else frame
     return NOWHERE if caller is None else Site(file=caller.f_code.co_filename, line=caller.f_lineno)
+
+
+def callers_of(site: Site) -> tuple[tuple[str, int], ...]:
+    """Return the user's lines that called the function which makes this call, up to its module's call, innermost first:
+    file and number. None where the stack shows another place.
+    """
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) <= _KEPT and not (found and frame.f_code is _CALL):
+        if is_user_file(frame.f_code.co_filename) and not _runs_loops(frame.f_globals.get("__name__", "")):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found[1:]) if found[:1] == [(site.file, site.line)] else ()
 
 
 @cache
