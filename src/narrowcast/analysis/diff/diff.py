@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of
+from narrowcast.analysis.diff.crossed import exchanged
 from narrowcast.analysis.diff.ends import (
     about_outputs,
     compare_ends,
@@ -19,12 +20,13 @@ from narrowcast.analysis.diff.ends import (
 )
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.stretches import unsure_calls
 from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
-from narrowcast.analysis.diff.without_partner import no_pairs
+from narrowcast.analysis.diff.without_partner import no_pairs, note_onset
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
@@ -47,8 +49,10 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_JUDGED = 1 << 15
-"""Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
+_EXCHANGES, _JUDGED = 16, 1 << 15
+"""Pairs that order has crossed are exchanged so often. All are judged again, as each that is left out may show others
+to be none, until this many were judged.
+"""
 
 
 @overload
@@ -110,7 +114,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     as_read: dict[Aligned, Distance] = {}
-    judged = 0
+    judged, exchanges = 0, _EXCHANGES
     while True:
         judging = Judging(Values(sides[0], sides[1], kept, as_read), pairs)
         result.rows = [judging.row(pair) for pair in pairs]
@@ -118,6 +122,10 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
             as_read |= judging.as_read
             continue
         judged += len(pairs)
+        crossed = exchanged(judging, pairs, result.rows) if judged < _JUDGED and exchanges else []
+        if crossed:
+            pairs, exchanges = crossed, exchanges - 1
+            continue
         none = no_pairs(judging, pairs, result.rows, left_out, judged < _JUDGED)
         if not none:
             break
@@ -128,6 +136,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
+    if judging.widest >= BAND_OF_LOW:
+        result.rows = note_onset(judging, pairs, result.rows)
     result.unsure = unsure_calls(judging, pairs, result.rows)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     leave_open(result, judging, left_out, apart)

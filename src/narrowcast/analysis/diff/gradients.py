@@ -141,13 +141,13 @@ def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
 
 def of_moved_weights(values: Values, calls: Iterable[tuple[int, Bundle]]) -> float:
     """Return how far apart the weights are to which the steps of both runs have led, if one of these calls reads a
-    weight after a step; 0 if none does, infinity if that is not known. calls: by their side.
+    weight after a step; 0 if none does, if that is not known, or if it is far. calls: by their side.
     """
     numbers = ((n, number) for n, bundle in calls for _, number in bundle.call.inputs)
     if not any(values.sides[n].has_moved(number) for n, number in numbers):
         return 0.0
-    moved = _moved(values)
-    return math.inf if moved is None else max((distance(end, other).relative for _, end, other in moved), default=0.0)
+    apart = max((distance(end, other).relative for _, end, other in _moved(values) or ()), default=0.0)
+    return apart if apart <= NEAR else 0.0
 
 
 def _are_equal(a: Piece, b: Piece) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
-        why = f"{why} ({_both_places(value)}{'' if value.given else _beside(value)})"
+        why = f"{why} ({_both_places(value)}{_beside(value)})"
         todos.append(Todo(what, why, path=value.a[0].module_path))
         if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
             todos.reverse()  # the forward comes first
@@ -229,7 +229,8 @@ def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str
     texts = []
     by_run = {run: [one for one in alone if one.run == run] for run in "ab"}
     for run, calls in by_run.items():
-        places = _places(line for one in calls for line in (one.place, *one.views))
+        of_calls = {one.place for one in calls}
+        places = _places({*of_calls, *(line for one in calls for line in one.views)}, of_calls)
         before = _row_of(result, run, calls[0].after) if calls else None
         if before is not None:
             own = Path(before.place_a if run == "a" else before.place_b).name
@@ -264,18 +265,23 @@ def _both_places(row: RunRow) -> str:
 
 def _beside(row: RunRow) -> str:
     """Return the other lines of a pair: of more calls, and of views."""
-    sides = [", ".join(_places(lines)) for lines in (row.beside_a, row.beside_b)]
+    sides = [", ".join(_places(lines, lines)) for lines in (row.beside_a, row.beside_b)]
     texts = [f"{lines} in {run}" for lines, run in zip(sides, "ab", strict=True) if lines]
     return f"; see also {', '.join(texts)}" if texts else ""
 
 
-def _places(lines: Iterable[str]) -> list[str]:
-    """Return lines of code by file: `model.py:3, 4`."""
-    by_file: dict[str, set[int]] = {}
+def _places(lines: Iterable[str], own: Collection[str]) -> list[str]:
+    """Return lines of code by file: `model.py:3, 4`; of many those of calls alone, which are `own`."""
+    by_file: dict[str, dict[int, bool]] = {}
     for place in lines:
         file, _, line = Path(place).name.rpartition(":")
-        by_file.setdefault(file, set()).update([int(line)] if line.isdigit() else [])
-    return [f"{file}:{', '.join(_shortened([*map(str, sorted(known))]))}" for file, known in by_file.items()]
+        if line.isdigit():
+            by_file.setdefault(file, {})[int(line)] = place in own
+    texts = []
+    for file, known in by_file.items():
+        kept = sorted(known) if len(known) <= LINES else sorted(line for line, is_own in known.items() if is_own)
+        texts += [f"{file}:{', '.join(_shortened([*map(str, kept)]))}"] if kept else []
+    return texts
 
 
 def _names(calls: Iterable[CallId]) -> str:
