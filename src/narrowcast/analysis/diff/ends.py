@@ -270,11 +270,12 @@ def _may_be_chosen(judging: Judging, apart: float) -> bool:
 
 
 def leave_open(result: RunDifferences, judging: Judging, left_out: Collection[Bundle], apart: float) -> None:
-    """Leave open why outputs are far apart that nothing was found to make, but wide bounds, or choices by values that
-    differ, excuse: calls that one run alone makes may hide what does. apart: of outputs.
+    """Leave open why outputs are far apart that nothing was found to make, but wide bounds, or choices that nobody saw,
+    excuse: calls that one run alone makes may hide what does. apart: of outputs.
     """
     is_of_ranks = len(judging.values.sides[0].runs) != len(judging.values.sides[1].runs)
-    is_known = result.verdict == VALUES_DIFFER or is_of_ranks or not any(judging.counts_of_unpaired(left_out))
+    is_known = result.verdict == VALUES_DIFFER or is_of_ranks or judging.has_seen_choices
+    is_known |= not any(judging.counts_of_unpaired(left_out))
     if apart > _FAR_OF_GRADIENTS and not is_known:
         result.outputs_unexplained = apart
 
