@@ -8,7 +8,6 @@ from typing import Any, overload
 
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned, align, formats_of, mapping_of
-from narrowcast.analysis.diff.crossed import exchanged
 from narrowcast.analysis.diff.ends import (
     about_outputs,
     compare_ends,
@@ -49,10 +48,8 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_EXCHANGES, _JUDGED = 16, 1 << 15
-"""Pairs that order has crossed are exchanged so often. All are judged again, as each that is left out may show others
-to be none, until this many were judged.
-"""
+_JUDGED = 1 << 15
+"""Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
 
 
 @overload
@@ -114,7 +111,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     as_read: dict[Aligned, Distance] = {}
-    judged, exchanges = 0, _EXCHANGES
+    judged = 0
     while True:
         judging = Judging(Values(sides[0], sides[1], kept, as_read), pairs)
         result.rows = [judging.row(pair) for pair in pairs]
@@ -122,10 +119,6 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
             as_read |= judging.as_read
             continue
         judged += len(pairs)
-        crossed = exchanged(judging, pairs, result.rows) if judged < _JUDGED and exchanges else []
-        if crossed:
-            pairs, exchanges = crossed, exchanges - 1
-            continue
         none = no_pairs(judging, pairs, result.rows, left_out, judged < _JUDGED)
         if not none:
             break
