@@ -19,13 +19,12 @@ from narrowcast.analysis.diff.ends import (
 )
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.stretches import unsure_calls
 from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
-from narrowcast.analysis.diff.without_partner import no_pairs, note_onset
+from narrowcast.analysis.diff.without_partner import no_pairs
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
@@ -129,8 +128,6 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
-    if judging.widest >= BAND_OF_LOW:
-        result.rows = note_onset(judging, pairs, result.rows)
     result.unsure = unsure_calls(judging, pairs, result.rows)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     leave_open(result, judging, left_out, apart)

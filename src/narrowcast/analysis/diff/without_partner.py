@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, are_of_one_weight, is_by_values
 from narrowcast.analysis.diff.effects import CANCELS
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, UNEXPLAINED, other_way
-from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, UNEXPLAINED
+from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
-_JUMP, _MOST_GROWTH = 4.0, 100.0
+_MOST_GROWTH = 100.0
 """A difference is due to one that is this many times smaller at most."""
 
 
@@ -119,41 +118,3 @@ def note_alone(judging: Judging, numbers: Sequence[Sequence[int]], difference: f
     for bundle in alone:
         judging.read_by.setdefault(bundle, []).extend(reader)
     return bool(alone)
-
-
-def note_onset(judging: Judging, pairs: Sequence[Aligned], rows: list[RunRow]) -> list[RunRow]:
-    """Return the rows of programs that differ in low formats, whose bounds are wide: what is beyond one first may come
-    after what made the difference. If differences jump at a pair before that, and stay as large, the calls without a
-    partner that made what it reads are noted in place of others of the forward; it differs, if there are none.
-    """
-    by_pair = dict(zip(pairs, rows, strict=True))
-    told = [pair for pair, row in by_pair.items() if row.verdict == DIFFERS and pair.a[0].id.direction == FORWARD]
-    alone = {x: apart for x, apart in judging.unpaired.items() if x.id.direction == FORWARD}
-    shown = [*told, *(pair for x in alone for pair in judging.read_by.get(x, ()) if pair.a[0].id.direction == FORWARD)]
-    onset = _onset(by_pair, min((pair.a[0].position for pair in shown), default=0), shown, alone.values())
-    if onset is None:
-        return rows
-    read = [makers.read(side[0]) for makers, side in zip(judging.makers, (onset.a, onset.b), strict=True)]
-    judging.unpaired = {x: apart for x, apart in judging.unpaired.items() if x not in alone}
-    if not note_alone(judging, read, by_pair[onset].difference, onset):
-        by_pair[onset] = replace(by_pair[onset], verdict=DIFFERS, why=UNEXPLAINED)
-    return [other_way(row) if pair in told else row for pair, row in by_pair.items()]
-
-
-def _onset(
-    rows: Mapping[Aligned, RunRow], end: int, shown: Sequence[Aligned], alone: Iterable[float]
-) -> Aligned | None:
-    """Return the pair before that position of a at which differences jump to about what is shown, if all after it are
-    as large: what a later call undoes, or another branch lacks, is none.
-    """
-    sizes = filter(math.isfinite, [*alone, *(rows[pair].difference for pair in shown)])
-    least, before, onset = max(sizes, default=0.0) / _JUMP, 0.0, None
-    for pair, row in rows.items():
-        is_seen = row.verdict in (ROUND_OFF, INHERITED, EQUAL) and row.measured_by in (SKETCHES, TENSORS)
-        if pair.a[0].position >= end or pair.a[0].id.direction != FORWARD or not is_seen:
-            continue
-        if onset is None and max(_JUMP * before, least) < row.difference <= UNLIKE:
-            onset = pair
-        elif onset is None or row.difference < rows[onset].difference / _JUMP:
-            onset, before = None, max(before, row.difference)
-    return onset
