@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, device_type_of, te
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_bridge.ops import written_tensors
+from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import CLONE, COPY, TO_COPY, OpOverload, quietly
 
 STATISTICS = ("sampled", "whole")
@@ -313,7 +314,9 @@ class _Capture(Observer):
         may_fill = self._may_fill and call.id.direction == FORWARD
         read = tensors_in(call.args, call.kwargs)
         self._filling.note(len(self._run.calls), read, written, [] if written else call.results, may_fill)
-        results = [] if gives_memory(call) else call.results or written  # a deep copy: it lies there, or comes later
+        results = [] if gives_memory(call) else call.results  # as of a deep copy: it lies there, or comes there later
+        if written and not (call.results or self._are_gradients(written)):
+            results = written  # of an op on lists
         outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(results))
         given = others_as_text(call.facts, call.args, call.kwargs)
         rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")
@@ -323,6 +326,13 @@ class _Capture(Observer):
                 call.notes["inputs"], outputs, given, call.forward, call.is_cast, *call.notes.get("lines", ()),
             )
         )  # fmt: skip
+
+    def _are_gradients(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether some are the gradients of parameters, which are those of the backward that made them, however
+        they are clipped.
+        """
+        made = {id(gradient_of(p)) for root in self.roots for p in root.parameters()}
+        return any(id(tensor) in made for tensor in tensors)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run the op; a cast inside a call that is decided is timed by itself."""
