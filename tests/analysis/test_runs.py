@@ -735,3 +735,44 @@ def test_a_capture_advises_rules_for_calls_that_make_what_is_not_finite():
     run = nc.capture(model, (torch.full((4, 8), 100.0),), under="fp16")
     assert run.verdict == "not finite"
     assert [todo.path for todo in run.todos] == ["0"]
+
+
+def test_ops_on_lists_make_what_they_write_and_gradients_are_those_of_the_backward():
+    """An average of weights is made by the op that writes it; a gradient that is clipped is not another one."""
+    model, average, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
+    with nc.capture() as run:
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.5)
+            average(x)
+    by_op = {call.id.op: call for call in run.calls}
+    assert not by_op["aten._foreach_mul_.Tensor"].outputs
+    written = [number for _, number in by_op["aten._foreach_lerp_.Scalar"].outputs]
+    read = dict(run.calls[-1].inputs)
+    assert len(written) == 2 and {run.tensors[read[n]].lies_in for n in ("mat2", "self")} | {*read.values()} >= {
+        *written
+    }
+
+
+def helped(x):
+    """A function of the model's file."""
+    return x * 2
+
+
+class Helped(nn.Module):
+    """Calls a function on a view."""
+
+    def forward(self, x):
+        parts = x.unflatten(-1, (2, 2)).transpose(0, 1)
+        return helped(parts)
+
+
+def test_a_call_has_the_lines_that_lead_to_it(tmp_path):
+    """Those that call its function, in its module, and those of the views that it reads."""
+    run = nc.capture(Helped(), (torch.ones(3, 4),))
+    (call,) = run.calls
+    first = Helped.forward.__code__.co_firstlineno
+    assert [line for _, line in call.callers] == [first + 2] and [line for _, line in call.views] == [first + 1]
+    assert call.line == helped.__code__.co_firstlineno + 2
+    assert nc.load(run.save(tmp_path / "run.json")).calls == run.calls
