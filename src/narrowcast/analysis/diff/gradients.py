@@ -10,7 +10,6 @@ from itertools import product
 from narrowcast.analysis.diff.aligned_values import GAIN, NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.pieces import Piece, distance, together
-from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
@@ -139,13 +138,8 @@ def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
     return None if left else found
 
 
-def of_moved_weights(values: Values, calls: Iterable[tuple[int, Bundle]]) -> float:
-    """Return how far apart the weights are to which the steps of both runs have led, if one of these calls reads a
-    weight after a step; 0 if none does, if that is not known, or if it is far. calls: by their side.
-    """
-    numbers = ((n, number) for n, bundle in calls for _, number in bundle.call.inputs)
-    if not any(values.sides[n].has_moved(number) for n, number in numbers):
-        return 0.0
+def weights_moved(values: Values) -> float:
+    """Return how far apart the weights are to which the steps of both runs have led; 0 if that is not known, or far."""
     apart = max((distance(end, other).relative for _, end, other in _moved(values) or ()), default=0.0)
     return apart if apart <= NEAR else 0.0
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.gradients import of_moved_weights
+from narrowcast.analysis.diff.gradients import weights_moved
 from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
@@ -56,7 +56,8 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest, self._measured, self._jumped = 0.0, 0.0, 0.0
-        self.has_seen_choices, self.are_alike_as_a_whole, self.places = False, False, Places(values.sides)
+        self.has_seen_choices, self.are_alike_as_a_whole = False, False
+        self.places, self._of_steps = Places(values.sides), weights_moved(values)
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
@@ -275,7 +276,9 @@ class Judging:
             return self._round_off.of_inputs(pair) + GAIN_OF_PASSING * self._largest
         earlier = [self._of_pairs.get(self.paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
-        before = max([of_moved_weights(self.values, alone), *(self._largest if math.isnan(x) else x for x in earlier)])
+        before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
+        if any(self.values.sides[n].has_moved(number) for n, x in alone for _, number in x.call.inputs):
+            before = max(before, self._of_steps)
         bands = sum(self._round_off.of_call(n, x) for n, x in alone)
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self._round_off.of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * before)

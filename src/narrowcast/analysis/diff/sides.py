@@ -122,12 +122,17 @@ class Side:
     @cached_property
     def moves_weights(self) -> bool:
         """Whether an optimizer has stepped."""
-        return any("before" in row for row in self.runs[0].parameters.values())
+        return bool(self._moved)
 
     def has_moved(self, number: int) -> bool:
         """Return whether a tensor of the first rank's run is a parameter after a step."""
-        first = {row["before"] for row in self.runs[0].parameters.values() if "before" in row}
-        return number not in first and not first.isdisjoint(self._before(0, number))
+        first = self._moved
+        return bool(first) and number not in first and not first.isdisjoint(self._before(0, number))
+
+    @cached_property
+    def _moved(self) -> frozenset[int]:
+        """The numbers of the parameters that steps moved, before these."""
+        return frozenset(row["before"] for row in self.runs[0].parameters.values() if "before" in row)
 
     def value(self, parameter: str) -> Piece:
         """Return the value of a parameter of the first rank's run, by its name: before any step, if there were some."""
