@@ -181,7 +181,7 @@ def _joined(pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, 
 
 
 _ROWS = 8
-"""So many rows say something about all."""
+"""The least number of rows of which most are evidence about all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
     the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Items of
-    lists and dicts that they name are as before; what was added stays there, for whoever collects results. A deque, of
+    lists and dicts that they name are as before; what was added stays there, for code that collects results. A deque,
     which steps replay, holds what it held. An iterator goes on where it was left.
     """
 
