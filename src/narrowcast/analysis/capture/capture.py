@@ -15,6 +15,7 @@ from narrowcast.analysis.capture.filling import Filling
 from narrowcast.analysis.capture.parameters import Parameters
 from narrowcast.analysis.capture.views import Views
 from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.core.ops import is_named
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -277,8 +278,8 @@ class _Capture(Observer):
         elif facts.op is COPY and fills(args[0]) and args[1].shape == args[0].shape:
             self._table.copied(args[1], args[0])
         read = tensors_in(args, kwargs)
-        if read and not facts.writes:
-            self._views.viewed(read[0], tensors_in(result))
+        if facts.op is CLONE or is_named(facts.id, "family.view"):
+            self._views.viewed(args[0], tensors_in(result))
         if facts.op is CLONE or facts.writes or not read:  # not a view
             written = list(written_tensors(facts, args, kwargs)) if facts.writes else []
             made = [] if written else tensors_in(result)
@@ -331,8 +332,8 @@ class _Capture(Observer):
         """Return whether some are the gradients of parameters, which are those of the backward that made them, however
         they are clipped.
         """
-        made = {id(gradient_of(p)) for root in self.roots for p in root.parameters()}
-        return any(id(tensor) in made for tensor in tensors)
+        made = [gradient_of(p) for root in self.roots for p in root.parameters()]  # alive, so that ids are theirs
+        return not {*map(id, made)}.isdisjoint(map(id, tensors))
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run the op; a cast inside a call that is decided is timed by itself."""

@@ -4,11 +4,11 @@ the parts that it reads are chosen there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage, where_it_lies
 from narrowcast.reports.results.run_records import Lines
 from narrowcast.runtime.sites.python_stack import loop_line
 
@@ -30,28 +30,17 @@ class Views:
         line = (site.file, site.line)
         lines = (*before, line)[-_MOST:] if line[0] and line not in before else before
         for result in results:
-            if lines and has_storage(result) and (_place(result) != _place(source) or not _share(result, source)):
+            if lines and has_storage(result) and where_it_lies(result) != where_it_lies(source):
                 known = self._lines.get(result)
                 if known is None:
                     self._lines.put(result, known := {})
-                known[_place(result)] = lines
+                known[where_it_lies(result)] = lines
 
     def of(self, tensor: torch.Tensor) -> Lines:
         """Return the lines at which a tensor was viewed, in order."""
-        known = self._lines.get(tensor) if has_storage(tensor) else None
-        return known.get(_place(tensor), ()) if known else ()
+        known = self._lines.get(tensor)
+        return known.get(where_it_lies(tensor), ()) if known else ()
 
     def of_all(self, tensors: Iterable[torch.Tensor], own: tuple[str, int]) -> Lines:
         """Return those of all that a call reads, which is at the line `own`."""
-        return tuple(dict.fromkeys(self._each(tensors, own)))
-
-    def _each(self, tensors: Iterable[torch.Tensor], own: tuple[str, int]) -> Iterator[tuple[str, int]]:
-        return (line for tensor in tensors for line in self.of(tensor) if line != own)
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        return tuple(dict.fromkeys(line for tensor in tensors for line in self.of(tensor) if line != own))

@@ -190,7 +190,8 @@ def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
 def shares(values: Values, rows: Sequence[GradientRow]) -> list[tuple[GradientRow, float]]:
     """Return each row with its size (L2) in the first run, relative to that of all gradients together."""
     sizes = [math.hypot(*(_norm(_gradient(values, name)) for name in row.a)) for row in rows]
-    return [(row, size / math.hypot(*sizes) if size else 0.0) for row, size in zip(rows, sizes, strict=True)]
+    whole = math.hypot(*sizes)
+    return [(row, size / whole if whole else 0.0) for row, size in zip(rows, sizes, strict=True)]
 
 
 def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:

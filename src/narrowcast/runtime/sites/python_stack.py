@@ -201,6 +201,8 @@ def callers_of(site: Site) -> tuple[tuple[str, int], ...]:
     found: list[tuple[str, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) <= _KEPT and not (found and frame.f_code is _CALL):
+        if _runs_commands(frame.f_code.co_filename):
+            break
         if is_user_file(frame.f_code.co_filename) and not _runs_loops(frame.f_globals.get("__name__", "")):
             found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

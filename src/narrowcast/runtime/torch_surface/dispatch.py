@@ -34,8 +34,9 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
 """The op that a conversion of element types ends in."""
 CLONE = torch.ops.aten.clone.default
-COPY = torch.ops.aten.copy_.default
 """What `tensor.contiguous()` calls where it copies."""
+COPY = torch.ops.aten.copy_.default
+"""What writes the values of one tensor into another, perhaps of another element type."""
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
 ONES_LIKE = torch.ops.aten.ones_like.default
