@@ -1,4 +1,6 @@
-"""Rules about modules, classes and functions hold in scripts where they hold in eager code; places are the user's."""
+"""Rules about modules, classes and functions hold in scripts and graphs where they hold in eager code; places are the
+user's.
+"""
 
 from pathlib import Path
 
@@ -64,6 +66,9 @@ MAKE = {
     "script inside": lambda model, x, policy: nc.script(model),
     "convert": lambda model, x, policy: nc.script(torch.jit.script(model), under=policy),
     "trace": lambda model, x, policy: nc.trace(model, x, under=policy),
+    "export": lambda model, x, policy: nc.export(model, (x,), under=policy).module(),
+    "strict export": lambda model, x, policy: nc.export(model, (x,), under=policy, strict=True).module(),
+    "compile": lambda model, x, policy: nc.compile(model, under=policy, backend="aot_eager"),
 }
 
 

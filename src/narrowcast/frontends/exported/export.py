@@ -24,11 +24,12 @@ from narrowcast.frontends.race.candidates import Candidate
 from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
+from narrowcast.runtime.sites.python_stack import is_user_file
 from narrowcast.runtime.torch_bridge import device_type_of
 from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
-from narrowcast.runtime.torch_surface.fx import FakeTensor, rename, updated_program
+from narrowcast.runtime.torch_surface.fx import FakeTensor, all_frames, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
 
 
@@ -121,6 +122,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
         torch.fx.traceback.preserve_node_meta(),  # regions of ours leave notes there
         caches_as_in_eager_code(),
         nullcontext() if options.get("strict") else held(torch.overrides, _WHY, has_torch_function=_without_modes),
+        all_frames(is_user_file),
         called_with(model, args, kwargs or {}),
     ):
         return torch.export.export(model, args, kwargs, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from traceback import FrameSummary, StackSummary
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import checkpoint
+
+from narrowcast.runtime.torch_surface.patches import held
 
 without_pre_dispatch_mode = proxy_tensor._temp_remove_pre_dispatch_torch_function_mode
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -35,6 +39,23 @@ class Interpreter(torch.fx.Interpreter):
         body, *inputs = args
         chosen = {} if (make := body.meta.get("_checkpoint_context_fn")) is None else {"context_fn": make}
         return checkpoint(Interpreter(body).run, *inputs, **{**kwargs, **chosen, "use_reentrant": False})
+
+
+def all_frames(is_kept: Callable[[str], bool]) -> AbstractContextManager[None]:
+    """Return a context in which torch.export notes, besides the frames of `forward`, all that those call in files that
+    are kept: rules name functions by them. Dynamo, which strict export runs, notes them in any case.
+    """
+
+    def wrap(asked: Callable[..., StackSummary]) -> Callable[..., StackSummary]:
+        def filtered(tracer: Any, frames: list[FrameSummary]) -> StackSummary:
+            noted = asked(tracer, frames)
+            known = {id(frame) for frame in noted}
+            first = next((n for n, frame in enumerate(frames) if id(frame) in known), len(frames))
+            return StackSummary.from_list(f for f in frames[first:] if id(f) in known or is_kept(f.filename))
+
+        return filtered
+
+    return held(torch.fx.proxy.TracerBase, "rules name functions", _filter_traceback_frames=wrap)
 
 
 def keep_calls(*functions: Callable[..., Any]) -> None:
