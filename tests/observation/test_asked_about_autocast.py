@@ -81,3 +81,38 @@ def test_what_asks_in_order_to_restore_the_state_gets_the_state():
     )  # fmt: skip
     linear = [call.id.direction for call in run.calls if call.id.op == "aten.linear.default"]
     assert linear == ["forward", "forward", "recomputation"]
+
+
+REGIONS = {
+    "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+    "ours": lambda: nc.autocast("cpu", torch.bfloat16),
+    "a policy": lambda: nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("aten.exp", "full"))),
+    "checked": lambda: nc.autocast("cpu", torch.bfloat16, cache_enabled="checked"),
+}
+
+
+@pytest.mark.parametrize("look", [nc.capture, nc.compare], ids=["capture", "compare"])
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+def test_regions_of_a_program_forget_their_casts_of_weights(region, look):
+    """Where nobody asked for a region around it: the program changes its weights between two of its own, as a sharpness
+    aware step does, and no kernel is at fault.
+    """
+    torch.manual_seed(0)
+    linear, x, found = nn.Linear(16, 16), torch.randn(4, 16), []
+
+    def program():
+        before = linear.weight.detach().clone()
+        with region():
+            first = linear(x)
+        with torch.no_grad():
+            linear.weight.add_(0.1)
+        with region():
+            second = linear(x)
+        with torch.no_grad():
+            linear.weight.copy_(before)
+        found.append((first - second).detach())
+        return found[-1]
+
+    program()
+    assert look(program).verdict in ("finite", "not compared")
+    assert torch.equal(found[0], found[1]) and found[0].abs().max() > 0.1

@@ -179,6 +179,69 @@ def test_sharded_models_train_the_same_whoever_looks_on(mesh, how):
 # -- runs in which everything moves ------------------------------------------------------------------------------------
 
 
+TRIALS = {
+    "explain": lambda step: nc.explain(step, under="bf16"),
+    "explain, run": lambda step: nc.explain(step, under="bf16", run=True),
+    "compare": lambda step: nc.compare(step, under="bf16"),
+    "capture": lambda step: nc.capture(step, under="bf16"),
+    "repair": lambda step: nc.repair(step, under="bf16"),
+}
+
+
+class Training:
+    """A step that reaches its weights by another function, and has made one step."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.inner, self.outer, self.scale = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.tensor(0.5))
+        self.trained = [*self.inner.parameters(), *self.outer.parameters(), self.scale]
+        self.optimizer, self.x = torch.optim.AdamW(self.trained, 0.01), torch.randn(4, 8)
+        self.step()
+
+    def loss(self):
+        return (self.outer(self.inner(self.x)) * self.scale).square().mean()
+
+    def step(self):
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()  # refused
+        return loss.detach()
+
+    def state(self):
+        moments = [t for row in self.optimizer.state.values() for t in row.values()]
+        return [*self.trained, *(p.grad for p in self.trained), *moments]
+
+
+@pytest.mark.parametrize("ask", TRIALS.values(), ids=TRIALS)
+def test_a_step_of_an_optimizer_is_refused_before_it_writes(ask):
+    """Where a program runs several times, or on fake tensors, with its line and what to write; nothing is changed."""
+    training = Training()
+    before = [(t, t.detach().clone()) for t in training.state()]
+    with pytest.raises(nc.errors.RunError, match="steps an optimizer") as error:
+        ask(lambda: training.step())
+    assert [Path(site.file).name for site in error.value.where] == [Path(__file__).name]
+    assert "# refused" in Path(__file__).read_text().splitlines()[error.value.where[0].line - 1]
+    now = training.state()
+    assert all(t is kept and torch.equal(t, values) for t, (kept, values) in zip(now, before, strict=True))
+
+
+def test_a_program_may_step_an_optimizer_of_its_own():
+    """As one that adapts a copy of its weights to its input does."""
+    model = nn.Linear(4, 4)
+
+    def adapted(x):
+        own = nn.Parameter(model.weight.detach().clone())
+        optimizer = torch.optim.SGD([own], 0.1)
+        with torch.enable_grad():
+            torch.nn.functional.linear(x, own).square().mean().backward()
+        optimizer.step()
+        return torch.nn.functional.linear(x, own.detach())
+
+    torch.manual_seed(0)
+    assert nc.compare(adapted, (torch.randn(2, 4),), under="bf16").verdict == "round-off"
+
+
 class Frames(nn.Module):
     """Pads to whole frames, whose number it computes from tensors without dimensions, as audio codecs do."""
 

@@ -31,7 +31,7 @@ from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.finiteness import fills, gives_memory, is_floating
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
-from narrowcast.observation.trial.uncast import NOTHING, Uncast
+from narrowcast.observation.trial.uncast import NOTHING, Unasked, Uncast
 from narrowcast.output.words import counted
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
@@ -136,7 +136,7 @@ def observed_region(verb: str, trial: Trial, under: Under, default: str | None =
     asked = asked_or_around(verb, under, trial.device_type)
     device = asked.device_type or trial.device_type
     if not asked.is_there:
-        return Uncast(device) if default is None else autocast(device, policy=default)
+        return Uncast(device) if default is None else Unasked(device, default)
     return replace(asked, dtype=asked.fast_dtype_on(device)).on(device, asked.policy)
 
 

@@ -28,6 +28,7 @@ from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import AskedFormat, CallError, Differences, Remedy
+from narrowcast.runtime.regions.ruling import never_tell_hidden
 from narrowcast.runtime.torch_bridge import FORMATS
 
 SOURCE = "narrowcast compare"
@@ -177,7 +178,9 @@ class Advising:
 
     def _try_rules(self, rules: Iterable[Rule]) -> float:
         policy = self._region.policy.with_rules(rules)
-        return self._try(None, autocast(self._region.device, self._region.fast_dtype, policy=policy))
+        region = autocast(self._region.device, self._region.fast_dtype, policy=policy)
+        never_tell_hidden(region)
+        return self._try(None, region)
 
     def _try(self, observer: Observer | None, region: autocast | None = None) -> float:
         """Run, and return the error that is left; infinity if it raises, or no run is left."""

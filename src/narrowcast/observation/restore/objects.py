@@ -96,6 +96,10 @@ class LivingObjects:
         owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
         return tensors + [t.grad for t in owned if t.grad is not None]
 
+    def has(self, optimizer: Any) -> bool:
+        """Return whether an optimizer was there."""
+        return id(optimizer) in self._optimizers
+
     def model(self, model: Module) -> None:
         """Restore a called model later, with what is in it."""
         for module in model.modules():

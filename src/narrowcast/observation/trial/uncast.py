@@ -1,14 +1,13 @@
-"""A region that casts nothing: calls have the identities that they have under a policy, and to programs that ask,
-autocast is off.
-"""
+"""Regions that nobody asked for, put around a program to look at it: none of them is there for the program."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -23,20 +22,21 @@ _ASKED = {"is_autocast_enabled": None, "is_autocast_cpu_enabled": "cpu"}
 """How programs ask, and of which device type where they do not say it."""
 
 
-class Uncast(autocast):
-    """Such a region on a device. Re-entrant, as any is."""
+class Unasked(autocast):
+    """A region in which the regions of the program are outermost ones: as one is left, casts of weights are forgotten,
+    which the program may have changed when it enters the next. Re-entrant, as any is.
+    """
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__(device_type, policy=NOTHING)
-        self._answers: list[ExitStack] = []
+    def __init__(self, device_type: str, policy: Policy | str) -> None:
+        super().__init__(device_type, policy=policy)
+        self._wraps: list[ExitStack] = []
 
-    def __enter__(self) -> Uncast:
+    def __enter__(self) -> Self:
         super().__enter__()
-        depth = autocast_nesting()
-        answers = ExitStack()
-        wraps = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}
-        answers.enter_context(held(torch, "a region that casts nothing is none to programs", **wraps))
-        self._answers.append(answers)
+        wraps = ExitStack()
+        at_depth = self._wraps_at(autocast_nesting())
+        wraps.enter_context(held(torch, "a region nobody asked for is none to programs", **at_depth))
+        self._wraps.append(wraps)
         return self
 
     def __exit__(
@@ -45,13 +45,44 @@ class Uncast(autocast):
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
     ) -> None:
-        self._answers.pop().close()
+        self._wraps.pop().close()
         super().__exit__(exc_type, exc_val, exc_tb)
+
+    def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
+        """Return what stands in torch while this is the region at a depth."""
+        return {"autocast_decrement_nesting": _outermost(depth)}
+
+
+class Uncast(Unasked):
+    """One that casts nothing: calls have the identities that they have under a policy, and to programs that ask,
+    autocast is off.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type, NOTHING)
+
+    def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
+        answers = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}
+        return super()._wraps_at(depth) | answers
 
 
 def enabled(region: autocast) -> autocast:
     """Return the region; one that casts nothing in place of one that is off."""
     return region if region.prepared.facts.enabled else Uncast(region.device)
+
+
+def _outermost(depth: int) -> Callable[[Any], Any]:
+    """Return a wrap that counts the regions of this thread from this depth on."""
+    thread = threading.get_ident()
+
+    def wrap(original: Callable[[], int]) -> Callable[[], int]:
+        def decrement_nesting() -> int:
+            left = original()
+            return max(0, left - depth) if threading.get_ident() == thread else left
+
+        return decrement_nesting
+
+    return wrap
 
 
 def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:

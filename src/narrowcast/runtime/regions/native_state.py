@@ -14,7 +14,7 @@ from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _is_cached, _set_cached = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-_deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_deeper = torch.autocast_increment_nesting
 
 
 NativeState = tuple[str, bool, torch.dtype, bool]
@@ -37,8 +37,8 @@ def enter_native(state: NativeState) -> tuple[NativeState, int]:
 def leave_native(before: NativeState) -> None:
     """Write back what was in force before; the outermost region's casts are forgotten."""
     device_type, enabled, dtype, cache = before
-    if _shallower() == 0:
-        torch.clear_autocast_cache()  # looked up: weights/cache.py wraps it
+    if torch.autocast_decrement_nesting() == 0:  # looked up, as the next: who looks at a program wraps it
+        torch.clear_autocast_cache()  # as weights/cache.py does
     _set_enabled(device_type, enabled)
     _set_dtype(device_type, dtype)
     _set_cached(cache)

@@ -109,7 +109,9 @@ def _native_prepared(facts: Region) -> Prepared:
 
 
 _told: WeakSet[object] = WeakSet()
-"""Regions of which it was said: a plugin's is entered for each step of a training run."""
+"""Regions of which it was said, or is not to be: a plugin's is entered for each step of a training run."""
+never_tell_hidden = _told.add
+"""Say nothing of a region: nobody wrote it."""
 
 
 def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> None:
