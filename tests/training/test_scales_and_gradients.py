@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, relu, softplus
 from torch.nn.utils import clip_grad_norm_
 
 import narrowcast as nc
@@ -324,6 +324,76 @@ def test_a_loss_whose_gradients_are_all_subnormal_underflows() -> None:
         loop.end()
 
     assert nc.check_training(step, (Loop(),)).kinds == ("gradients underflow",)
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "square": lambda x: relu(x).square(), "cube": lambda x: x.tanh().pow(3), "root": lambda x: (x.abs() + 1).sqrt(),
+    "exp": lambda x: (-x.abs()).exp(), "product": lambda x: x * x.sigmoid(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_factors_of_gradients_are_none(activation: Any) -> None:
+    """The gradient of a square is computed with a multiple of the activation, which is large; the gradients are not."""
+    torch.manual_seed(0)
+    first, second, x, y = nn.Linear(16, 32), nn.Linear(32, 4), torch.randn(32, 16), torch.randint(0, 4, (32,))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+
+    def step(weight: float) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = cross_entropy(second(activation(first(x))), y) * weight
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert "gradients underflow" not in nc.check_training(step, (1.0,)).kinds
+    assert "gradients underflow" in nc.check_training(step, (2.0**-30,)).kinds
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_penalty_on_gradients_is_scaled_once_they_are_divided(divides: bool) -> None:
+    """With a backward of its own; of gradients that are still scaled it changes with the scale."""
+    torch.manual_seed(0)
+    model, real = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1)), torch.randn(16, 8)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = softplus(-model(real).float()).mean()
+        scaler.scale(loss).backward()
+        x = real.clone().requires_grad_()
+        with torch.autocast("cpu", FP16):
+            total = model(x).float().sum()
+        (gradient,) = torch.autograd.grad(scaler.scale(total), x, create_graph=True)
+        if divides:
+            gradient = gradient / scaler.get_scale()
+        scaler.scale(gradient.square().sum(1).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert ("scaled gradients in a loss" in nc.check_training(step).kinds) is not divides
+
+
+def test_weights_that_an_optimizer_has_are_no_average() -> None:
+    """Copies of the model's weights in bf16, where its masters should be: their updates are lost."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16), torch.randn(8, 16)
+    masters = [p.detach().bfloat16() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 1e-5)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.to(master), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+
+    assert "updates lost in rounding" in nc.check_training(step).kinds
 
 
 def test_copies_of_gradients_that_are_divided_by_hand_are_right() -> None:

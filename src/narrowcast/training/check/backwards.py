@@ -93,8 +93,8 @@ class Backwards:
         """Inspect an op of the forward that may scale a loss; return a finding if it was scaled before. tensors: the
         inputs; power: of the result; scales: those among the inputs, by storage key.
         """
-        of_losses = [self._powers.of(t).power for t in tensors if t.requires_grad]
-        before = [power for power in of_losses if power is not None]
+        of_losses = [self._powers.of(t) for t in tensors if t.requires_grad]
+        before = [one.power for one in of_losses if one.power is not None]
         if (power.power or scales) and not any(before):
             [*by] = scales.items()
             node = autograd.next_sequence_number() - 1
@@ -109,7 +109,14 @@ class Backwards:
                 "Scale it once: scaler.scale(loss).backward().",
                 loop_line(),
             )
+        elif any(one.is_gradient for one in of_losses) and before and (power.power or 0) > max(before) and scales:
+            return self._of_scaled("a loss is computed of gradients that are multiplied by the loss scale", loop_line())
         return None
+
+    @staticmethod
+    def _of_scaled(what: str, site: Site) -> Found:
+        todo = "Divide them first: gradients = [g / scaler.get_scale() for g in gradients]."
+        return "scaled gradients in a loss", f"{what}: it changes with the scale", todo, site
 
     def gave(self, results: Iterable[torch.Tensor]) -> None:
         """Note the results of a call of a backward: those of a scaled loss are multiplied by its scale."""
@@ -143,13 +150,8 @@ class Backwards:
         numbers = mixed.keys() & autograd.numbers_before(root.grad_fn) if mixed else set()
         if numbers:
             into = mixed[min(numbers)]
-            self.found.append((
-                "scaled gradients in a loss",
-                f"{into.op} puts gradients that are multiplied by the loss scale together with what is not, and a loss "
-                "is computed of it: it changes with the scale",
-                "Divide them first: gradients = [g / scaler.get_scale() for g in gradients].",
-                into.site,
-            ))  # fmt: skip
+            what = f"{into.op} puts gradients that are multiplied by the loss scale together with what is not, and a "
+            self.found.append(self._of_scaled(f"{what}loss is computed of it", into.site))
 
     def unscales(self, call: SeenCall, never_skips: bool) -> bool:
         """Inspect a call that unscales gradients: those of a loss that was not scaled should not be. never_skips: the

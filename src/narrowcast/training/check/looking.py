@@ -25,13 +25,14 @@ from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import UPDATES, Begun, Exact, no_longer_finite, told
-from narrowcast.training.check.gradients import Found, Gradients, Underflow, Updates
+from narrowcast.training.check.gradients import Found, Gradients, Updates
 from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
 from narrowcast.training.check.rounded import RoundedWeights
 from narrowcast.training.check.scaled_by import NEVER_SKIPPED
 from narrowcast.training.check.sums import Sums, low_statistics
+from narrowcast.training.check.underflow import Underflow
 
 COSTS_TIME = "weights cast again"
 
@@ -63,10 +64,8 @@ class LoopObserver(Observer):
         self._backwards = Backwards(self._powers)
         self._exact = Exact(kept.was_there, self._gradients)
         self._sums = Sums(kept.was_there)
-        self._stale = Stale()
+        self._stale, self._reduced, self._rounded = Stale(), Reduced(), RoundedWeights()
         self._underflow = Underflow()
-        self._reduced = Reduced()
-        self._rounded = RoundedWeights()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -354,7 +353,8 @@ class LoopObserver(Observer):
         self._sums.end_of_step()
         self._say(self._underflow.end_of_step())
         lost = self._exact.end_of_step(self._kept.states(), self._backwards.trained)
-        for finding in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
+        trained = self._backwards.trained | self._kept.optimized()
+        for finding in (*told(lost, self._kept.names(), trained), *self._backwards.found):
             self._say(finding)
         self._backwards.found.clear()
         self._broken = self._broken or no_longer_finite(self._kept, loop_line())
