@@ -1,9 +1,11 @@
 """`nc.check_training` leaves the variables that a step assigns as it found them, wherever they are."""
 
 import itertools
+import random
 from collections import deque
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,22 @@ def of_globals():
     return step, lambda: (NUMBER, TRACE["last"])
 
 
+def of_numpy():
+    """A replay buffer in an array, written in place, and generators of their own."""
+    (model, optimizer, x), rewards = parts(), np.zeros(8)
+    draw = {"numpy": np.random.default_rng(0), "old": np.random.RandomState(0), "python": random.Random(0)}
+
+    def step():
+        rewards[int(draw["numpy"].integers(8))] += draw["old"].rand() + draw["python"].random()
+        return trained(model, optimizer, x * (1 + float(rewards.sum())))
+
+    def now():
+        old, python = draw["old"].get_state(), draw["python"].getstate()
+        return rewards.tolist(), draw["numpy"].bit_generator.state, old[2], old[1].tolist(), python
+
+    return step, now
+
+
 class Trainer:
     """What a trainer counts, and a part of it that counts, too."""
 
@@ -109,6 +127,7 @@ CASES = {
     "cells": of_cells,
     "a function inside": of_a_function_inside,
     "globals": of_globals,
+    "numpy": of_numpy,
     "a method": of_an_object,
     "a partial": lambda: of_an_object(lambda trainer: partial(trainer.step, 2.0)),
     "a lambda": lambda: of_an_object(lambda trainer: lambda: trainer.step(2.0)),

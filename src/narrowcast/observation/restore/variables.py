@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dis
+import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -16,19 +18,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
+_LARGEST = 1 << 26
+"""Of an array of numpy, in bytes: larger ones are data, of which no copy is made."""
+
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_GENERATORS)
 
 
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
     the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Items of
     lists and dicts that they name are as before; what was added stays there, for code that collects results. A deque,
-    which steps replay, holds what it held. An iterator goes on where it was left.
+    which steps replay, holds what it held, and so do arrays of numpy; generators of random numbers go back. An iterator
+    goes on where it was left.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._cells: list[tuple[CellType, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
         self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._seen: set[int] = set()
         inner = function
         while isinstance(inner, partial):
@@ -54,6 +65,10 @@ class Variables:
                     items.append(value)
                 elif items[at] is not value:
                     items[at] = value
+        for array, copy in self._arrays:
+            array[...] = copy
+        for restore, state in self._generators:
+            restore(state)
 
     def _look(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, _OTHERS):
@@ -67,6 +82,15 @@ class Variables:
                 self._look(one)
         elif isinstance(value, FunctionType):
             self._look_around(value)
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.nbytes <= _LARGEST and value.dtype != object:
+                self._arrays.append((value, value.copy()))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._generators.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self._generators.append((value.set_state, value.get_state()))
         elif isinstance(value, list | deque):
             self._listed.append((value, list(value)))
             self._look_at_items(value)
@@ -79,7 +103,7 @@ class Variables:
     def _look_at_items(self, items: Any) -> None:
         """Look at the objects of the file in a container, and at containers; it may be long."""
         for one in items:
-            if isinstance(one, list | deque | dict | FunctionType | MethodType) or type(one).__module__ == self._file:
+            if isinstance(one, _LOOKED_INTO) or type(one).__module__ == self._file:
                 self._look(one)
 
     def _look_around(self, function: FunctionType) -> None:

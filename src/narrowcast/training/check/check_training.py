@@ -34,9 +34,9 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     it, if that is to be checked. Nothing in it changes. inputs: its arguments, as for `explain`.
     Afterwards all memory that existed before is restored (weights, buffers, averages, the state of optimizers), and so
     are gradients, modules' flags, groups, schedules, scalers, random state and generators, and the variables that the
-    function assigns: `nonlocal`, `global`, attributes of its object, items of lists and dicts, what deques hold.
-    What it adds to a list stays there; batches that it takes from an iterator are taken. A copy of what is written to
-    is held meanwhile.
+    function assigns: `nonlocal`, `global`, attributes of its object, items of lists and dicts, what deques hold, and
+    arrays of numpy of up to 64 MiB. What it adds to a list or a dict stays there; batches that it takes from an
+    iterator are taken. A copy of what is written to is held meanwhile.
 
     Reported, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
     evaluation), or inside (backward, optimizer, weights written to); what is lost to rounding (updates of weights,
