@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ Maker = tuple[str, Any]
 """The op and the module of a call with a result in a low format."""
 _MAKERS = 4
 """How many makers of one value are tried, the nearest first."""
+_FURTHER = 32
+"""How many more are, where these do not help: what sums read, too."""
 _STEPS = 4096
 """How many calls are remembered."""
 _LEFT = 0.9
@@ -159,56 +161,74 @@ class LowMakers:
     def of(self, call: SeenCall, tensors: Iterable[torch.Tensor]) -> Rounded:
         """Return the calls that made, in a low format, the values of these arguments of a call."""
         rounded = Rounded(call, list(self._steps))
-        wanted = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
+        before = {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
+        wanted = set(before)  # of what was before, what no sum has read since
         for number in reversed(range(len(rounded.steps))):
             step = rounded.steps[number]
             keys = {held.key for held in step.gave}
-            if wanted.isdisjoint(keys):
+            if before.isdisjoint(keys):
                 continue
-            wanted -= keys
-            if step.passes:
-                wanted |= {held.key for held in step.tensors()}
+            is_near = not wanted.isdisjoint(keys) and len(rounded.makers) < _MAKERS
+            read = {held.key for held in step.tensors()}
+            before, wanted = before - keys | read, wanted - keys | (read if is_near and step.passes else set())
             if step.maker is not None:
-                rounded.makers.setdefault(step.maker, []).append(number)
-            if len(rounded.makers) == _MAKERS or not wanted:
+                makers = rounded.makers if is_near else rounded.further
+                makers.setdefault(step.maker, []).append(number)
+            if len(rounded.further) == _FURTHER or not before:
                 break
+        rounded.are_all = len(rounded.further) < _FURTHER
         return rounded
 
 
 @dataclass(slots=True)
 class Rounded:
-    """The makers of a call's inputs, with the numbers of their steps, the nearest first. left: how many values are not
-    finite with the makers in fp32 that `proof` returned.
+    """The makers of a call's inputs, with the numbers of their steps, the nearest first, and those further before; and
+    whether these are all. left: how many values are not finite with the makers in fp32 that `proof` returned.
     """
 
     call: SeenCall
     steps: list[_PassedStep]
     makers: dict[Maker, list[int]] = field(default_factory=dict)
+    further: dict[Maker, list[int]] = field(default_factory=dict)
+    are_all: bool = True
     left: int = 0
     _steps_by_key: dict[int, list[int]] = field(default_factory=dict)
 
     def proof(self) -> tuple[list[Maker], bool]:
         """Return the makers that in fp32 make the call's result finite where it was not: one, if it does about what all
-        do; none if no choice helps. And whether all could be run again: their inputs may no longer exist.
+        do; none if no choice helps. And whether that is known: inputs of some may no longer exist.
         """
         self._steps_by_key = {}
         for number, step in enumerate(self.steps):
             for held in step.gave:
                 self._steps_by_key.setdefault(held.key, []).append(number)
-        makers = list(self.makers)
-        choices = [[maker] for maker in makers] + [makers[:n] for n in range(2, len(makers) + 1)]
+        near, further = list(self.makers), [maker for maker in self.further if maker not in self.makers]
+        some = [near[:n] for n in range(2, len(near) + 1)]
+        best, is_known = self._best([[maker] for maker in near] + some)
+        if len(best) == 1 or not further:
+            return best, is_known
+        more = [[*near, *further[:n]] for n in range(1, len(further) + 1)]
+        if not self._best(more[-1:])[0]:
+            return best, is_known and self.are_all
+        return self._best([[maker] for maker in further] + some + more)[0], True
+
+    def _best(self, choices: Sequence[list[Maker]]) -> tuple[list[Maker], bool]:
+        """Return the first choice that does about what the last does that helps, which has the most; none if none
+        helps. And whether that is known of the last of all.
+        """
         helpful: list[tuple[list[Maker], list[torch.Tensor]]] = []
+        is_known = False
         for choice in choices:
+            numbers = {n for maker in choice for n in (*self.makers.get(maker, ()), *self.further.get(maker, ()))}
             try:
-                results = self._again({number for maker in choice for number in self.makers[maker]})
+                results = self._again(numbers)
             except (_Unknown, RuntimeError, NotImplementedError):
-                continue
+                results = None
+            is_known = results is not None
             if results is not None and self._helps(results):
                 helpful.append((choice, results))
-            elif len(choice) == len(makers):  # with all of them it is the same: nothing else would help
-                return [], True
         if not helpful:
-            return [], False
+            return [], is_known
         best, results = next(pair for pair in helpful if _error(pair[1], helpful[-1][1]) <= _ALIKE)
         self.left = count_not_finite(results)
         return best, True
