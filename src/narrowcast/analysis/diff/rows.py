@@ -55,7 +55,7 @@ class Judging:
         self._of_pairs: dict[Aligned, float] = {}
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
-        self._largest, self._measured, self._jumped = 0.0, 0.0, 0.0
+        self._largest, self._of_forward, self._measured, self._jumped = 0.0, 0.0, 0.0, 0.0
         self.has_seen_choices, self.are_alike_as_a_whole = False, False
         self.places, self._of_steps = Places(values.sides), weights_moved(values)
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
@@ -110,6 +110,8 @@ class Judging:
         self._of_pairs[pair], self._by[pair] = (result.relative if result.is_known else math.nan), result.by
         self._measured = max(self._measured, result.relative if result.is_known else 0.0)
         self._largest = max(self._largest, self._measured, before)
+        if pair.a[0].id.direction == FORWARD or any(side.moves_weights for side in self.values.sides):
+            self._of_forward = self._largest  # else differences of a backward come later
         return RunRow(
             _ids(pair.a), _ids(pair.b), places.of(0, pair.a), places.of(1, pair.b), format_a, format_b, pair.by,
             verdict, result.relative, input_difference, band, result.by, result.is_part, given, why,
@@ -189,8 +191,6 @@ class Judging:
         choosers = [(x, of) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self.makers[n].choosers(of)]
         later = any(x.position > of.position for x, of in choosers)
         return later and self.values.results(module_calls_of(pair)[0]).relative <= band
-
-    # -- between calls that are pairs ----------------------------------------------------------------------------------
 
     def _reads_other(self, pair: Aligned, name: str, inputs: Distance) -> str:
         """Return why an argument differs by more than the calls that made it explain: empty if due to calls without a
@@ -272,11 +272,13 @@ class Judging:
 
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
         """Return how much tensors made by these calls may differ; those that no call made may be copies of any."""
-        if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
-            return self._round_off.of_inputs(pair) + GAIN_OF_PASSING * self._largest
+        is_forward = pair.a[0].id.direction == FORWARD
+        largest = self._of_forward if is_forward else self._largest
+        if not (a.alone or a.known or b.alone or b.known) and is_forward:
+            return self._round_off.of_inputs(pair) + GAIN_OF_PASSING * largest
         earlier = [self._of_pairs.get(self.paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
-        before = max((self._largest if math.isnan(each) else each for each in earlier), default=0.0)
+        before = max((largest if math.isnan(each) else each for each in earlier), default=0.0)
         if any(self.values.sides[n].has_moved(number) for n, x in alone for _, number in x.call.inputs):
             before = max(before, self._of_steps)
         bands = sum(self._round_off.of_call(n, x) for n, x in alone)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
-from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
+from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
 from narrowcast.runtime.torch_surface.modules import optimized_by
 
 T = TypeVar("T")
@@ -28,8 +28,11 @@ class _Parameter:
 
     @property
     def is_another(self) -> bool:
-        """Whether it was given other memory, `parameter.data = ...`, or written to by an op that was recorded."""
-        return not self.parameter.is_leaf or where_it_lies(self.parameter.data) != where_it_lies(self.data)
+        """Whether it was given other memory, `parameter.data = ...`, a gradient without any, of a run on fake tensors,
+        or was written to by an op that was recorded.
+        """
+        is_written = not self.parameter.is_leaf or where_it_lies(self.parameter.data) != where_it_lies(self.data)
+        return is_written or type(self.parameter.grad) is FakeTensor is not type(self.gradient)
 
     def restore(self) -> None:
         if not self.parameter.is_leaf:
@@ -95,10 +98,6 @@ class LivingObjects:
         tensors, self._tensors = self._tensors, []
         owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
         return tensors + [t.grad for t in owned if t.grad is not None]
-
-    def has(self, optimizer: Any) -> bool:
-        """Return whether an optimizer was there."""
-        return id(optimizer) in self._optimizers
 
     def model(self, model: Module) -> None:
         """Restore a called model later, with what is in it."""

@@ -1,4 +1,4 @@
-"""Steps of optimizers, refused where a program is run to be looked at: its state is kept, an optimizer's is not."""
+"""Optimizers that step in a run, restored: what they have, the weights that they train, and their scalers."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import Origin, RunError
+from narrowcast.observation.restore.memory import Memory, in_memory
 from narrowcast.observation.restore.objects import LivingObjects
-from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_surface.dispatch import quietly
-from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.fx import FakeTensor
+from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 
 @contextmanager
-def without_steps(name: str) -> Iterator[None]:
-    """Raise RunError before an optimizer steps inside that was there before, and restore the gradients of its
-    parameters. One that the program makes itself may step. name: of the program.
+def restored_steps() -> Iterator[None]:
+    """Restore the optimizers that step inside and were there before: weights, gradients, moments, groups, schedules,
+    and the scales of scalers. A function does not say which it uses.
     """
     with quietly():
-        living = LivingObjects(())
+        living, memory = LivingObjects(()), Memory()
         living.tensors()  # which are not to be held
 
-    def refuse(optimizer: Any) -> None:
-        if living.has(optimizer):
+    def before(optimizer: Any) -> None:
+        with quietly():
             living.optimizer(optimizer)
-            site = find_site(with_names=False)
-            raise RunError(
-                name, f"it steps an optimizer ({type(optimizer).__name__}), and may run several times here",
-                (Origin(site.file, site.line),) if site.file else (),
-                "Give a function that returns the loss, with backward=True where that can be given. "
-                "nc.check_training(step) looks at whole steps; with nc.capture() as run: captures them.",
-            )  # fmt: skip
+            scales = [list(vars(scaler).values()) for scaler in living.scalers]
+            for tensor in in_memory(*optimized_by(optimizer), *optimizer.state.values(), *scales):
+                if not isinstance(tensor, FakeTensor):
+                    memory.copy(tensor)
 
     try:
-        with told_of_optimizer_steps(refuse, before=True):
+        with told_of_optimizer_steps(before, before=True):
             yield
     finally:
         with quietly(), torch.no_grad():
             living.restore()
+            memory.restore()

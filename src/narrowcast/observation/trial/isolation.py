@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
-from narrowcast.observation.restore.steps import without_steps
+from narrowcast.observation.restore.steps import restored_steps
 from narrowcast.runtime.devices.device import is_here, random_state_kept
-from narrowcast.runtime.torch_bridge.case import name_of
 from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
@@ -42,8 +41,7 @@ def isolated(
     What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
     without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
     model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
-    runs itself; the attributes and buffers of the modules that it calls are restored, and it may not step an optimizer
-    that is there already (RunError).
+    runs itself; the attributes and buffers of the modules that it calls are restored, and optimizers that it steps.
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
@@ -55,7 +53,7 @@ def isolated(
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         if not isinstance(model, torch.nn.Module):
-            stack.enter_context(without_steps(name_of(model)))
+            stack.enter_context(restored_steps())
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731

@@ -84,9 +84,11 @@ def _first_rule(row: Finding) -> Shown:
 
 def _todos(row: Finding) -> list[Todo]:
     """Return a line for each rule that fixes the finding, or its advice."""
-    why = " ".join(filter(None, (f"{row.sentence}.", row.advice)))
+    where = f" ({row.file}:{row.line})" if row.file else ""
+    sentence = row.sentence if row.made_by == TREND else f"{row.id}{where} makes {row.what}: {row.sentence}"
+    why = " ".join(filter(None, (f"{sentence}.", row.advice)))
     if not row.rules:
-        return [Todo(row.advice or row.sentence, row.sentence if row.advice else "", path=row.id.module_path)]
+        return [Todo(row.advice or row.sentence, sentence if row.advice else "", path=row.id.module_path)]
     return [rule_todo(rule, why, len(row.rules)) for rule in row.rules]
 
 

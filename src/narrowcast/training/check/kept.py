@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from narrowcast.observation.restore.memory import Memory, in_memory
 from narrowcast.observation.restore.objects import LivingObjects
-from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.reports.results.scaler_history import History
-from narrowcast.runtime.torch_bridge import LOW, OpFacts, tensors_in, values_of, written_tensors
+from narrowcast.runtime.torch_bridge import LOW, OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
@@ -31,11 +31,11 @@ class KeptMemory:
     def __init__(self) -> None:
         with quietly():
             self._living = LivingObjects((Findings, History, LossScale, Steps))
-            there = _in_memory(self._living.tensors())
+            there = in_memory(self._living.tensors())
             self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
         self._models: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, Any] = {}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory = Memory()
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._low_at_end: dict[str, bool] | None = None
         self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps
@@ -56,7 +56,7 @@ class KeptMemory:
             with quietly():
                 self._living.optimizer(optimizer)
                 if not is_seen:
-                    for tensor in _in_memory(*optimized_by(optimizer), *optimizer.state.values()):
+                    for tensor in in_memory(*optimized_by(optimizer), *optimizer.state.values()):
                         self._copy(tensor)
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -73,10 +73,8 @@ class KeptMemory:
         return targets
 
     def _copy(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        if key in self._there and key not in self._copies:
-            whole = _whole(tensor)
-            self._copies[key] = whole, whole.clone()
+        if storage_key(tensor) in self._there:
+            self._memory.copy(tensor)
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -86,16 +84,16 @@ class KeptMemory:
 
     def gradients(self) -> set[int]:
         """Return the storage keys of the current gradients of the parameters of models and optimizers."""
-        return {storage_key(t) for t in _in_memory([gradient_of(parameter) for _, parameter in self._parameters()])}
+        return {storage_key(t) for t in in_memory([gradient_of(parameter) for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
         """Return the names of the models' parameters, by storage key."""
         rows = self._parameters()
-        return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
+        return {storage_key(part): name for name, parameter in rows if name for part in in_memory(parameter)}
 
     def weights(self) -> list[torch.Tensor]:
         """Return the parameters of models and optimizers as they lie in memory."""
-        return _in_memory([parameter for _, parameter in self._parameters()])
+        return in_memory([parameter for _, parameter in self._parameters()])
 
     def scales(self) -> set[int]:
         """Return the storage keys of the scales of all scalers."""
@@ -109,7 +107,7 @@ class KeptMemory:
 
     def states(self) -> list[torch.Tensor]:
         """Return the state of the optimizers that have stepped, as it lies in memory."""
-        return [t for optimizer in self._optimizers.values() for t in _in_memory(list(optimizer.state.values()))]
+        return [t for optimizer in self._optimizers.values() for t in in_memory(list(optimizer.state.values()))]
 
     def trained(self) -> set[int]:
         """Return the parameters, by identity, of the optimizers that have stepped."""
@@ -117,14 +115,14 @@ class KeptMemory:
 
     def optimized(self) -> set[int]:
         """Return the storage keys of the parameters of the optimizers that have stepped."""
-        return {storage_key(t) for o in self._optimizers.values() for t in _in_memory(list(optimized_by(o)))}
+        return {storage_key(t) for o in self._optimizers.values() for t in in_memory(list(optimized_by(o)))}
 
     @property
     def trains_what_was_there(self) -> bool:
         """Whether weights of an optimizer that has stepped, or else those of models, were there before the steps."""
         stepped = [parameter for optimizer in self._optimizers.values() for parameter in optimized_by(optimizer)]
         trained = stepped or [parameter for _, parameter in self._parameters() if parameter.requires_grad]
-        return any(map(self.was_there, _in_memory(trained)))
+        return any(map(self.was_there, in_memory(trained)))
 
     def low_weights(self) -> dict[str, bool]:
         """Return whether the models' weights in low formats that require gradients were written to, or replaced, by
@@ -133,7 +131,7 @@ class KeptMemory:
         if self._low_at_end is not None:
             return self._low_at_end
         low = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.dtype in LOW]
-        return {name: not all(map(self._is_untouched, _in_memory(p))) for name, p in low}
+        return {name: not all(map(self._is_untouched, in_memory(p))) for name, p in low}
 
     def no_longer_finite(self) -> list[str]:
         """Return the names of the models' parameters that held numbers before the steps, and now NaN or infinity."""
@@ -141,12 +139,12 @@ class KeptMemory:
         with quietly():
             return [
                 names[key]
-                for key, (now, before) in self._copies.items()
+                for key, now, before in self._memory.items()
                 if key in names and now.is_floating_point() and not is_finite(now) and is_finite(before)
             ]
 
     def _is_untouched(self, tensor: torch.Tensor) -> bool:
-        return self.was_there(tensor) and storage_key(tensor) not in self._copies
+        return self.was_there(tensor) and tensor not in self._memory
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         named = [row for model in self._models.values() for row in model.named_parameters()]
@@ -162,14 +160,11 @@ class KeptMemory:
         """Restore all memory, objects and generators."""
         with quietly():
             self._low_at_end = self.low_weights()
-            for whole, before in self._copies.values():
-                if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # not resized since
-                    with torch.inference_mode(whole.is_inference()):
-                        whole.copy_(before)
+            self._memory.restore()
             self._living.restore()
             for _, parameter in self._parameters():
-                parts = _in_memory(parameter)
-                if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():
+                parts = in_memory(parameter)
+                if any(part in self._memory for part in parts) and not parameter.is_inference():
                     increment_version(parameter)  # a write through .data does not: cached casts depend on it
             for generator, state in self._generators.values():
                 generator.set_state(state)
@@ -177,16 +172,4 @@ class KeptMemory:
 
 def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes to, as they lie in memory."""
-    return _in_memory(written_tensors(facts, args, kwargs))
-
-
-def _in_memory(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested arguments as they lie in memory: this rank's part of a DTensor, sparse values."""
-    tensors = tensors_in(*trees)
-    return [t for t in (values_of(t) if t.layout is not torch.jagged else t for t in tensors) if has_storage(t)]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole memory of a tensor as a vector; both share a version counter."""
-    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((elements,), (1,), 0)
+    return in_memory(written_tensors(facts, args, kwargs))
