@@ -737,6 +737,46 @@ def test_a_capture_advises_rules_for_calls_that_make_what_is_not_finite():
     assert [todo.path for todo in run.todos] == ["0"]
 
 
+class Quotients(nn.Module):
+    """Gives 0/0 where all of a row is zero."""
+
+    def forward(self, x):
+        return x / x.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("ends", [nn.Softmax(-1), Quotients(), Log()], ids=["pole", "quotient", "logarithm"])
+def test_a_capture_advises_no_rule_where_no_format_helps(ends):
+    """A quotient by zero, or a logarithm of it, is the same in fp32; an overflow before it is another fault."""
+    x = torch.zeros(2, 4) if not isinstance(ends, nn.Softmax) else torch.full((2, 4), torch.nan)
+    run = nc.capture(nn.Sequential(nn.ReLU(), ends), (x,), under="fp16")
+    assert run.verdict == "not finite"
+    assert not [todo.rule for todo in run.todos if todo.rule]
+    assert [todo.what for todo in run.todos] == ["Run it inside nc.watch()"]
+
+
+class Bags(nn.Module):
+    """The means of bags, of which one is empty."""
+
+    def forward(self, x, number):
+        return x * torch.where(number > 0, 1 / number, 0.0)[:, None]
+
+
+def test_what_goes_no_further_is_no_fault():
+    """A quotient by an empty bag's size, a whole number; what the CTC loss keeps for its backward alone."""
+    run = nc.capture(Bags(), (torch.rand(3, 4), torch.tensor([4, 0, 2])), under="bf16")
+    assert run.verdict == "finite" and run.not_finite()
+    lengths, targets = (torch.tensor([20, 18, 15]), torch.tensor([5, 4, 3])), torch.randint(1, 12, (3, 5))
+
+    def loss(scores):
+        return nn.functional.ctc_loss(scores.float().log_softmax(-1), targets, *lengths)
+
+    model, inputs = nn.Linear(16, 12), (torch.randn(20, 3, 16),)
+    run = nc.capture(model, inputs, under="bf16", backward=loss)
+    assert run.verdict == "finite" and not run.not_finite()
+    compared = nc.compare(model, inputs, under="bf16", backward=loss)
+    assert compared.verdict == "round-off" and not any("two runs" in note for note in compared.notes)
+
+
 def test_ops_on_lists_make_what_they_write_and_gradients_are_those_of_the_backward():
     """An average of weights is made by the op that writes it; a gradient that is clipped is not another one."""
     model, average, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)

@@ -66,9 +66,9 @@ class TestRun:
     @pytest.mark.parametrize(
         ("low", "came_infinite", "nan", "value", "said"),
         [
-            (-1.0, False, 0.0, "-inf", "that were given, filled in as masks are, or go no further"),
-            (-3.4e38, False, 0.0, "1", "that were given, filled in as masks are, or go no further"),
-            (-1.0, True, 0.0, "1", "that were given, filled in as masks are, or go no further"),
+            (-1.0, False, 0.0, "-inf", "which were given, fill masks, or go no further"),
+            (-3.4e38, False, 0.0, "1", "which were given, fill masks, or go no further"),
+            (-1.0, True, 0.0, "1", "which were given, fill masks, or go no further"),
             (-1.0, False, 0.0, "1", "the first from finite inputs: aten.masked_fill.Scalar #1"),
             (-1.0, False, 0.5, "-inf", "the first from finite inputs: aten.masked_fill.Scalar #1"),
             (-1.0, True, 0.5, "1", "the first from finite inputs: aten.masked_fill.Scalar #1"),

@@ -124,7 +124,7 @@ class Keep(Compared):
                 self.calls[maker].cast_to.append(results[0].dtype)
             return
         samples = [self._sample(t) for t in results]
-        sums = tuple(checksum(t) for t in results) if self._checksums else ()
+        sums = tuple(map(checksum, results)) if self._checksums else ()
         self.calls[call.id] = kept = kept_of(call, results, samples, sums)
         for tensor in results:
             self._makers.put(tensor, call.id)
@@ -238,7 +238,7 @@ class RunAlone(Compared):
         kept = self._reference.get(call.id)
         if call.is_cast or kept is None:
             return
-        sums = tuple(checksum(t) for t in call.results if is_floating(t))
+        sums = tuple(map(checksum, returned(call)))
         self.found[call.id] = Alone(sums == kept.checksums, call.notes.get("alone") or [])
 
 

@@ -40,7 +40,7 @@ class RunFlow:
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.results: list[tuple[int, str, TensorFacts]] = []
-        self.makers: list[Node] = []
+        self.overflowing: list[Node] = []
         """Those that give NaN or infinities of finite inputs."""
         self._made: dict[int, int] = {}
         self._like: dict[tuple[Any, ...], int] = {}
@@ -103,12 +103,14 @@ class RunFlow:
         shapes, out_shapes = ([self.tensors[n].shape for _, n in named] for named in (call.inputs, call.outputs))
         node.multiplications = multiplications(call.id.op, shapes, out_shapes, ("transposed", "True") in call.given)
         node.facts = tuple((name, tensor_words(facts)) for name, facts in results)
-        bad = [name for name, facts in results if not facts.is_finite]
+        bad = {name: self.tensors[n] for name, n in call.returned if not self.tensors[n].is_finite}
         if bad:
             node.verdict = "not finite"
             clean = all(facts.is_finite for facts in read)
-            node.finding = f"{bad[0]} is not finite{', and its inputs are' if clean else '; nor are its inputs'}"
-            self.makers += [node] * clean
+            inputs = ", and its inputs are" if clean else "; nor are its inputs"
+            node.finding = f"{next(iter(bad))} is not finite{inputs}"
+            overflows = not (any(facts.nan for facts in bad.values()) or call.may_be_at_pole(read))
+            self.overflowing += [node] * (clean and overflows)
         return node
 
 

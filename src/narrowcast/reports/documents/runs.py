@@ -13,6 +13,7 @@ from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.run import Run
 
 CASTS = "Each cast, from input and compute dtypes"
+_WATCH = Todo("Run it inside nc.watch()", "which tries in what formats the first of these calls is finite")
 
 
 def run_document(run: Run) -> Document:
@@ -39,9 +40,9 @@ def run_document(run: Run) -> Document:
         Figure("not finite", len(bad), "calls", "bad" if bad else "good"),
     ]
     page.bars = format_bars(nodes)
-    makers = (n for n in flow.makers if n.finding and high_rule(n))  # others only pass it on
+    makers = (n for n in flow.overflowing if n.finding and high_rule(n))  # others only pass it on
     todos = (Todo(keeping(n.op, n.path), n.finding, high_rule(n), n.path) for n in makers)
-    page.todos = list({todo.what: todo for todo in todos}.values())
+    page.todos = list({todo.what: todo for todo in todos}.values()) or [_WATCH] * (tone == "bad")
     page.tables = [
         *finding_table(nodes), *op_table(nodes), *edge_cast_table("casts", CASTS, page.graph, page.graph.edges),
         *module_table(nodes), *_tensors(nodes, flow),
@@ -67,7 +68,7 @@ def run_verdict(run: Run) -> tuple[str, str]:
         return text, "bad"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
-    text = f"Every value is finite, but infinities in {calls} that were given, filled in as masks are, or go no further"
+    text = f"Every value is finite but the infinities of {calls}, which were given, fill masks, or go no further"
     return text, "good"
 
 

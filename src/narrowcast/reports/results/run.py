@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.core.ops import named
 from narrowcast.errors import RunError
 from narrowcast.output.words import counted
 from narrowcast.reports.results.headroom import Headroom, headroom_of
@@ -113,8 +112,10 @@ class Run(Result):
         return headroom_of(self.calls, self.tensors, tolerance)
 
     def not_finite(self) -> list[CallRecord]:
-        """Return the calls whose output has a NaN or an infinity, in order."""
-        return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
+        """Return the calls whose output has a NaN or an infinity, in order; what they give for their backward alone is
+        none.
+        """
+        return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.returned)]
 
     def first_not_finite(self) -> CallRecord | None:
         """Return the first call that made NaN, or an infinity out of finite inputs: not one that it was given to fill
@@ -123,12 +124,12 @@ class Run(Result):
         bad = self.not_finite()
         end_finite = bool(bad) and self._end_finite(bad)
         for call in bad:
-            inputs, outputs = ([self.tensors[n] for _, n in those] for those in (call.inputs, call.outputs))
+            inputs, outputs = ([self.tensors[n] for _, n in those] for those in (call.inputs, call.returned))
             has_nan = any(t.nan for t in outputs)
             if all(t.is_finite for t in inputs):
                 is_filled_in = any(value in ("inf", "-inf") for _, value in call.given)
-                is_at_pole = call.id.op.split(".")[1] in named("finite.not_at_zero") and any(t.zeros for t in inputs)
-                is_meant = is_filled_in or any(t.is_mask for t in inputs) or (is_at_pole and end_finite)
+                is_at_pole = end_finite and call.may_be_at_pole(inputs)
+                is_meant = is_filled_in or is_at_pole or any(t.is_mask for t in inputs)
                 if has_nan or not is_meant:
                     return call
             elif has_nan and not any(t.nan for t in inputs):
@@ -139,14 +140,14 @@ class Run(Result):
         """Return whether these calls make no NaN, and infinities that others read, which no model returns."""
         read = {number for call in self.calls for _, n in call.inputs for number in (n, self.tensors[n].lies_in)}
         kept = {*self.returned, *(row["gradient"] for row in self.parameters.values() if "gradient" in row)}
-        made = (n for call in bad for _, n in call.outputs if not self.tensors[n].is_finite)
+        made = (n for call in bad for _, n in call.returned if not self.tensors[n].is_finite)
         return all(not self.tensors[n].nan and n in read and n not in kept for n in made)
 
     @property
     def verdict(self) -> str:
         """`not finite` where a call made a NaN or an infinity, or was given a NaN; else `finite`."""
         bad = self.not_finite()
-        has_nan = any(self.tensors[n].nan for call in bad for _, n in call.outputs)
+        has_nan = any(self.tensors[n].nan for call in bad for _, n in call.returned)
         return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
 
     def data(self) -> dict[str, Any]:

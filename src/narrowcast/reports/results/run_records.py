@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ops import named
 from narrowcast.formats import FORMATS, Format, fp16
 
 
@@ -132,6 +133,20 @@ class CallRecord:
     is_cast: bool = False
     callers: Lines = ()
     views: Lines = ()
+
+    @property
+    def returned(self) -> tuple[tuple[str, int], ...]:
+        """Its outputs, without what is for its backward alone."""
+        return self.outputs[:1] if self.name in named("finite.keep") else self.outputs
+
+    @property
+    def name(self) -> str:
+        """The op without its namespace and overload."""
+        return self.id.op.split(".")[1]
+
+    def may_be_at_pole(self, inputs: Iterable[TensorFacts]) -> bool:
+        """Return whether it may be infinite, or NaN, for an input is zero; what whole numbers hold is not known."""
+        return self.name in named("finite.not_at_zero") and any(t.zeros or not t.inspected for t in inputs)
 
 
 TENSOR_COLUMNS, CALL_COLUMNS = (tuple(f.name for f in fields(kind)) for kind in (TensorFacts, CallRecord))
