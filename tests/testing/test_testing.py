@@ -299,6 +299,14 @@ def test_all_front_ends_agree(net, fresh_dynamo):
     assert not found.not_taken and not found.disagreements and not found.as_a_whole
 
 
+def test_results_that_are_cast_back_are_results_all_the_same(fresh_dynamo):
+    """In eager code by the call, in graphs and scripts by a conversion behind it."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Sigmoid(), torch.nn.ReLU())
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.sigmoid", "inside"))
+    found = assert_front_ends_agree(model, (torch.randn(4, 16),), under=policy)
+    assert found.calls == {"compile": 3, "export": 3, "script": 3} and not found.disagreements
+
+
 class Elsewhere(Net):
     """Code that computes otherwise where it is compiled."""
 

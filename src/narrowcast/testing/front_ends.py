@@ -110,6 +110,8 @@ class _Formats(Observer):
 
     def after(self, call: SeenCall) -> None:
         result = format_names([t.dtype for t in call.results])
+        if call.plan is not None and call.plan.results:  # conversions of their own in graphs and scripts
+            result = str(call.plan.computes_in or call.computes)
         if not call.is_cast and (call.computes or result):
             rule = call.rule.label if call.rule is not None else ""
             self.calls.append(RanCall(call.id, call.computes, result, rule, call.site.file, call.site.line))

@@ -189,7 +189,7 @@ def _todos(result: Explanation) -> list[Todo]:
             why = ": ".join(["it matched nothing", *filter(None, known)])
             todos.append(Todo(f"Fix or delete the rule {row.rule}", f"{why} ({at})" if at else why))
     todos += ledgers.advice_todos(result.ledger, "rule without effect" if result.rules else "")
-    of_casts = ledgers.cast_todos(result.ledger, result.front_end in ("compile", "export"), result.gradients)
+    of_casts = ledgers.cast_todos(result.ledger, result.front_end != "eager", result.gradients)
     is_placed = bool(placements.placed_graphs(result.graphs))  # formats are chosen by time already
     if comparison is not None and comparison.time_ratio > SLOWER and comparison.is_clear and not is_placed:
         on = spent(comparison)

@@ -9,6 +9,9 @@ from itertools import accumulate
 from operator import attrgetter
 
 from narrowcast.core.ledger.records import Cast, Tally, Totals
+from narrowcast.core.ops import op_kind
+from narrowcast.core.ops.facts import MOVEMENT, NORM
+from narrowcast.formats import FORMATS
 from narrowcast.output.console import in_bytes
 from narrowcast.output.words import counted
 from narrowcast.reports.documents import tables
@@ -22,6 +25,8 @@ TIMED = (
     "The time is that of the calls before, one after the other, as it was measured or predicted for each; calls that "
     "could not choose their format, and casts, are not in it."
 )
+_MUCH = 0.1
+"""The share of the bytes in casts from which on it is advised to look at an op."""
 MOST_ARROWS = 5
 """How many kinds of casts have lines of their own, those that move most."""
 
@@ -144,20 +149,22 @@ def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
 
 
 def _dearest(copied: list[Cast]) -> list[Todo]:
-    """Return the op whose casts to a wider format move most, and how it does without; of lists, which have a source:
-    what the user's own rules ask for is wanted.
+    """Return the norm, or op that only moves values, whose casts to a wider format move most, if that is much, and how
+    it does without; of lists, which have a source: what the user's own rules ask for is wanted. Losses, exponentials
+    and sums are in fp32 for their error.
     """
     moved = Counter[tuple[str, str, str]]()
     for cast in copied:
-        if cast.source and cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
+        widens = cast.src in FORMATS and cast_changes(cast.src, cast.dst) == "follow"
+        if cast.source and cast.direction == "forward" and widens and op_kind(cast.op).family in (NORM, MOVEMENT):
             moved[cast.op, cast.src, cast.dst] += cast.moved_bytes
-    if not moved:
-        return []
-    (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
+    (op, src, dst), most = max(moved.items(), key=lambda item: item[1], default=(("", "", ""), 0))
     share = most / (sum(cast.moved_bytes for cast in copied) or 1)
+    if share < _MUCH:
+        return []
     why = f"its casts from {src} to {dst} move {in_bytes(most)}, {share:.0%} of the bytes in casts"
     rule = call_rule(op, "", "follow", f"no casts to {dst}")
-    return [Todo(f"See what {op} costs and gives in {src}: with this rule it is not cast", why, rule)] if rule else []
+    return [Todo(f"See what {op} costs and gives in {src}, where it is not cast", why, rule)] if rule else []
 
 
 def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = ()) -> list[Table]:
