@@ -220,21 +220,21 @@ SITES = [Site("encoder.layer.0", ("lib.Layer", "lib.parts.Encoder")), Site("", (
     [
         ({"module": "encoder.layer.*"}, ""),
         ({"module": "encoder"}, ""),
-        ({"module": "encoder.layers.*"}, "module \"encoder.layers.*\" names none of the modules"
+        ({"module": "encoder.layers.*"}, "no call was made in module \"encoder.layers.*\""
                                          " (did you mean 'encoder.layer.*'?)"),
-        ({"module": "encoder.layer.00"}, "module \"encoder.layer.00\" names none of the modules"
+        ({"module": "encoder.layer.00"}, "no call was made in module \"encoder.layer.00\""
                                          " (did you mean 'encoder.layer.0'?)"),
-        ({"module": "modell"}, "module \"modell\" names none of the modules (did you mean 'model'?)"),
-        ({"module": "zzz"}, 'module "zzz" names none of the modules'),
-        ({"module": "encoder.layr"}, 'module "encoder.layr" names none of the modules'
+        ({"module": "modell"}, "no call was made in module \"modell\" (did you mean 'model'?)"),
+        ({"module": "zzz"}, 'no call was made in module "zzz"'),
+        ({"module": "encoder.layr"}, 'no call was made in module "encoder.layr"'
          ' (did you mean \'encoder.layer\'?)'),
-        ({"module_class": "Encoders"}, "class \"Encoders\" names none of the modules' classes"
+        ({"module_class": "Encoders"}, "no call was made in a module of class \"Encoders\""
          " (did you mean 'Encoder'?)"),
         ({"module_class": "Layer"}, ""),
-        ({"module_class": "Layers"}, "class \"Layers\" names none of the modules' classes (did you mean 'Layer'?)"),
-        ({"module_class": "lib.Laye"}, "class \"lib.Laye\" names none of the modules' classes"
+        ({"module_class": "Layers"}, "no call was made in a module of class \"Layers\" (did you mean 'Layer'?)"),
+        ({"module_class": "lib.Laye"}, "no call was made in a module of class \"lib.Laye\""
                                        " (did you mean 'lib.Layer'?)"),
-        ({"module": "encoder", "module_class": "Nothing"}, "class \"Nothing\" names none of the modules' classes"),
+        ({"module": "encoder", "module_class": "Nothing"}, "no call was made in a module of class \"Nothing\""),
         ({}, ""),
     ],
 )  # fmt: skip
@@ -248,7 +248,7 @@ def test_a_rule_about_a_module_s_call_is_met_by_what_runs_inside():
     """A call inside a module tells that the module is there."""
     rule = Rule("module.call", "full", module="encoder")
     assert nearest_name(rule, [Site("encoder.layer.0")]) == ""
-    assert "names none" in nearest_name(rule, [Site("decoder")])
+    assert "no call was made" in nearest_name(rule, [Site("decoder")])
 
 
 def test_a_merge_takes_settings_from_whichever_has_them():

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.repair.looking import RepairObserver
+from narrowcast.analysis.repair.looking import ForwardCall, RepairObserver
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import NarrowcastError, RefusedError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.restore.modules import restored
@@ -86,7 +87,8 @@ class Wanted:
 class Ran:
     """One run. error: what it raised. outcome: its output. relative: its error against fp32; NaN if not compared.
 
-    in_metric: whether the metric or the evaluation raised, and not the model by itself.
+    in_metric: whether the metric or the evaluation raised, and not the model by itself. own: how many calls the model
+    made before an evaluation ran it again.
     """
 
     look: RepairObserver
@@ -95,6 +97,12 @@ class Ran:
     metric: dict[str, float] = field(default_factory=dict)
     relative: float = math.nan
     in_metric: bool = False
+    own: int | None = None
+
+    @property
+    def calls(self) -> list[tuple[CallId, ForwardCall]]:
+        """The calls of the model, once."""
+        return self.look.calls[: self.own]
 
     @property
     def findings(self) -> list[Finding]:
@@ -224,6 +232,7 @@ class Checks:
             trial = replace(trial, backward=backward)
         with self._counted(ran):
             ran.outcome = trial.run(region, self._seen(ran.look, functions), dtype)
+        ran.own = len(ran.look.calls)
         if self.wanted.metric is not None and ran.error is None:
             try:
                 with torch.no_grad():

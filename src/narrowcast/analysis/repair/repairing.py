@@ -71,7 +71,7 @@ class Repairing:
             outcome = problem.said if problem is not None else "clean"  # judged again, now against fp32
             result.steps[0] = replace(result.steps[0], found=outcome, error=ran.relative)
         result.before = result.steps[0]
-        result.matmuls_before = _products(ran.look)
+        result.matmuls_before = _products(ran.calls)
         if self._fails_itself(ran, problem):
             result.verdict, result.after = BEYOND, result.before
         else:
@@ -90,7 +90,7 @@ class Repairing:
         problem = self._checks.judge(ran)
         self._compiled |= ran.look.compiled
         outcome = problem.said if problem is not None else "clean"
-        step = RepairStep(what, outcome, error=ran.relative, metric=ran.metric, products=_products(ran.look))
+        step = RepairStep(what, outcome, error=ran.relative, metric=ran.metric, products=_products(ran.calls))
         self._result.steps.append(replace(step, **facts))
         return ran
 
@@ -298,12 +298,12 @@ class Repairing:
         problem = self._checks.judge(ran)
         outcome = problem.said if problem is not None else "clean"
         result.after = RepairStep(f"under {result.policy.name}", outcome, error=ran.relative, metric=ran.metric)
-        result.matmuls_after = _products(ran.look)
+        result.matmuls_after = _products(ran.calls)
         known = load_profile(device_now(result.device_type))  # as far as this device was measured
         prices = CostModel(known) if known.samples else None
         low = FORMATS[to_dtype(result.low)]
         calls: defaultdict[Rule | None, list[tuple[CallId, ForwardCall]]] = defaultdict(list)
-        for identity, call in ran.look.calls:
+        for identity, call in ran.calls:
             calls[call.rule].append((identity, call))
         sums: defaultdict[str, float] = defaultdict(float)
         for rule in self._rules:
@@ -379,11 +379,11 @@ def _figures(ran: Ran) -> str:
     return error + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
 
 
-def _products(look: RepairObserver) -> Matmuls:
-    """Return how many products a run has, and how many of them read a low format."""
+def _products(calls: Iterable[tuple[CallId, ForwardCall]]) -> Matmuls:
+    """Return how many of these calls are products, and how many of them read a low format."""
     recurrent = named("computation.recurrent") | named("inside.of_recurrent")
-    calls = [
-        call for identity, call in look.calls
+    products = [
+        call for identity, call in calls
         if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
     ]  # fmt: skip
-    return Matmuls(sum(bool(call.low) for call in calls), len(calls))
+    return Matmuls(sum(bool(call.low) for call in products), len(products))

@@ -87,16 +87,16 @@ def _may_meet(a: Rule, b: Rule) -> bool:
 
 
 def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
-    """Return ` module "encoder.layers.*": did you mean ...?`; empty if a module, or class, fits the rule's."""
+    """Return where no call was made, and `(did you mean ...?)`; empty if a module, or class, fits the rule's."""
     sites = list(sites)
     if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in sites):
         names = sorted({name for p in sites for path in p.paths for name in _patterns(path)} - {""})
-        return f'module "{rule.module}" names none of the modules{did_you_mean(rule.module, names)}'
+        return f'no call was made in module "{rule.module}"{did_you_mean(rule.module, names)}'
     of_class = Rule(rule.op, rule.action, module_class=rule.module_class)
     if rule.module_class is not None and not any(_fits(of_class, p) for p in sites):
         names = sorted({tail for p in sites for name in p.classes for tail in (name, name.rpartition(".")[2])})
         near = did_you_mean(rule.module_class, names)
-        return f'class "{rule.module_class}" names none of the modules\' classes{near}'
+        return f'no call was made in a module of class "{rule.module_class}"{near}'
     return ""
 
 

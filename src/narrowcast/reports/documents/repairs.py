@@ -68,8 +68,8 @@ def _figures(result: Repair) -> list[Figure]:
         figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
     was, now = result.matmuls_before, result.matmuls_after
     if now.all:
-        detail = f"of {now.all} matrix multiplications; before"
-        detail += f": {was.low}" if was.all == now.all else " it did not finish"
+        detail = f"of {now.all} matrix multiplications; before: {was.low}"
+        detail += f" of {was.all}" * (was.all != now.all)
         figures.append(Figure(f"still in {result.low}", now.low, detail))
     return figures
 
@@ -105,7 +105,7 @@ def _rule_table(rows: list[RepairRule]) -> list[Table]:
          str(row.rule.action), row.cause, row.share, row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
-    columns = "module, op:op, call, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    columns = "module:module, op:op, call, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
     return table("rules", "Rules of the repaired policy", columns, cells, [row.rule.keys for row in rows])
 
 

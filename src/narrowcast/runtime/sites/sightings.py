@@ -1,4 +1,4 @@
-"""Which modules the calls were made in about which a policy's rules ask: a rule that names none of them says so."""
+"""Which modules the calls were made in about which a policy's rules ask: a rule about none of them says so."""
 
 from __future__ import annotations
 
