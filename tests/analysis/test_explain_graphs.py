@@ -236,3 +236,16 @@ def test_a_cast_before_what_only_moves_values_is_no_other_decision():
     )
     assert any(edit.kind == "follow" for edit in found.ledger.edits) and not found.differences, str(found)
     assert "BUG" not in str(found)
+
+
+def test_what_was_exported_is_explained_as_it_runs(tmp_path):
+    """With the casts that it has, loaded again, too: no region is put around it that is not asked for."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4)), torch.randn(2, 16)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="1"))
+    torch.export.save(nc.export(model, (x,), under=policy), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    found = nc.explain(loaded, (x,))
+    computed = {row.computes for row in found.op_rows() if "linear" in row.op or "addmm" in row.op}
+    assert computed == {"bf16", "fp32"} and found.ledger.totals().casts == 0
+    assert "with its own casts" in found.note and "policy: none" in str(found)
+    assert nc.explain(loaded, (x,), under="bf16").ledger.totals().casts > 0

@@ -31,6 +31,7 @@ from narrowcast.errors import GoalError, NarrowcastError, RegionError, first_lin
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
 from narrowcast.frontends.eager.registered import leaves_no_kernels
+from narrowcast.frontends.exported.export import is_exported
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
@@ -41,6 +42,7 @@ from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps
 from narrowcast.observation.trial.trial import Trial, detached, parameters_of
+from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
@@ -96,6 +98,9 @@ def explain(
     trial = Trial.of("explain", model, inputs)
     own_device = trial.device_type
     asked = asked_or_around("explain", under, own_device, device)
+    is_as_made = not asked.is_there and is_exported(trial.model)
+    if is_as_made:
+        asked = replace(asked, policy=NOTHING)
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     wanted = as_goal(goal)
@@ -109,7 +114,8 @@ def explain(
     fast = replace(asked, policy=chosen).fast_dtype_on(device_type)
     opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
     low = str(FORMATS[fast])
-    found = Explanation(trial.name, device_type, low, chosen.name, resolved.digest, "nothing was run", "", Ledger())
+    names = ("", "") if is_as_made else (chosen.name, resolved.digest)
+    found = Explanation(trial.name, device_type, low, *names, "nothing was run", "", Ledger())
     found = replace(found, front_end=front_end)
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
@@ -128,7 +134,7 @@ def explain(
     return replace(
         found,
         ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else found.ran_on,
-        note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", found.note),
+        note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", _AS_MADE * is_as_made, found.note),
         comparison=_compare(trial, opened) if run and found.failure is None else None,
         graphs=tuple(map(with_row_and_flow, found.graphs)),
         rules=rule_rows(chosen.rules, found.ledger),
@@ -290,6 +296,7 @@ def _script_note(trial: Trial) -> str:
 
 
 _NO_COMPUTE = " (no compute)"
+_AS_MADE = "nc.export has made it: it is explained as it runs, with its own casts. Give under= to put a region around it."
 
 
 def _compare(trial: Trial, region: autocast) -> Comparison:

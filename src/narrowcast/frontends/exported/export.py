@@ -168,10 +168,15 @@ def note_target(program: ExportedProgram, target: str) -> ExportedProgram:
     return program
 
 
-def noted_target(program: ExportedProgram) -> str:
+def noted_target(program: ExportedProgram | GraphModule) -> str:
     """Return what `note_target` noted; empty if it did not."""
     noted = (node.meta.get("custom") or {} for node in program.graph.nodes)
     return next((str(custom[_TARGET]) for custom in noted if _TARGET in custom), "")
+
+
+def is_exported(model: Any) -> bool:
+    """Return whether a model is the module of a program that `export` made."""
+    return isinstance(model, GraphModule) and bool(noted_target(model))
 
 
 def finish_program(program: ExportedProgram, inner: GraphModule, fold: bool) -> ExportedProgram:

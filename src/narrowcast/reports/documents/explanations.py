@@ -51,6 +51,8 @@ def explanation_document(result: Explanation) -> Document:
     page = Document("explanation", result.subject, verdict, tone, graph=graph)
     rules = f", {counted(len(result.rules), 'rule')} of its own" if result.rules else ""
     policy, region = f"{result.policy} ({result.digest[:8]}{rules})", f"{result.device_type} in {result.low}"
+    if not result.policy:  # what was exported with its casts runs in none
+        policy = region = "none"
     ran = result.ran_on if result.front_end == "eager" else f"graphs: {len(result.graphs)}; {result.ran_on}"
     page.facts = facts_of(
         model=result.subject, device=result.device_type, policy=policy, region=region, mode=result.front_end, ran=ran
