@@ -327,9 +327,12 @@ def test_a_loss_whose_gradients_are_all_subnormal_underflows() -> None:
 
 
 ACTIVATIONS: dict[str, Any] = {
-    "square": lambda x: relu(x).square(), "cube": lambda x: x.tanh().pow(3), "root": lambda x: (x.abs() + 1).sqrt(),
-    "exp": lambda x: (-x.abs()).exp(), "product": lambda x: x * x.sigmoid(),
-}  # fmt: skip
+    "square": lambda x: relu(x).square(),
+    "cube": lambda x: x.tanh().pow(3),
+    "root": lambda x: (x.abs() + 1).sqrt(),
+    "exp": lambda x: (-x.abs()).exp(),
+    "product": lambda x: x * x.sigmoid(),
+}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)

@@ -44,8 +44,8 @@ class Filling:
         if number is None:
             self._others += 1
             number = -self._others
-        memories = [self._of(tensor) for tensor in read]
-        filled = [self._of(tensor) for tensor in written] + [self._of(tensor, is_new=True) for tensor in made]
+        memories, filled = ([self._memory.setdefault(tensor, _Memory) for tensor in of] for of in (read, written))
+        filled += [self._memory.setdefault(tensor, lambda: _Memory(is_new=True)) for tensor in made]
         self._has_computed |= number >= 0 and not written
         for memory in memories:
             if memory not in filled and not memory.is_used:
@@ -61,12 +61,6 @@ class Filling:
         """Return whether what writes to a tensor now fills it: nothing read it yet, or nothing was computed."""
         memory = self._memory.get(tensor)
         return not (memory.is_read if memory is not None and memory.is_new else self._has_computed)
-
-    def _of(self, tensor: torch.Tensor, is_new: bool = False) -> _Memory:
-        memory = self._memory.get(tensor)
-        if memory is None:
-            self._memory.put(tensor, memory := _Memory(is_new))
-        return memory
 
     def of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Return the numbers of the calls that filled these, and of those whose results only such calls read."""

@@ -31,10 +31,7 @@ class Views:
         lines = (*before, line)[-_MOST:] if line[0] and line not in before else before
         for result in results:
             if lines and has_storage(result) and where_it_lies(result) != where_it_lies(source):
-                known = self._lines.get(result)
-                if known is None:
-                    self._lines.put(result, known := {})
-                known[where_it_lies(result)] = lines
+                self._lines.setdefault(result, dict)[where_it_lies(result)] = lines
 
     def of(self, tensor: torch.Tensor) -> Lines:
         """Return the lines at which a tensor was viewed, in order."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned, range_difference
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.operands import Operands
 from narrowcast.analysis.diff.pieces import (
     UNLIKE,
     Distance,
@@ -25,6 +25,7 @@ from narrowcast.analysis.diff.pieces import (
 from narrowcast.analysis.diff.round_off import BAND_OF_FP32, LEAST_BAND, RoundOff, band_of_formats
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ops import named, op_kind
 from narrowcast.core.ops.facts import NORM
 from narrowcast.reports.results.run_records import CallRecord
 
@@ -35,6 +36,8 @@ growth that sizes explain; what exceeds that and local rounding is a fault. The 
 NEAR = 0.25
 """So near are gradients of parameters of one constant value, which may be each other's."""
 _ORDERED, _MASKED = 3, -1e4
+_SWAPPED = {"self": "other", "other": "self"}
+"""The names of two operands, which may be swapped in a symmetric op."""
 
 Pick = Callable[[Side, RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -47,20 +50,14 @@ class Values:
         self.sides = (a, b)
         self.round_off = RoundOff(a, b)
         self._as_read = as_read
-        self._results: dict[tuple[Aligned, bool], Distance] = {}
-        self.names = Operands(self.between).names
+        self.results = cache(self._results)
+        self._are_swapped = cache(self._are_nearer_swapped)
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
-    def results(self, pair: Aligned, is_equal: bool = False) -> Distance:
+    def _results(self, pair: Aligned, is_equal: bool = False) -> Distance:
         """Compare the results of the calls: of one op all that not only a backward reads, of two ops the first.
         is_equal: they read the same bits in the same formats.
         """
-        known = self._results.get((pair, is_equal))
-        if known is None:
-            known = self._results[pair, is_equal] = self._compared(pair, is_equal)
-        return known
-
-    def _compared(self, pair: Aligned, is_equal: bool) -> Distance:
         if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
             return Distance()
         first = pair.a[0].call, pair.b[0].call
@@ -254,6 +251,26 @@ class Values:
         return (self.sides[0], pair.a), (self.sides[1], pair.b)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def names(self, pair: Aligned, name: str) -> tuple[str, str]:
+        """Return the names of an argument in both calls."""
+        return name, _SWAPPED[name] if name in _SWAPPED and self._are_swapped(pair) else name
+
+    def _are_nearer_swapped(self, pair: Aligned) -> bool:
+        """Return whether the operands of a symmetric op stand in the other order in b: one of them is much nearer to
+        the other's than either is to that of its name.
+        """
+        a, b = pair.a[0], pair.b[0]
+        sides, factors = ([dict(getattr(x.call, part)) for x in (a, b)] for part in ("inputs", "given"))
+        is_symmetric = a.id.op == b.id.op and op_kind(a.id.op).name in named("operands.symmetric")
+        is_plain = all(of.get("alpha", "1") in ("1", "1.0") for of in factors)
+        if not (is_symmetric and is_plain and all(_SWAPPED.keys() <= side.keys() for side in sides)):
+            return False
+        same, crossed = ([self.between(sides[0][x], sides[1][of[x]]) for x in _SWAPPED]
+                         for of in ({x: x for x in _SWAPPED}, _SWAPPED))  # fmt: skip
+        nearest = [min((one.relative for one in two if one.is_known and not one.is_part), default=math.inf)
+                   for two in (same, crossed)]  # fmt: skip
+        return nearest[1] < nearest[0] / 2
 
     def _names(self, pair: Aligned) -> list[str]:
         there = {name for name, _ in pair.b[0].call.inputs}

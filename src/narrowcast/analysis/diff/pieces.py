@@ -254,9 +254,9 @@ def _in_same_order(a: Piece, b: Piece) -> list[tuple[_Rows, _Rows]]:
         return [(a.rows, b.rows)]
     sizes = _leading(a), _leading(b)
     if a.count == b.count and 1 in (a.sequences, b.sequences):
-        return [(_flat(a), _flat(b)), (_flat(_turned(a)), _flat(_turned(b)))]
+        return [(_parted(a, 1).rows, _parted(b, 1).rows), (_parted(_turned(a), 1).rows, _parted(_turned(b), 1).rows)]
     if sizes[0] and sizes[0] == sizes[1]:
-        return [(_flat(a), _flat(b))]
+        return [(_parted(a, 1).rows, _parted(b, 1).rows)]
     if sizes[0] and sizes[1] and len(sizes[0]) == 2 and sizes[0] == sizes[1][::-1]:
         return [(a.rows, _turned(b).rows)]
     return []
@@ -273,10 +273,6 @@ def _turned(piece: Piece) -> Piece:
 def _leading(piece: Piece) -> list[int] | None:
     """Return the sizes of all dimensions but the last, without those of 1."""
     return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
-
-
-def _flat(piece: Piece) -> _Rows:
-    return {(0, sequence * piece.tokens + token): row for (sequence, token), row in piece.rows.items()}
 
 
 def _of_statistics(a: Piece, b: Piece) -> float:

@@ -4,7 +4,7 @@ both and reads something else. Calls without a weight that their order alone has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned
 from narrowcast.analysis.diff.makers import Makers
@@ -29,13 +29,15 @@ def unsure_calls(judging: Judging, pairs: Sequence[Aligned], rows: Sequence[RunR
     known = zip(pairs, rows, strict=True)  # a bound above WIDEST shows no agreement
     differing = {p: row for p, row in known if row.verdict not in (EQUAL, ROUND_OFF) or row.difference > WIDEST}
     unsure = {pair for pair, row in differing.items() if _is_unsure(judging, pair, row)}
-    sides = [_Side(judging.makers[n], judging.paired[n], unsure) for n in range(2)]
-    made = [side.made_by(judging.unpaired) for side in sides]
+    sure = [{x for x, pair in paired.items() if pair not in unsure} for paired in judging.paired]
+    both = list(zip(judging.makers, sure, strict=True))
+    made = [_computed_of(judging.unpaired, *of) for of in both]
     later = (pair for pair in differing if pair not in unsure and pair.a[0].id.direction == FORWARD)
-    reads = lambda pair, n: any(maker in made[n] for maker in sides[n].read(*(pair.a, pair.b)[n]))  # noqa: E731
-    reader = next((pair for pair in later if reads(pair, 0) or reads(pair, 1)), None)
-    ends = [side.makers.ends if reader is None else (reader.a, reader.b)[n] for n, side in enumerate(sides)]
-    seen = [side.upstream(end, reader is None) for side, end in zip(sides, ends, strict=True)]
+    reader = next((p for p in later if any(map(_reads, judging.makers, (p.a, p.b), made))), None)
+    ends = [[x.call.outputs[0][1] for x in m.ends] for m in judging.makers]
+    if reader is not None:
+        ends = [_read(*of) for of in zip(judging.makers, (reader.a, reader.b), strict=True)]
+    seen = [set(m.upstream(numbers, of).alone) for (m, of), numbers in zip(both, ends, strict=True)]
     paired = [sorted(seen[n] & judging.paired[n].keys(), key=lambda x: x.position) for n in range(2)]
     if not any(paired) or judging.unpaired.keys().isdisjoint(seen[0] | seen[1]):
         return []
@@ -62,33 +64,20 @@ def _is_unsure(judging: Judging, pair: Aligned, row: RunRow) -> bool:
     return len(sizes) > 1 or has_others or not (is_only or has_weight)
 
 
-class _Side:
-    """The calls of one program. paired: those with a partner; unsure: pairs that may be none."""
+def _read(makers: Makers, bundles: Sequence[Bundle]) -> list[int]:
+    """Return the tensors that these calls read."""
+    return [number for bundle in bundles for number in makers.read(bundle)]
 
-    def __init__(self, makers: Makers, paired: Mapping[Bundle, Aligned], unsure: Collection[Aligned]) -> None:
-        self.makers, self._paired, self._unsure = makers, paired, unsure
 
-    def read(self, *bundles: Bundle) -> list[Bundle | None]:
-        """Return the calls that made what these read."""
-        return [self.makers.of(number) for bundle in bundles for number in self.makers.read(bundle)]
+def _reads(makers: Makers, bundles: Sequence[Bundle], made: Collection[Bundle | None]) -> bool:
+    """Return whether these read what others made."""
+    return any(makers.of(number) in made for number in _read(makers, bundles))
 
-    def _is_sure(self, bundle: Bundle) -> bool:
-        return bundle in self._paired and self._paired[bundle] not in self._unsure
 
-    def made_by(self, bundles: Collection[Bundle]) -> set[Bundle | None]:
-        """Return these calls, and all that compute with their results, up to what surely has a partner."""
-        made = set[Bundle | None]()
-        for bundle in self.makers.bundles:
-            if bundle in bundles or (not self._is_sure(bundle) and not made.isdisjoint(self.read(bundle))):
-                made.add(bundle)
-        return made
-
-    def upstream(self, ends: Sequence[Bundle], with_ends: bool) -> set[Bundle]:
-        """Return the calls that made what these read, back to what surely has a partner; with_ends: and themselves."""
-        seen, waiting = set[Bundle](), list(ends) if with_ends else self.read(*ends)
-        while waiting:
-            bundle = waiting.pop()
-            if bundle is not None and bundle not in seen and not self._is_sure(bundle):
-                seen.add(bundle)
-                waiting += self.read(bundle)
-        return seen
+def _computed_of(bundles: Collection[Bundle], makers: Makers, sure: Collection[Bundle]) -> set[Bundle | None]:
+    """Return these calls, and all that compute with their results, up to what surely has a partner."""
+    made = set[Bundle | None]()
+    for bundle in makers.bundles:
+        if bundle in bundles or (bundle not in sure and not made.isdisjoint(map(makers.of, makers.read(bundle)))):
+            made.add(bundle)
+    return made

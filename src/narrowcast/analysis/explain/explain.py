@@ -296,7 +296,9 @@ def _script_note(trial: Trial) -> str:
 
 
 _NO_COMPUTE = " (no compute)"
-_AS_MADE = "nc.export has made it: it is explained as it runs, with its own casts. Give under= to put a region around it."
+_AS_MADE = (
+    "nc.export has made it: it is explained as it runs, with its own casts. Give under= to put a region around it."
+)
 
 
 def _compare(trial: Trial, region: autocast) -> Comparison:

@@ -1,7 +1,6 @@
-"""Who a call of a run is: the modules that are being called, their paths, and the numbers of calls in them.
-
-Modules tell when they are called (`Observer.called`), so a path is put together once for each call of a module, and
-only if someone asks: reading it off the Python stack, op by op, takes longer than small ops do.
+"""Who a call of a run is: the modules that are being called, and the numbers of calls in them. Modules tell when they
+are called (`Observer.called`); where that is, is read off the Python stack if someone asks: that takes longer than
+small ops do.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,14 +17,7 @@ import torch
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.policy import Site
 from narrowcast.runtime.sites.graph_nodes import GraphCall, current_graph_call
-from narrowcast.runtime.sites.python_stack import (
-    find_site,
-    is_wrapper,
-    loop_line,
-    module_path,
-    modules_on_stack,
-    name_in,
-)
+from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_surface.modules import without_wrapper
 
 Key = tuple[str, str, str]
@@ -35,18 +26,11 @@ Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _ModuleCall:
-    """One call of a module, on its way: which one of this module, and how many calls of each op it has made.
-
-    path: None where the Python stack has to be asked; `is_found`: whether that is known yet. stands_around: it only
-    stands around the model, as all around it do.
-    """
+    """One call of a module, on its way: which one of this module, and how many calls of each op it has made."""
 
     module: Any
     number: int
     counts: dict[Key, int] = field(default_factory=dict)
-    path: str | None = None
-    is_found: bool = False
-    stands_around: bool = False
 
     def count(self, path: str, op: str, direction: str) -> int:
         """Return the number of the next call, and count it."""
@@ -89,7 +73,7 @@ class Who:
     def module(self) -> str | weakref.ref[Any]:
         """Return the path of its module, or, where that would have to be put together, the module."""
         if self._id is None and self._asked is not None:
-            return weakref.ref(self._asked[0][-1].module)
+            return weakref.ref(self._asked[0].module)
         return self.id.module_path
 
     def known(self) -> Who:
@@ -105,19 +89,14 @@ class Who:
     def _found(self) -> tuple[CallId, Site]:
         if self._asked is None:
             raise RuntimeError("who the call was is asked for after it has ended: keep `call.who.known()`")
-        calls, op, number, with_names = self._asked
-        path = None if with_names else _path(calls)
-        if path is None:
-            self._site = find_site(with_names)
-        else:
-            here = loop_line()
-            self._site = Site(path, file=here.file, line=here.line)
-        self._id = CallId(self._site.module_path, op, number, calls[-1].number, FORWARD)
+        module_call, op, number, with_names = self._asked
+        self._site = find_site(with_names)
+        self._id = CallId(self._site.module_path, op, number, module_call.number, FORWARD)
         return self._id, self._site
 
 
-_Asked = tuple[list[_ModuleCall], str, int, bool]
-"""What a call is found by: the modules being called, its op and number, whether names are wanted."""
+_Asked = tuple[_ModuleCall, str, int, bool]
+"""What a call is found by: the module being called, its op and number, whether names are wanted."""
 
 
 class _Called(threading.local):
@@ -165,14 +144,14 @@ class ModuleCalls:
         calls = self._called.calls
         counted = "cast" if is_cast else direction
         if noted is None and calls and direction == FORWARD:
-            return Who(None, None, (calls, op, calls[-1].count("", op, counted), with_names))
+            return Who(None, None, (calls[-1], op, calls[-1].count("", op, counted), with_names))
         site = noted or find_site(with_names)
         graph_call = current_graph_call()
         module_call = calls[-1] if calls else self._outside
         path = site.module_path
         if graph_call is not None:
             module_call = self._in_graph(path, graph_call)
-        elif calls and path == _path(calls):
+        elif calls and path == find_site(with_names=False).module_path:
             path = ""
         number = module_call.count(path, op, counted)
         return Who(CallId(site.module_path, op, number, module_call.number, direction), site)
@@ -213,33 +192,3 @@ def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
                 named[id(parameter)] = full, model
     often = Counter(name for name, _ in named.values())
     return {key: name if often[name] == 1 else f"{model}.{name}" for key, (name, model) in named.items()}
-
-
-def _path(calls: list[_ModuleCall]) -> str | None:
-    """Return the path of the module whose call began last; None where the Python stack has to be asked."""
-    if not calls[-1].is_found:
-        _find_paths(calls)
-    return calls[-1].path
-
-
-def _find_paths(calls: list[_ModuleCall]) -> None:
-    """Put the paths of calls together that have none yet, from the outermost inwards.
-
-    Modules that were called before the run began are on the stack alone. Wrappers around the model are no part of a
-    path.
-    """
-    first = calls[0]
-    if not first.is_found:
-        around = modules_on_stack()[len(calls) - 1 :]
-        if around and around[0] is first.module:
-            first.path, first.stands_around = module_path(around), all(map(is_wrapper, around))
-        first.is_found = True
-    for outer, inner in pairwise(calls):
-        if inner.is_found:
-            continue
-        if outer.stands_around:
-            inner.path, inner.stands_around = "", is_wrapper(inner.module)
-        elif outer.path is not None:
-            name = name_in(outer.module, inner.module)
-            inner.path = f"{outer.path}.{name}" if outer.path and name else outer.path or name
-        inner.is_found = True

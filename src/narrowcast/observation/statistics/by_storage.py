@@ -57,6 +57,13 @@ class ByStorage(Generic[T]):
             self._gone(self._entries.get(key))
         self._entries[key] = (StorageWeakRef(tensor.untyped_storage()), value)
 
+    def setdefault(self, tensor: torch.Tensor, make: Callable[[], T]) -> T:
+        """Return what is known of the memory of a tensor, made and kept where nothing is."""
+        value = self.get(tensor)
+        if value is None:
+            self.put(tensor, value := make())
+        return value
+
     def drop(self, tensor: torch.Tensor) -> None:
         """Forget what is known."""
         if has_storage(tensor):

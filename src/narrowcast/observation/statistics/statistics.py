@@ -53,10 +53,7 @@ class Statistics:
         """Return the tensor's number in the table, where it is entered if it is not there as it is now."""
         if not has_storage(tensor):
             return self._enter(_unseen(tensor))
-        known = self._known.get(tensor)
-        if known is None:
-            known = {}
-            self._known.put(tensor, known)
+        known = self._known.setdefault(tensor, dict)
         key = (version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in known:  # halves of one tensor share all but where they lie
             known[key] = known[None] = self._enter(self._look(tensor, known.get(None, -1)))

@@ -149,10 +149,7 @@ class Flags:
         """Return the tensor's number."""
         version = version_of(tensor)
         key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
-        numbers = self._known.get(tensor)
-        if numbers is None:
-            numbers = {}
-            self._known.put(tensor, numbers)
+        numbers = self._known.setdefault(tensor, dict)
         number = numbers.get(key)
         if number is None:
             numbers[key] = number = len(self._values)

@@ -105,7 +105,9 @@ def _rule_table(rows: list[RepairRule]) -> list[Table]:
          str(row.rule.action), row.cause, row.share, row.calls, number(row.cost_ns), row.rule.reason, row.needed]
         for row in rows
     ]  # fmt: skip
-    columns = "module:module, op:op, call, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    columns = (
+        "module:module, op:op, call, argument, action, fixes, share:share, calls:number, cost:ns, reason, without it"
+    )
     return table("rules", "Rules of the repaired policy", columns, cells, [row.rule.keys for row in rows])
 
 

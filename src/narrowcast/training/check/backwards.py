@@ -167,7 +167,7 @@ class Backwards:
             self._judge_divided(gradients)
         self.found += self._scaled_by.divided(gradients, 1 / by if by else 0.0)
         for gradient in gradients:
-            power, known = self._powers.of(gradient), self._of(gradient)
+            power, known = self._powers.of(gradient), self._gradients.setdefault(gradient, _Gradient)
             known.unscaled = None if is_skipped else loop_line()
             known.divided = power if (power.power or 0) < 0 and power.site is not NOWHERE else None
         return is_skipped
@@ -238,7 +238,7 @@ class Backwards:
         gradient = values_of(leaf.grad) if leaf is not None and leaf.grad is not None else target
         if storage_key(gradient) != storage_key(target) or (leaf is None and self._gradients.get(target) is None):
             return
-        site, known = self._line, self._of(gradient)
+        site, known = self._line, self._gradients.setdefault(gradient, _Gradient)
         if known.is_used:
             known.added = site
         elif known.unscaled is not None:
@@ -383,10 +383,3 @@ class Backwards:
         for known in self._gradients.living() if is_skipped else ():
             known.unscaled = None
         self._lines.clear()
-
-    def _of(self, gradient: torch.Tensor) -> _Gradient:
-        known = self._gradients.get(gradient)
-        if known is None:
-            known = _Gradient()
-            self._gradients.put(gradient, known)
-        return known

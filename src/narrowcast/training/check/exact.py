@@ -253,9 +253,7 @@ class Exact:
             dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
             dict(like.reads), [*like.terms], like.of_gradients, like.is_random,
         )  # fmt: skip
-        parts = self._values.get(tensor) or _Parts()
-        parts.put(value.lies, value)
-        self._values.put(tensor, parts)
+        self._values.setdefault(tensor, _Parts).put(value.lies, value)
 
 
 def _part(value: Any) -> Any:
