@@ -295,13 +295,17 @@ def test_lint_finds_overlaps_that_order_decides():
     assert "(no file)" in overlap({"function": "f"}, {"function": "g"})[0]
 
 
+NO_OP = "PyTorch has no such op"
+
+
 @pytest.mark.parametrize(
     ("op", "said"),
     [
-        ("aten.mmm", " (did you mean 'aten.mm'?)"), ("aten.mm.defaul", " (did you mean 'aten.mm.default'?)"),
-        ("aten.zzzzzzzzzzzz", ""), ("aten.mm", None), ("aten.mm.default", None), ("aten.[m]m.*", None),
+        ("aten.mmm", f"{NO_OP} (did you mean 'aten.mm'?)"), ("aten.zzzzzzzzzzzz", NO_OP), ("aten.mm", None),
+        ("aten.mm.defaul", f"{NO_OP} (did you mean 'aten.mm.default'?)"), ("aten.mm.default", None), ("aten.[m]m.*", None),
         ("aten.m?.*", None), ("aten.mm*", None), ("lib.mmm", None), ("backward.aten.mm", None),
-        ("backward.aten.mmm", " (did you mean 'aten.mm'?)"),
+        ("backward.aten.mmm", f"{NO_OP} (did you mean 'aten.mm'?)"),
+        ("aten.*softmax", "PyTorch has no op that it matches (did you mean 'aten.*softmax*'?)"),
     ],
 )  # fmt: skip
 def test_an_unknown_op_is_told_the_nearest(op, said):

@@ -13,7 +13,7 @@ from narrowcast.analysis.explain.explain import explain
 from narrowcast.core.policy import installed_torch
 from narrowcast.errors import CheckError, Origin, SnapshotError
 from narrowcast.formats import parse_format
-from narrowcast.frontends.eager.asked import Under, asked_or_around
+from narrowcast.frontends.eager.asked import Under, asked_or_around, asked_region
 from narrowcast.output.files import is_there
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.torch_bridge.case import Case
@@ -39,6 +39,7 @@ def take_snapshot(model: Model, inputs: Inputs = (), *, under: Under = None, dev
 
     CheckError for a model that raises under the policy and not in fp32, or of which the policy refuses a call.
     """
+    asked_region("take_snapshot", under)  # before another names itself in what it refuses
     explanation = explain(model, inputs, under=under, device=device)
     asked = f"the formats of {explanation.subject} on {explanation.device_type}"
     if explanation.failure is not None:

@@ -55,7 +55,7 @@ def _packets() -> frozenset[str]:
 
 
 def unknown_op(rule: Rule) -> str | None:
-    """Return None where the rule's op exists or cannot be judged; else a phrase naming the nearest op (maybe empty)."""
+    """Return None where the rule's op exists or cannot be judged; else what is wrong, with the nearest op if any is."""
     if not rule.target.startswith("aten.") or rule.torch is not None:
         return None
     if rule.is_glob:
@@ -66,7 +66,12 @@ def unknown_op(rule: Rule) -> str | None:
         known = rule.target in known_ops()
     if known:
         return None
-    return did_you_mean(rule.target, known_ops() if rule.target.count(".") > 1 else tuple(sorted(_packets())))
+    if rule.is_glob:
+        longer = f"{rule.target}*"  # names end with that of an overload: aten.softmax.int
+        is_near = any(fnmatchcase(op, longer) for op in known_ops())
+        return "PyTorch has no op that it matches" + (f" (did you mean {longer!r}?)" if is_near else "")
+    names = known_ops() if rule.target.count(".") > 1 else tuple(sorted(_packets()))
+    return f"PyTorch has no such op{did_you_mean(rule.target, names)}"
 
 
 _READ_OFF = re.compile(r"torch (?P<first>2\.\d+) to (?P<last>2\.\d+)")

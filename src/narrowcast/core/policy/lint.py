@@ -24,9 +24,9 @@ def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
     findings: list[LintLine] = []
     for number, layer in enumerate(policy.layers):
         for rule in layer:
-            nearest = unknown_op(rule)
-            if nearest is not None:
-                findings.append(LintLine("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
+            found = unknown_op(rule)
+            if found is not None:
+                findings.append(LintLine("unknown op", rule, f"{rule.op}: {found}", rule.origin))
                 continue
             is_name = rule.is_pattern and not rule.is_glob  # of a module's call, or of an op that is not listed
             named = [op for op in ops if rule.matches_op(op)] if rule.is_pattern else [rule.target]

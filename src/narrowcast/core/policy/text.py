@@ -194,9 +194,8 @@ def _rules_of_row(row: dict[str, Any], block: _TableLines, file: str) -> list[Ru
             rule = Rule(str(op), action, module_class=of_class, argument=argument, origin=origin, **same)
         except NarrowcastError as error:
             raise with_origin(error, origin) from None
-        nearest = unknown_op(rule)
-        if nearest is not None:
-            found = f"PyTorch has no such op{nearest}"
+        found = unknown_op(rule)
+        if found is not None:
             raise UnknownOpError(f"op {rule.op!r}", found, (origin,), "Correct the name, or delete the rule.")
         rules.append(rule)
     return rules

@@ -61,6 +61,14 @@ class Uncast(Unasked):
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type, NOTHING)
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,
+    ) -> None:
+        super().__exit__(exc_type, None, exc_tb)  # what it raises is not due to casts
+
     def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
         answers = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}
         return super()._wraps_at(depth) | answers
