@@ -302,8 +302,8 @@ NO_OP = "PyTorch has no such op"
     ("op", "said"),
     [
         ("aten.mmm", f"{NO_OP} (did you mean 'aten.mm'?)"), ("aten.zzzzzzzzzzzz", NO_OP), ("aten.mm", None),
-        ("aten.mm.defaul", f"{NO_OP} (did you mean 'aten.mm.default'?)"), ("aten.mm.default", None), ("aten.[m]m.*", None),
-        ("aten.m?.*", None), ("aten.mm*", None), ("lib.mmm", None), ("backward.aten.mm", None),
+        ("aten.mm.defaul", f"{NO_OP} (did you mean 'aten.mm.default'?)"), ("aten.mm.default", None),
+        ("aten.[m]m.*", None), ("aten.m?.*", None), ("aten.mm*", None), ("lib.mmm", None), ("backward.aten.mm", None),
         ("backward.aten.mmm", f"{NO_OP} (did you mean 'aten.mm'?)"),
         ("aten.*softmax", "PyTorch has no op that it matches (did you mean 'aten.*softmax*'?)"),
     ],

@@ -115,16 +115,14 @@ def comparison_verdict(result: Differences) -> str:
         first = f"; not finite, in the reference either: {result.reference_not_finite}"
     elif result.verdict == NOT_FINITE and broken and not first:
         first = f"; {counted(len(broken), 'gradient', 'are')} not finite, the first of {broken[0]}"
-    return f"{result.verdict.capitalize()}: {error}{band}{first or share_of_output(result)}"
+    much = share_of_output(result)
+    return f"{result.verdict.capitalize()}: {error}{band}{first or (much and f'; that is {much}')}"
 
 
-def share_of_output(result: Differences, what: str = "that") -> str:
-    """Return how large an error within round-off is, where that is a good part of the output; else nothing. what: what
-    the sentence calls it.
-    """
+def share_of_output(result: Differences) -> str:
+    """Return how large an error within round-off is, where that is a good part of the output; else nothing."""
     error = max((or_infinity(output.relative_error) for output in result.outputs), default=0.0)
-    is_much = result.verdict == ROUND_OFF and _MUCH < error < math.inf
-    return f"; {what} is {error:.0%} of the output" if is_much else ""
+    return f"{error:.0%} of the output" if result.verdict == ROUND_OFF and _MUCH < error < math.inf else ""
 
 
 def _notes(result: Differences) -> list[str]:

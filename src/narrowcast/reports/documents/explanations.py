@@ -25,7 +25,7 @@ VERDICTS = {
     "fault": "Further from fp32 than round-off explains",
     "not finite": "Not finite, where fp32 is",
     "kernel": "Within reach of fp32, but a kernel is off by more than round-off",
-    "not judged": "Nothing says how far from fp32 round-off may go",
+    "not judged": "How far rounding may take it from fp32 is not known",
     "not compared": "The model computes in low formats in fp32, too",
     "nondeterministic": "As far from fp32 as two of its own runs",
 }
@@ -116,16 +116,17 @@ def _verdict(result: Explanation) -> tuple[str, str]:
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         is_slower = ratio > SLOWER and comparison.is_clear
-        joined = ", but" if is_slower and verdict not in AT_FAULT else ", and"
+        much = comparisons.share_of_output(comparison.differences)
+        said = f"Off by {much}, as rounding may be" if much else VERDICTS.get(verdict, verdict)
+        joined = ", but" if is_slower and verdict not in AT_FAULT and not much else ", and"
         how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
         either = (
             ", which is not finite itself" if verdict in comparisons.SOUND and comparison.reference_not_finite else ""
         )
         low, high = comparison.time_quartiles
         time = f"{ratio:.2f}" if comparison.is_clear else f"about {ratio:.2f} ({low:.2f} to {high:.2f})"
-        text = f"{VERDICTS.get(verdict, verdict)}{either}{joined}{how} it takes {time} times the time of fp32 here"
-        text += comparisons.share_of_output(comparison.differences, "the output error")
-        return text, "bad" if verdict in AT_FAULT else "" if is_slower else "good"
+        text = f"{said}{either}{joined}{how} it takes {time} times the time of fp32 here"
+        return text, "bad" if verdict in AT_FAULT else "" if is_slower or much else "good"
     chosen = placements.verdict(placements.placed_graphs(result.graphs))
     if chosen:
         return chosen, ""
@@ -179,7 +180,7 @@ def _todos(result: Explanation) -> list[Todo]:
         differences = comparison.differences
         advised = comparisons.advice_todos(differences) or comparisons.error_todos(comparison.worst, faults_only=True)
         is_sound = differences.verdict in comparisons.SOUND
-        if is_sound and differences.remedy is None:  # what costs time comes first
+        if is_sound and differences.remedy is None and not comparisons.share_of_output(differences):  # time is first
             unhelped = advised
         else:
             todos += advised
