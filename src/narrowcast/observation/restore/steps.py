@@ -15,14 +15,20 @@ from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 
-@contextmanager
-def restored_steps() -> Iterator[None]:
-    """Restore the optimizers that step inside and were there before: weights, gradients, moments, groups, schedules,
-    and the scales of scalers. A function does not say which it uses.
-    """
+def living_objects() -> LivingObjects:
+    """Return what lives in the process as it is now: a function does not say which optimizers it uses."""
     with quietly():
-        living, memory = LivingObjects(()), Memory()
+        living = LivingObjects(())
         living.tensors()  # which are not to be held
+    return living
+
+
+@contextmanager
+def restored_steps(living: LivingObjects) -> Iterator[None]:
+    """Restore the optimizers that step inside and were there before: weights, gradients, moments, groups, schedules,
+    and the scales of scalers. living: what was there.
+    """
+    memory = Memory()
 
     def before(optimizer: Any) -> None:
         with quietly():

@@ -19,6 +19,8 @@ from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
+from narrowcast.observation.restore.objects import LivingObjects
+from narrowcast.observation.restore.steps import living_objects
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.output.words import counted
@@ -75,6 +77,7 @@ class Trial:
     scale: float = 1.0
     evaluate: Evaluate | None = None
     name: str = ""
+    _living: LivingObjects | None = field(default=None, compare=False, repr=False)  # as each run begins
 
     @staticmethod
     def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
@@ -100,7 +103,13 @@ class Trial:
 
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
         """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
-        return isolated(self.model, self.args, self.kwargs, fake, through)
+        return isolated(self.model, self.args, self.kwargs, fake, through, living=self._objects())
+
+    def _objects(self) -> LivingObjects | None:
+        """Return what lives in the process, which a function may step; each run begins with it as it was."""
+        if self._living is None and not isinstance(self.model, torch.nn.Module):
+            self._living = living_objects()
+        return self._living
 
     def measure(self) -> dict[str, float]:
         """Return what `evaluate` returns for the model, by name; nothing without one."""
@@ -208,7 +217,9 @@ class Trial:
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
-        with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
+        with isolated(
+            self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script, living=self._objects()
+        ) as run:
             yield run
 
 

@@ -65,10 +65,13 @@ class Sightings:
                 unmatched[rule] = f"at most {last} such calls are made in one call of a module"
         for rule in reported:
             at = f" ({rule.origin})" if rule.origin is not None else ""
+            site = find_site(with_names=False)
+            if not site.file and rule.origin is not None:  # the command line runs the model
+                site = Site(file=rule.origin.file, line=rule.origin.line)
             warn_at(
                 f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {unmatched[rule]}. "
                 "narrowcast.explain lists what each rule matched",
-                find_site(with_names=False),
+                site,
             )
 
 
