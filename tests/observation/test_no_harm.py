@@ -179,6 +179,26 @@ def test_sharded_models_train_the_same_whoever_looks_on(mesh, how):
 # -- runs in which everything moves ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
+def test_parameters_may_be_swapped_whoever_looks_on(observer):
+    """As conversions of a model do on demand, and those of wrapped tensors always: nobody may refer to them then."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def program():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).sum().backward()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.double().float()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).detach()
+
+    given, _ = observer(program)
+    assert given.dtype is torch.bfloat16
+
+
 TRIALS = {
     "explain": lambda step: nc.explain(step, under="bf16"),
     "explain, run": lambda step: nc.explain(step, under="bf16", run=True),

@@ -119,6 +119,11 @@ class LowMakers:
     def __bool__(self) -> bool:
         return bool(self._steps)
 
+    def forget(self) -> None:
+        """Forget all of them."""
+        self._steps.clear()
+        self._known.clear()
+
     def note(self, call: SeenCall, maker: Maker | None, results: list[torch.Tensor], passes: bool) -> None:
         """Record a call that has run. maker: its op and module, if it is the call that rounds to a low format."""
         originals = _originals(call) if call.facts.writes else {}

@@ -53,7 +53,9 @@ class WatchCalls(Observer):
         self.of_backward: set[torch.dtype] = set()
         self.scale: float | None = None
 
-    # -- as calls end --------------------------------------------------------------------------------------------------
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Keep no references to these."""
+        self._low_makers.forget()
 
     def looks_before(self, facts: OpFacts) -> bool:
         """Return whether an op overwrites inputs: others still exist afterwards, and are inspected only on a fault."""
@@ -75,11 +77,9 @@ class WatchCalls(Observer):
         self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
         results = finiteness.gave(call)
         self.ranges.count(results)
-        if results and call.who.direction == BACKWARD:
-            self.of_backward.add(results[0].dtype)
-        if call.facts.writes:
-            for tensor in results:
-                self._flags.written(tensor)
+        self.of_backward |= {t.dtype for t in results[:1] if call.who.direction == BACKWARD}
+        for tensor in results if call.facts.writes else ():
+            self._flags.written(tensor)
         if not self._looks_now(results or finiteness.came_in(call)):
             read = self._input_flags(call)
             if call.facts.writes:

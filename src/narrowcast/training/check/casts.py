@@ -77,6 +77,10 @@ class Stale:
         self._casts: dict[int, tuple[SeenCall, Any, Any]] = {}
         self._written: dict[int, Site] = {}
 
+    def forget(self) -> None:
+        """Forget the casts."""
+        self._casts.clear()
+
     def cast(self, seen: SeenCall, weight: torch.Tensor, result: torch.Tensor) -> None:
         """Record the cast of a weight for a call."""
         self._casts[id(weight)] = seen, weakref.ref(weight), weakref.ref(result)

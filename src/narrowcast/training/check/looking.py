@@ -99,6 +99,7 @@ class LoopObserver(Observer):
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these."""
         self.adviser.let_go({id(t) for t in tensors})
+        self._stale.forget()
 
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
