@@ -214,3 +214,23 @@ def test_what_underflows_is_to_be_scaled_and_no_call_is_to_be_looked_at():
     compared = nc.compare(Tiny(), (torch.randn(8, 16),), under="fp16", backward=lambda out: out.float().mean() * 1e-9)
     assert compared.verdict == "round-off"
     assert [todo.what for todo in compared.todos] == ["Scale the loss (nc.Scaler), or use bf16"]
+
+
+def test_a_step_of_an_optimizer_is_not_to_blame_for_gradients():
+    """Its moments are as wrong as what it reads; the loss is near what rounding leaves of it."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(32, 64), nn.PReLU(), nn.Linear(64, 64), nn.PReLU(), nn.Linear(64, 8))
+    x = torch.randn(64, 32)
+    target = model(x).detach() + 0.01 * torch.randn(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        loss = (model(x).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = nc.compare(step, under="bf16")
+    assert found.verdict == "round-off" and max(g.relative_error for g in found.gradients) > 0.1
+    assert not [todo.what for todo in found.todos if "addcmul" in todo.what or "lerp" in todo.what]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.policy import Kind, Policy, Site
 from narrowcast.formats import Format
 from narrowcast.observation.observer.observer import Observer
@@ -128,11 +128,13 @@ class LowFlow(AsksHigh):
 
     def growth(self, rows: Iterable[CallError], least: float) -> Growth | None:
         """Return the call whose error, above `least`, is the largest multiple of that of its inputs; None, if it is not
-        several times that.
+        several times that. What comes after the last backward, as the steps of optimizers do, made none of its errors.
         """
+        rows = list(rows)
+        end = max((n for n, row in enumerate(rows, 1) if row.id.direction == BACKWARD), default=len(rows))
         errors = {row.id: row.total for row in rows if math.isfinite(row.total) and row.id in self._calls}
         best, most = None, _SEVERAL
-        for row in rows:
+        for row in rows[:end]:
             if errors.get(row.id, 0.0) <= least:
                 continue
             before = max((errors.get(source, 0.0) for source in self._calls[row.id].sources), default=0.0)
