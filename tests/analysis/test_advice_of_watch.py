@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
 import narrowcast as nc
 
@@ -137,3 +138,33 @@ def test_a_tensor_without_a_finite_value_has_no_range():
     with nc.watch() as watched, nc.autocast("cpu", torch.float16):
         torch.full((4,), 300.0, dtype=torch.float16).square()
     assert "result: fp16 [4], 100% infinite" in str(watched.first)
+
+
+class Variance(nn.Module):
+    """The mean of squares minus the square of the mean, of values far from zero: below zero, once they are rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 64)
+        with torch.no_grad():
+            self.a.bias.fill_(40.0)
+            self.a.weight.mul_(0.3)
+
+    def forward(self, x):
+        h = self.a(x)
+        mean = h.mean(-1, keepdim=True)
+        return (h - mean) / torch.sqrt((h * h).mean(-1, keepdim=True) - mean * mean + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_rounded_further_back_is_tried_too(dtype):
+    """Means are between the product that rounds and the root: the rule about it makes the model finite."""
+    torch.manual_seed(0)
+    model, x = Variance(), torch.randn(1024, 16)
+    with nc.watch() as seen, nc.autocast("cpu", dtype):
+        model(x)
+    assert seen.first.id.op == "aten.sqrt.default" and "No format" not in seen.first.advice
+    policy = nc.Policy.native().with_rules(*seen.first.rules)
+    with torch.no_grad(), nc.autocast("cpu", dtype, policy=policy):
+        found = model(x)
+    assert found.isfinite().all() and torch.allclose(found.float(), model(x), atol=0.02)

@@ -519,3 +519,11 @@ class TestLowModels:
         layer = nn.Linear(16, 4).half()
         found = nc.repair(Layer(lambda y: layer(y.to(torch.float16))).half(), (x.half(),), under="fp16", budget=0.1)
         assert found.verdict == "nothing to repair"
+
+
+def test_products_are_those_of_the_model_whatever_an_evaluation_runs():
+    """It runs the model again, several times."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 16)
+    case = nc.Case(model, (x,), evaluate=lambda m: {"score": float(m(x).mean() + m(-x).mean())})
+    found = nc.repair(case, under="bf16", budget=1e-6)
+    assert found.matmuls_before.all == found.matmuls_after.all == 2
