@@ -198,6 +198,7 @@ class Rounded:
     are_all: bool = True
     left: int = 0
     _steps_by_key: dict[int, list[int]] = field(default_factory=dict)
+    _known: dict[frozenset[int], list[torch.Tensor] | None] = field(default_factory=dict)
 
     def proof(self) -> tuple[list[Maker], bool]:
         """Return the makers that in fp32 make the call's result finite where it was not: one, if it does about what all
@@ -224,11 +225,7 @@ class Rounded:
         helpful: list[tuple[list[Maker], list[torch.Tensor]]] = []
         is_known = False
         for choice in choices:
-            numbers = {n for maker in choice for n in (*self.makers.get(maker, ()), *self.further.get(maker, ()))}
-            try:
-                results = self._again(numbers)
-            except (_Unknown, RuntimeError, NotImplementedError):
-                results = None
+            results = self._with(choice)
             is_known = results is not None
             if results is not None and self._helps(results):
                 helpful.append((choice, results))
@@ -238,12 +235,22 @@ class Rounded:
         self.left = count_not_finite(results)
         return best, True
 
+    def _with(self, choice: Iterable[Maker]) -> list[torch.Tensor] | None:
+        """Return the call's results in fp32, with these makers in fp32; None if an input no longer exists."""
+        numbers = frozenset(n for maker in choice for of in (self.makers, self.further) for n in of.get(maker, ()))
+        if numbers not in self._known:
+            try:
+                self._known[numbers] = self._again(numbers)
+            except (_Unknown, RuntimeError, NotImplementedError):
+                self._known[numbers] = None
+        return self._known[numbers]
+
     def _helps(self, results: list[torch.Tensor]) -> bool:
         """Return whether clearly fewer values are not finite."""
         are_fewer = count_not_finite(results) <= _LEFT * count_not_finite(self.call.results)
         return are_fewer and rerun.mends(results, self.call.results)
 
-    def _again(self, high: set[int]) -> list[torch.Tensor] | None:
+    def _again(self, high: frozenset[int]) -> list[torch.Tensor] | None:
         """Return the call's results in fp32, with some of the steps before it in fp32."""
         known: dict[int, list[torch.Tensor]] = {}
         originals = _originals(self.call)
@@ -264,7 +271,7 @@ class Rounded:
         index = bisect_left(numbers, before)
         return numbers[index - 1] if index and held.key else None
 
-    def _is_changed(self, number: int, high: set[int]) -> bool:
+    def _is_changed(self, number: int, high: frozenset[int]) -> bool:
         """Return whether a step, or one whose result it reads, is in fp32."""
         waiting, seen, first = [number], {number}, min(high)
         while waiting:
@@ -277,7 +284,7 @@ class Rounded:
         return False
 
     def _value(
-        self, held: _HeldTensor, before: int, high: set[int], known: dict[int, list[torch.Tensor]]
+        self, held: _HeldTensor, before: int, high: frozenset[int], known: dict[int, list[torch.Tensor]]
     ) -> torch.Tensor:
         """Return an input of a step, with others in fp32."""
         numbers = self._steps_by_key.get(held.key, [])
@@ -292,7 +299,7 @@ class Rounded:
         return self._recomputed(held, number, high, known)
 
     def _recomputed(
-        self, held: _HeldTensor, number: int, high: set[int], known: dict[int, list[torch.Tensor]]
+        self, held: _HeldTensor, number: int, high: frozenset[int], known: dict[int, list[torch.Tensor]]
     ) -> torch.Tensor:
         """Return a recomputed result of a step, or a view of one."""
         results = self.steps[number].gave
@@ -301,7 +308,7 @@ class Rounded:
         index = next(i for i, result in enumerate(results) if result.key == held.key)
         return held.seen_in(known[number][index], results[index])
 
-    def _run(self, number: int, high: set[int], known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _run(self, number: int, high: frozenset[int], known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
         step = self.steps[number]
 
         def recomputed(value: Any) -> Any:

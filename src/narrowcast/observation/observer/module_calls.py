@@ -151,7 +151,7 @@ class ModuleCalls:
         path = site.module_path
         if graph_call is not None:
             module_call = self._in_graph(path, graph_call)
-        elif calls and path == find_site(with_names=False).module_path:
+        elif calls and (noted is None or path == find_site(with_names=False).module_path):
             path = ""
         number = module_call.count(path, op, counted)
         return Who(CallId(site.module_path, op, number, module_call.number, direction), site)

@@ -12,7 +12,7 @@ from narrowcast.runtime.torch_bridge import tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 
-class Memory:
+class CopiedMemory:
     """Copies of whole storages, by their keys."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.observation.restore.memory import Memory, in_memory
+from narrowcast.observation.restore.memory import CopiedMemory, in_memory
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.fx import FakeTensor
@@ -28,7 +28,7 @@ def restored_steps(living: LivingObjects) -> Iterator[None]:
     """Restore the optimizers that step inside and were there before: weights, gradients, moments, groups, schedules,
     and the scales of scalers. living: what was there.
     """
-    memory = Memory()
+    memory = CopiedMemory()
 
     def before(optimizer: Any) -> None:
         with quietly():

@@ -18,12 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
-_LARGEST = 1 << 26
-"""Of an array of numpy, in bytes: larger ones are data, of which no copy is made."""
-
-
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_GENERATORS)
+"""What is restored in containers, beside objects of the function's file."""
+_LARGEST = 1 << 26
+"""Of an array of numpy, in bytes: larger ones are data, of which no copy is made."""
 
 
 class Variables:

@@ -16,7 +16,7 @@ from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.observation.restore.objects import LivingObjects
-from narrowcast.observation.restore.steps import living_objects, restored_steps
+from narrowcast.observation.restore.steps import restored_steps
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
@@ -43,20 +43,20 @@ def isolated(
     What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
     without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
     model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
-    runs itself; the attributes and buffers of the modules that it calls are restored, and optimizers that it steps.
+    runs itself; the attributes and buffers of the modules that it calls are restored.
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
     place of sharing weights. of_script: likewise the script for each of the model's, which are shared otherwise, and
-    what they keep restored: TorchScript's copies of weights get no gradients. living: what lives in the process, where
-    that is known.
+    what they keep restored: TorchScript's copies of weights get no gradients. living: what lives in the process, of
+    which optimizers that step are restored.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
-        if not isinstance(model, torch.nn.Module):
-            stack.enter_context(restored_steps(living or living_objects()))
+        if living is not None:
+            stack.enter_context(restored_steps(living))
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731

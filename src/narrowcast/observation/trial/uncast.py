@@ -46,7 +46,7 @@ class Unasked(autocast):
         exc_tb: TracebackType | None = None,
     ) -> None:
         self._wraps.pop().close()
-        super().__exit__(exc_type, exc_val, exc_tb)
+        super().__exit__(exc_type, None if self.policy is NOTHING else exc_val, exc_tb)  # which is not due to casts
 
     def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
         """Return what stands in torch while this is the region at a depth."""
@@ -60,14 +60,6 @@ class Uncast(Unasked):
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type, NOTHING)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_val: BaseException | None = None,
-        exc_tb: TracebackType | None = None,
-    ) -> None:
-        super().__exit__(exc_type, None, exc_tb)  # what it raises is not due to casts
 
     def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
         answers = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}

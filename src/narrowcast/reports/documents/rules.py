@@ -50,14 +50,18 @@ def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
 
 def keeping(op: str, path: str) -> str:
     """Return what the rule that keeps a call in fp32 does, in words; one without a module holds in all."""
-    return f"Keep {op} in {path} in fp32" if path else f"Keep {op} in fp32"
+    return f"Keep {op}{_in(path)} in fp32"
+
+
+def _in(path: str) -> str:
+    return f" in {path}" if path else ""
 
 
 def rule_todo(rule: Rule, why: str, together: int = 1) -> Todo:
     """Return what a rule that was tried does, in words, with the rule."""
     path = glob_unescaped(rule.module or "")
     if rule.argument == RESULT:
-        what = f"Give what {rule.op}{f' in {path}' if path else ''} makes in fp32, and so compute what reads it"
+        what = f"Give what {rule.op}{_in(path)} makes in fp32, and so compute what reads it"
     else:
         op = f"call {rule.call} of {rule.op}" if rule.call else rule.op
         what = keeping(f"{op} for {rule.argument}" if rule.argument else op, path)

@@ -41,7 +41,7 @@ class RunFlow:
         self.edges: list[Edge] = []
         self.results: list[tuple[int, str, TensorFacts]] = []
         self.overflowing: list[Node] = []
-        """Those that give NaN or infinities of finite inputs."""
+        """Those that give infinities of finite inputs, and neither NaN nor what an input of zero explains."""
         self._made: dict[int, int] = {}
         self._like: dict[tuple[Any, ...], int] = {}
 

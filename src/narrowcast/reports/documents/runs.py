@@ -66,7 +66,7 @@ def run_verdict(run: Run) -> tuple[str, str]:
         at = place(first.file, first.line)
         text = f"{calls} returned NaN or infinity; the first from finite inputs: {first.id}{at and f' ({at})'}"
         return text, "bad"
-    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
+    if any(run.tensors[n].nan for call in bad for _, n in call.returned):
         return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
     text = f"Every value is finite but the infinities of {calls}, which were given, fill masks, or go no further"
     return text, "good"

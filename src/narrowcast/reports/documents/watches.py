@@ -10,7 +10,7 @@ from narrowcast.reports.documents.ledgers import ORDER, bar_of
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Shown, Table, Todo, node_of, once
 from narrowcast.reports.documents.rules import rule_todo
 from narrowcast.reports.documents.tables import finding_table, table
-from narrowcast.reports.documents.words import number
+from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.findings import FOR_SCALER, Finding, Watching
 from narrowcast.reports.results.run_records import tensor_text
 from narrowcast.reports.results.verdicts import TREND
@@ -84,8 +84,8 @@ def _first_rule(row: Finding) -> Shown:
 
 def _todos(row: Finding) -> list[Todo]:
     """Return a line for each rule that fixes the finding, or its advice."""
-    where = f" ({row.file}:{row.line})" if row.file else ""
-    sentence = row.sentence if row.made_by == TREND else f"{row.id}{where} makes {row.what}: {row.sentence}"
+    at = place(row.file, row.line)
+    sentence = row.sentence if row.made_by == TREND else f"{row.id}{at and f' ({at})'} makes {row.what}: {row.sentence}"
     why = " ".join(filter(None, (f"{sentence}.", row.advice)))
     if not row.rules:
         return [Todo(row.advice or row.sentence, sentence if row.advice else "", path=row.id.module_path)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from narrowcast.observation.restore.memory import Memory, in_memory
+from narrowcast.observation.restore.memory import CopiedMemory, in_memory
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.reports.results.scaler_history import History
@@ -35,7 +35,7 @@ class KeptMemory:
             self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
         self._models: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, Any] = {}
-        self._memory = Memory()
+        self._memory = CopiedMemory()
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._low_at_end: dict[str, bool] | None = None
         self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps

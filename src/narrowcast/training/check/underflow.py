@@ -67,7 +67,7 @@ class Underflow:
             self._largest = math.inf  # a step that a scaler skips
             return
         exact = None
-        if not call.facts.overwrites and can_run_again(call) and all(map(has_storage, tensors_in(args, kwargs))):
+        if not call.facts.overwrites and can_run_again(call) and all(map(has_storage, read)):
             exact = run_wide(call.facts, args, kwargs, torch.float32)
             moved = run_wide(call.facts, *changed(args, kwargs, self._moved), torch.float32)
         if exact is None or moved is None or len(exact) != len(call.results):
