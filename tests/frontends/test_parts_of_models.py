@@ -114,3 +114,41 @@ def test_a_path_in_another_module_does_not_hold():
         with nc.autocast("cpu", BF16, policy=ruled(path)):
             found = [y.dtype for y in task.training_step(X)]
         assert found == ([FP32, FP32] if path == "net" else [BF16, BF16])
+
+
+def distil(teacher, student):
+    return student(X)
+
+
+def test_a_model_that_a_function_of_another_runs_is_not_looked_for_by_name_at_each_call(monkeypatch):
+    """Only what holds it has a name for it, and a module that is added later has one then."""
+    asked = []
+    named_modules = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: asked.append(0) or named_modules(self, *a, **k))
+    teacher, student = Task(), Net()
+    with nc.autocast("cpu", BF16, policy=ruled("part.encoder")):
+        distil(teacher, student)
+        first = len(asked)
+        assert [y.dtype for y in distil(teacher, student)] == [BF16, BF16]
+        assert len(asked) == first
+        teacher.part = student
+        assert [y.dtype for y in distil(teacher, student)] == [FP32, BF16]
+
+
+def test_a_comparison_does_not_take_the_function_that_asks_for_a_model(monkeypatch):
+    """What runs is a copy, which is nobody's part."""
+    asked = []
+
+    class Asked(Net):
+        def named_modules(self, *args, **kwargs):
+            asked.append(0)
+            return super().named_modules(*args, **kwargs)
+
+    def compared(model):
+        return nc.compare(model, (X,), under=ruled("encoder"))
+
+    compared(Asked())
+    with_a_model = len(asked)
+    asked.clear()
+    nc.compare(Asked(), (X,), under=ruled("encoder"))
+    assert with_a_model == len(asked)

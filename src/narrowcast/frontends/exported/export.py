@@ -234,17 +234,16 @@ def placed_program(
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:
-    return [_input(program, node) for node in program.graph_module.graph.find_nodes(op="placeholder")]
-
-
-def _input(program: ExportedProgram, node: Node) -> Any:
-    """Return the placeholder's fake tensor, requiring grad as its weight does."""
-    value = node.meta.get("val")
-    target = program.graph_signature.inputs_to_parameters.get(node.name)
-    weight = program.state_dict.get(target) if target is not None else None
-    if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
-        return detached(value).requires_grad_()
-    return value
+    """Return the placeholders' fake tensors, each requiring grad as its weight does."""
+    parameters = program.graph_signature.inputs_to_parameters  # put together whenever it is asked for
+    inputs = []
+    for node in program.graph_module.graph.find_nodes(op="placeholder"):
+        value, target = node.meta.get("val"), parameters.get(node.name)
+        weight = program.state_dict.get(target) if target is not None else None
+        if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
+            value = detached(value).requires_grad_()
+        inputs.append(value)
+    return inputs
 
 
 def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSignature:

@@ -18,6 +18,7 @@ from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.restore.steps import restored_steps
 from narrowcast.runtime.devices.device import is_here, random_state_kept
+from narrowcast.runtime.sites.python_stack import trials
 from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
@@ -87,6 +88,9 @@ class Isolated:
             if self.through is not None:
                 return self.through(self.model, self.args, self.kwargs)
             return self.model(*self.args, **self.kwargs)
+
+
+trials.add(Isolated.__call__.__code__)
 
 
 def stand_ins(make: StandIn) -> StandIn:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from traceback import walk_stack, walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +44,8 @@ _TRAINERS = "transformers.trainer"
 _CALL = module_call_code()
 _KEPT = 4
 """How many lines are kept that lead to a call, beside its own."""
+trials: set[CodeType] = set()
+"""What runs a copy of a model for itself: its callers are not the copy's."""
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 """By parent and the id of a module inside it; an id that another has now is noticed by what its name leads to."""
 
@@ -144,6 +146,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     functions: list[str] = []
     callers: list[FrameType] = []  # of the outermost module that was called
     carried: Around | None = None
+    with_callers = with_names
     while frame is not None:
         code = frame.f_code
         carried = _carried(frame)
@@ -155,7 +158,9 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if code is _CALL:
             modules.append(variable_of(frame, "self"))
             callers.clear()
-        elif with_names and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
+        elif code in trials:
+            with_callers = False
+        elif with_callers and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
             callers.append(frame)
         if code is not _CALL and (with_names or line_frame is None) and is_user_file(code.co_filename):
             if _runs_loops(frame.f_globals.get("__name__", "")):
@@ -277,14 +282,27 @@ def name_in(parent: Module, module: Module) -> str:
     names = _names.get(parent)
     name = names.get(id(module)) if names is not None else None
     if name is None or not _is_at(parent, name, module):
+        if not _holds(parent, module):  # asked for each call of a model that another's function runs
+            return f"<{type(module).__name__}>"
         names = {}
         for qualified, m in parent.named_modules(remove_duplicate=False):
             names.setdefault(id(m), qualified)
         _names[parent] = names
-        name = names.get(id(module))
-    if name is None:
-        return f"<{type(module).__name__}>"
+        name = names.get(id(module), f"<{type(module).__name__}>")
     return without_wrapper(name)
+
+
+def _holds(parent: Module, module: Module) -> bool:
+    """Return whether a module is registered in another, at any depth."""
+    seen, waiting = {id(parent)}, [parent]
+    while waiting:
+        for child in children(waiting.pop()).values():
+            if child is module:
+                return True
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return False
 
 
 def _is_at(parent: Module, name: str, module: Module) -> bool:
