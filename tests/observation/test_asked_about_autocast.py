@@ -46,6 +46,16 @@ class Squared(nn.Module):
         return Square.apply(x)
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return self.outer(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2)).values()
+
+
 def test_a_capture_without_a_region_is_the_program_without_one():
     """It is asked for the device, and by the older name; in the program's own region autocast is on."""
     model, x = Asks(), torch.randn(4, 8)
@@ -64,6 +74,12 @@ def test_a_reference_casts_nothing_that_the_model_would_cast_in_a_region():
     assert {row.reference for row in compared.rows} == {"fp32"}
     run = nc.capture(Squared(), torch.randn(4, 8))
     assert [call.computes for call in run.calls] == ["fp32"]
+
+
+def test_attention_of_jagged_tensors_casts_nothing_in_a_reference():
+    """torch asks there, and casts before any op runs."""
+    jagged = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)], layout=torch.jagged)
+    assert nc.compare(Attention(), (jagged,), under="bf16").verdict == "round-off"
 
 
 def test_what_asks_in_order_to_restore_the_state_gets_the_state():

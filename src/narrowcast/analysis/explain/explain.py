@@ -312,7 +312,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
     with ExitStack() as stack:
         stack.enter_context(leaves_no_kernels())  # those of the comparison are gone: times are torch's own
         stack.enter_context(weights)
-        stack.enter_context(restored(trial.model))
+        stack.enter_context(restored(trial.model, trial.modules_called()))
         before = trial.measure()
         with region:
             after = trial.measure()

@@ -81,7 +81,7 @@ def _add(value: Any, found: dict[int, Any], depth: int) -> None:
     if depth == 0 or id(value) in found:
         return
     if type(value) is FunctionType:
-        inner = [*_closed_over(value), *(value.__defaults__ or ()), value.__kwdefaults__, vars(value)]
+        inner = [*closed_over(value), *(value.__defaults__ or ()), value.__kwdefaults__, vars(value)]
     elif issubclass(type(value), type):
         if not _is_users(value.__module__):
             return
@@ -97,7 +97,8 @@ def _add(value: Any, found: dict[int, Any], depth: int) -> None:
             _add(one, found, depth - 1)
 
 
-def _closed_over(function: FunctionType) -> Iterator[Any]:
+def closed_over(function: FunctionType) -> Iterator[Any]:
+    """Return what is in the cells of a function."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # nothing is in it yet
             yield cell.cell_contents

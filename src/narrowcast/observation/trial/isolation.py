@@ -17,6 +17,7 @@ from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.restore.steps import restored_steps
+from narrowcast.observation.trial.own_parts import closes_over_itself
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.sites.python_stack import trials
 from narrowcast.runtime.torch_bridge.inputs import called_with
@@ -43,8 +44,9 @@ def isolated(
 
     What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
     without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
-    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
-    runs itself; the attributes and buffers of the modules that it calls are restored.
+    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules,
+    or a model whose hooks close over it) runs itself; the attributes and buffers of the modules that it calls are
+    restored.
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
@@ -61,7 +63,9 @@ def isolated(
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
-        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
+        runs_itself = isinstance(model, torch.nn.Module) and closes_over_itself(model)
+        copied = _calling(model) if runs_itself else model
+        own_model, own_args, own_kwargs = _copied((copied, args, kwargs), stand_in, of_script)
         if through is None:  # by a hook and a mode, which Dynamo could not pass
             stack.enter_context(restored_when_called(model, own_model))
         if mode is not None:
@@ -91,6 +95,11 @@ class Isolated:
 
 
 trials.add(Isolated.__call__.__code__)
+
+
+def _calling(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a model: it is copied as itself."""
+    return lambda *args, **kwargs: model(*args, **kwargs)
 
 
 def stand_ins(make: StandIn) -> StandIn:

@@ -23,13 +23,14 @@ from narrowcast.observation.restore.objects import LivingObjects
 from narrowcast.observation.restore.steps import living_objects
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
+from narrowcast.observation.trial.own_parts import closes_over_itself
 from narrowcast.output.words import counted
 from narrowcast.runtime.devices.device import random_state
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.dispatch import quietly, tree_leaves, tree_map, tree_map_only
-from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
+from narrowcast.runtime.torch_surface.modules import compiled_of, told_of_module_calls, without_wrapper
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -104,6 +105,14 @@ class Trial:
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
         """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
         return isolated(self.model, self.args, self.kwargs, fake, through, living=self._objects())
+
+    def modules_called(self) -> list[torch.nn.Module]:
+        """Return the user's modules that a run calls; it runs once, unless a copy of the model is what runs."""
+        called: dict[int, torch.nn.Module] = {}
+        if not isinstance(self.model, torch.nn.Module) or closes_over_itself(self.model):
+            with self.isolated() as run, told_of_module_calls(lambda module: called.setdefault(id(module), module)):
+                run()
+        return list(called.values())
 
     def _objects(self) -> LivingObjects | None:
         """Return what lives in the process, which a function may step; each run begins with it as it was."""

@@ -20,6 +20,8 @@ NOTHING = Policy("fp32", extends=())
 """A policy without a rule: calls run as their inputs are."""
 _ASKED = {"is_autocast_enabled": None, "is_autocast_cpu_enabled": "cpu"}
 """How programs ask, and of which device type where they do not say it."""
+_CASTING = ("decorate_fwd", "_autocast")
+"""Functions of torch that ask, and then cast: of `custom_fwd`, and of the attention of jagged tensors."""
 
 
 class Unasked(autocast):
@@ -102,6 +104,8 @@ def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:
 
 
 def _is_program(frame: Any) -> bool:
-    """Return whether a program asks, or torch for it in `custom_fwd`; not torch, or us, to restore the state later."""
+    """Return whether a program asks, or torch to cast for it; not torch, or us, to restore the state later, or to choose
+    a path, which both runs take.
+    """
     room = frame.f_globals.get("__name__", "").partition(".")[0]
-    return room not in ("torch", "narrowcast") or frame.f_code.co_name == "decorate_fwd"
+    return room not in ("torch", "narrowcast") or frame.f_code.co_name in _CASTING

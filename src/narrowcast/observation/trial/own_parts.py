@@ -1,0 +1,61 @@
+"""Whether a copy of a model would call the original: by functions that it holds, which a deep copy shares."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import ref
+
+from torch.nn import Module
+
+from narrowcast.observation.restore.fakes import closed_over
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
+_CALLED = (FunctionType, MethodType, partial, ref)
+
+
+def closes_over_itself(model: Module) -> bool:
+    """Return whether a hook, a `forward` set on a module, or another function among the attributes of the modules,
+    closes over a part of the model, or a container that one of them holds; or an attribute is a weak reference to one.
+    """
+    modules = list(model.modules())
+    containers = [held for module in modules for held in vars(module).values() if type(held) in _CONTAINERS]
+    called = [one for held in containers for one in _items(held) if isinstance(one, _CALLED)]
+    called += [held for module in modules for held in vars(module).values() if isinstance(held, _CALLED)]
+    if not called:
+        return False
+    tensors = (*model.parameters(), *model.buffers())
+    own = {id(one) for one in (*modules, *containers, *tensors)}
+    return any(_closes_over(one, own, set()) for one in called)
+
+
+def _items(held: Any) -> list[Any]:
+    return list(held.values() if isinstance(held, dict) else held)
+
+
+def _closes_over(value: Any, own: set[int], seen: set[int]) -> bool:
+    """Return whether what a deep copy shares of a function leads to one of these objects."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, ref):
+        return id(value()) in own
+    if isinstance(value, partial):
+        return any(_closes_over(one, own, seen) for one in (value.func, *value.args, *value.keywords.values()))
+    function = value.__func__ if isinstance(value, MethodType) else value
+    return isinstance(function, FunctionType) and any(
+        id(one) in own or id(getattr(one, "__self__", None)) in own or _closes_over(one, own, seen)
+        for one in _inside(function)
+    )
+
+
+def _inside(function: FunctionType) -> Iterator[Any]:
+    """What a function closes over, and its defaults, with the items of containers."""
+    defaults = function.__defaults__ or ()
+    for one in (*closed_over(function), *defaults, *(function.__kwdefaults__ or {}).values()):
+        yield one
+        if type(one) in _CONTAINERS:
+            yield from _items(one)
