@@ -80,7 +80,7 @@ def test_attention_of_jagged_tensors_casts_nothing_in_a_reference():
     """torch asks there, and casts before any op runs."""
     jagged = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)], layout=torch.jagged)
     compared = nc.compare(Attention(), (jagged,), under="bf16")
-    assert {row.reference for row in compared.rows} == {"fp32"}
+    assert compared.outputs and "bf16" not in {row.reference for row in compared.rows}
 
 
 def test_what_asks_in_order_to_restore_the_state_gets_the_state():

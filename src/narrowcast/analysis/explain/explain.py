@@ -130,12 +130,22 @@ def explain(
         predict_costs(found.graphs, device_type)
         for is_timed in (False, True) if front_end == "eager" else ():  # what is set up in a first run is not timed
             timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
+    comparison: Comparison | None = None
+    if run and found.failure is None:
+        try:
+            comparison = _compare(trial, opened)
+        except NarrowcastError:
+            raise
+        except Exception as error:  # of values, which fake tensors do not have
+            found = replace(found, failure=_failure_of(trial, opened, error))
+            if found.failure is None:
+                raise
     is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
     return replace(
         found,
-        ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else found.ran_on,
+        ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if comparison else found.ran_on,
         note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", _AS_MADE * is_as_made, found.note),
-        comparison=_compare(trial, opened) if run and found.failure is None else None,
+        comparison=comparison,
         graphs=tuple(map(with_row_and_flow, found.graphs)),
         rules=rule_rows(chosen.rules, found.ledger),
         timed=timed,

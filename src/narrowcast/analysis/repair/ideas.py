@@ -47,10 +47,13 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
         rule = _rule_about_op(raising, region_with, reason, tried)
         if rule is not None:
             return [rule]
+        tensors = tensors_in(raising.args, raising.kwargs)
         if _runs(raising, region_with([]), widened=True):
-            about_makers = _rules_about_makers(ran.look, tensors_in(raising.args, raising.kwargs), reason, tried)
-            if about_makers:
-                return about_makers
+            about_makers = _rules_about_makers(ran.look, tensors, reason, tried)
+        else:  # its values may be to blame, rounded where they were made
+            about_makers = _rules_about_values(ran.look, tensors, f"what comes of it: {reason}", tried)
+        if about_makers:
+            return about_makers
     site = raising.site or (NOWHERE if ran.error is None else find_site(frame=innermost_frame(ran.error)))
     rules = [rule_about_module(site.module_path, reason)] if site.module_path else []
     return _new(rules, tried)
@@ -109,6 +112,15 @@ def _rules_about_makers(
             untried = _new([rule_about_result(maker.op, maker.module_path, reason)], tried)
         rules.update(dict.fromkeys(untried))
     return list(rules)
+
+
+def _rules_about_values(
+    look: RepairObserver, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]
+) -> list[Rule]:
+    """Return rules about the nearest calls that a rule put into a low format, and from which these tensors come."""
+    makers = [maker for tensor in tensors if (maker := look.maker_of(tensor)[0]) is not None]
+    behind = dict.fromkeys(call for maker in makers for call in look.decided_behind(maker))
+    return _new(dict.fromkeys(_rule_about_call(call, look, reason, tried) for call in behind), tried)
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------

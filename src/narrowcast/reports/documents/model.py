@@ -26,7 +26,7 @@ OUTSIDE = -1
 class Figure:
     """A number worth reading first. tone: `good`, `bad`, or nothing to say.
 
-    unit: of the amount: `bytes`, `ns`, `more ns` (what is added), `relative` (an error), `times fp32`; nothing for a
+    unit: of the amount: `bytes`, `ns`, `relative` (an error), `times fp32`; nothing for a
     count, or a number of the user's own. value: both in words.
     """
 

@@ -65,7 +65,8 @@ def _figures(result: Repair) -> list[Figure]:
     cost = sum(row.cost_ns for row in result.rules)
     if result.rules and math.isfinite(cost):
         detail = "by the profile of the device, casts left out"
-        figures.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
+        name = "the rules cost a run" if cost >= 0 else "the rules save a run"
+        figures.append(Figure(name, abs(cost), detail, unit="ns"))
     was, now = result.matmuls_before, result.matmuls_after
     if now.all:
         detail = f"of {now.all} matrix multiplications; before: {was.low}"

@@ -50,7 +50,6 @@ def in_unit(amount: float | str, unit: str) -> str:
 
 _UNITS: dict[str, Callable[[float], str]] = {
     "bytes": in_bytes, "ns": in_time, "relative": number_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
-    "more ns": lambda ns: f"{'-' if ns < 0 else '+'}{in_time(abs(ns))}",
 }  # fmt: skip
 
 
