@@ -551,3 +551,25 @@ def test_what_raises_for_its_values_runs_with_a_rule_about_what_they_come_of():
     explained = nc.explain(Kernel(), (x,), under="bf16", run=True)
     assert "LinAlgError" in explained.failure.error and explained.comparison is None
     assert "nc.repair" in str(explained)
+
+
+class Flow(nn.Module):
+    """Takes a gradient inside of its forward, in the region."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x)[0]
+
+
+def test_products_of_a_gradient_inside_of_the_forward_are_counted_and_kept():
+    """The region decides them: rules about their ops hold, in no module."""
+    found = nc.repair(Flow(), (torch.randn(8, 4),), under="bf16", budget=1e-6)
+    assert found.verdict == "repaired" and found.matmuls_after.low == 0
+    assert found.matmuls_before.low == found.matmuls_before.all == 4
+    assert "aten.mm.default" in {row.rule.op for row in found.rules}

@@ -101,7 +101,7 @@ def test_a_unit_is_a_field_and_stands_in_no_label(name):
     """Of figures, axes and columns: what shows them has not to read English, and no number of theirs is a text."""
     made = document_of(RESULTS[name])
     kinds = {"text", "number", "bytes", "ns", "decibels", "bits", "share", "error", "format", "op", "module", "line"}
-    assert {f.unit for f in made.figures} <= {"", "bytes", "ns", "more ns", "relative", "times fp32"}
+    assert {f.unit for f in made.figures} <= {"", "bytes", "ns", "relative", "times fp32"}
     units = {"", "bytes", "ns", "relative", "multiplications", "whole", "percent"}
     assert {unit for s in made.series for unit in (s.x_unit, s.y_unit)} <= units
     assert {c.kind for t in made.tables for c in t.columns} <= kinds | {"call", "call_b"}

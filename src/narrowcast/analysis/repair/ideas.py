@@ -183,13 +183,15 @@ def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
 
 
 def rules_about_low(look: RepairObserver) -> list[Rule]:
-    """Return rules that keep in fp32 all low compute: what rules lower, and kernels whose inner calls lists lower."""
+    """Return rules that keep in fp32 all low compute: what rules lower, and kernels whose inner calls lists lower; of a
+    gradient taken in the region everywhere, since autograd calls it in no module.
+    """
     closed = named("inside.closed")
     rules = [
         rule_about(identity.op, identity.module_path) for identity in look.forward
         if look.is_decided(identity) or identity.op.split(".")[1] in closed
     ]  # fmt: skip
-    return list(dict.fromkeys(rules))
+    return list(dict.fromkeys([*rules, *(rule_about(identity.op, "") for identity in look.gradients)]))
 
 
 def _new(rules: Iterable[Rule], tried: Collection[Rule]) -> list[Rule]:

@@ -56,8 +56,8 @@ class RepairObserver(WatchCalls):
 
     low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that
     have one identity. largest: on request, the largest magnitude of a call's inputs and results. converted: of
-    conversions, the model's own too, the call that made their input. compiled: the ops that code of torch.compile
-    calls. raising: what raised.
+    conversions, the model's own too, the call that made their input. gradients: calls in low formats of a gradient
+    taken in the region, which decides them. compiled: the ops that code of torch.compile calls. raising: what raised.
     """
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
@@ -67,6 +67,7 @@ class RepairObserver(WatchCalls):
         self.forward: dict[CallId, ForwardCall] = {}
         self.calls: list[tuple[CallId, ForwardCall]] = []
         self.largest: dict[CallId, float] = {}
+        self.gradients: dict[CallId, ForwardCall] = {}
         self.converted: dict[CallId, CallId] = {}
         self.compiled: set[str] = set()
         self.raising = Raising(self.compiled)
@@ -102,6 +103,11 @@ class RepairObserver(WatchCalls):
             self.calls.append((call.id, seen))
             if self._ranges:
                 self.largest[call.id] = largest_of((*read, *results))
+        elif call.rule is not None and results:
+            seen = ForwardCall(call.computes, call.rule, tuple(tuple(t.shape) for t in read), tuple(results[0].shape))
+            self.calls.append((call.id, seen))
+            if seen.is_decided:
+                self.gradients[call.id] = seen
         for tensor in results:
             self._makers.put(tensor, call.id)
 

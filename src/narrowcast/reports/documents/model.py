@@ -26,8 +26,8 @@ OUTSIDE = -1
 class Figure:
     """A number worth reading first. tone: `good`, `bad`, or nothing to say.
 
-    unit: of the amount: `bytes`, `ns`, `relative` (an error), `times fp32`; nothing for a
-    count, or a number of the user's own. value: both in words.
+    unit: of the amount: `bytes`, `ns`, `relative` (an error), `times fp32`; nothing for a count, or a number of the
+    user's own. value: both in words.
     """
 
     name: str

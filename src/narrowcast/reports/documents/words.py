@@ -49,8 +49,11 @@ def in_unit(amount: float | str, unit: str) -> str:
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
-    "bytes": in_bytes, "ns": in_time, "relative": number_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
-}  # fmt: skip
+    "bytes": in_bytes,
+    "ns": in_time,
+    "relative": number_text,
+    "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
+}
 
 
 def without_format(text: str, format: str) -> str:
