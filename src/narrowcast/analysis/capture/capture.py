@@ -30,7 +30,7 @@ from narrowcast.observation.statistics.arguments import others_as_text, results_
 from narrowcast.observation.statistics.statistics import Statistics, folder_for
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.finiteness import fills, gives_memory, is_floating
-from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
+from narrowcast.observation.trial.trial import Loss, Trial
 from narrowcast.observation.trial.uncast import NOTHING, Unasked, Uncast
 from narrowcast.output.words import counted
 from narrowcast.reports.results.run import Run
@@ -111,7 +111,7 @@ def capture(
         return Capturing(table, times)
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
-    weights = Weights(parameters_of(trial.model))
+    weights = trial.kept_weights()
     capturing = Capturing(table, times, opened, weights)
     try:
         with weights, leaves_no_kernels():

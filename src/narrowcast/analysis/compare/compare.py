@@ -37,7 +37,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import said_of
-from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast, enabled
 from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
@@ -135,7 +135,7 @@ class _Comparing:
         self._is_own, self._is_same = other.model is trial.model, result.reference in REFERENCES
         self._low = FORMATS[region.fast_dtype]
         self.dtype, self._limit_bytes, self._result = dtype, limit_bytes, result
-        self.weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
+        self.weights = trial.kept_weights(*() if self._is_own else (other,))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
         self._step: Step = lambda: None

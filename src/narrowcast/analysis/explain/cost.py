@@ -24,21 +24,29 @@ _SECONDS = 10.0
 
 
 def with_cost(
-    differences: Differences, metrics: tuple[Named, Named], runs: tuple[Run, Run], weight_bytes: int, repeats: int = 7
+    differences: Differences,
+    metrics: tuple[Named, Named],
+    runs: tuple[Run, Run],
+    weight_bytes: int,
+    rewind: Callable[[], None] = lambda: None,
+    repeats: int = 7,
 ) -> Comparison:
     """Return the differences with the model's metric, and what the region costs; metrics, runs: of fp32 and of the
     region. Both are run once observed, for peak memory and what time is spent on, then in alternating pairs for time:
-    `repeats` of them, or after the third as many as fit into ten seconds.
+    `repeats` of them, or after the third as many as fit into ten seconds. rewind: called before each run, untimed.
     """
     reference, region = runs
-    observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
+    observed = [[observe(run, rewind) for run in runs] for _ in range(2)][-1]  # what is set up at first is not counted
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     for number in range(repeats):
         if number >= 3 and time.perf_counter() - began > _SECONDS:
             break
         order = runs if number % 2 == 0 else runs[::-1]
-        elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
+        elapsed = {}
+        for run in order:
+            rewind()
+            elapsed[run] = elapsed_ns(run) / 1e6
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
     peaks = [weight_bytes + each.peak_bytes for each in observed]
@@ -61,9 +69,10 @@ def with_cost(
     )
 
 
-def observe(run: Run) -> Observed:
+def observe(run: Run, rewind: Callable[[], None] = lambda: None) -> Observed:
     """Run and return the observation, op by op. Python collects no cycles meanwhile, as in timeit: that takes time."""
     mode = Observed()
+    rewind()
     with collector_paused(), mode:
         mode.result = run()
     return mode

@@ -21,7 +21,7 @@ from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.explain.recurrent import RecurrentLayers
 from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
-from narrowcast.analysis.record.record import record, recording
+from narrowcast.analysis.record.record import recording
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
 from narrowcast.core.policy import DEVICE_TYPES, Policy
@@ -39,9 +39,8 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps
-from narrowcast.observation.trial.trial import Trial, detached, parameters_of
+from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger
@@ -219,7 +218,13 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
         try:
             flow = EagerFlow((region.policy,))
             layers = _layers(device_type, stands_in, True)
-            with trial.isolated(fake=True) as run, record() as ledger, flow.observing(), region, layers as rnn:
+            with (
+                trial.isolated(fake=True) as run,
+                recording(trial.kept_weights()) as ledger,
+                flow.observing(),
+                region,
+                layers as rnn,
+            ):
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
@@ -233,7 +238,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     if has_meta:
         advice = "Omit real=, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
-    weights = Weights(parameters_of(trial.model))
+    weights = trial.kept_weights()
     with ExitStack() as stack:
         stack.enter_context(weights)
         run, ledger = stack.enter_context(trial.isolated()), stack.enter_context(recording(weights))
@@ -322,7 +327,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
     with ExitStack() as stack:
         stack.enter_context(leaves_no_kernels())  # those of the comparison are gone: times are torch's own
         stack.enter_context(weights)
-        stack.enter_context(restored(trial.model, trial.modules_called()))
+        stack.enter_context(restored(trial.model))
         before = trial.measure()
         with region:
             after = trial.measure()
@@ -331,7 +336,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
         runs = partial(run, reference, nullcontext()), partial(run, call, region)
         kept = [t for t in trial.weights() if t.layout is torch.strided]
         weight_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in kept}.values())
-        return with_cost(differences, (before, after), runs, weight_bytes)
+        return with_cost(differences, (before, after), runs, weight_bytes, trial.rewind)
 
 
 def _called(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

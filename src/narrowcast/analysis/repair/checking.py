@@ -17,10 +17,9 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import NarrowcastError, RefusedError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.output_errors import output_errors
 from narrowcast.observation.trial.raising import SeeFunctions
-from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.output.progress import Step
 from narrowcast.output.words import counted, number_text
@@ -132,7 +131,7 @@ class Checks:
         self.count = 0
         self._dtype = trial.fp32_for_low()
         self.expected: Ran | None = None
-        self._weights = Weights(parameters_of(trial.model))
+        self._weights = trial.kept_weights()
 
     def run_in_fp32(
         self, make: Callable[[], RepairObserver], backward: Callable[[RepairObserver], Loss] | None = None

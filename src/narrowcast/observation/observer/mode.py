@@ -65,8 +65,8 @@ class WatchingMode(DispatchMode, Watcher):
         return autocast_was_on(self._keys)
 
     def _keep_weights(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy the weights that an op is about to write to, if they are to be restored."""
-        if facts.writes and self.weights is not None:
+        """Have the weights copied that an op is about to write to, if they are to be restored."""
+        if self.weights is not None and (facts.overwrites or "generator" in kwargs):
             with quietly():
                 self.door.run(facts.id, self.weights.before_write, facts, args, kwargs)
 

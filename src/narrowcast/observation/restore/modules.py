@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -68,14 +68,9 @@ def restored_when_called(model: Any = None, copied: Any = None) -> Iterator[None
 
 
 @contextmanager
-def restored(model: Any, called: Iterable[Module] = ()) -> Iterator[None]:
-    """Restore attributes, buffers (batch norm statistics), what scripts keep, and the random state at the end.
-
-    called: modules that a function calls.
-    """
+def restored(model: Any) -> Iterator[None]:
+    """Restore attributes, buffers (batch norm statistics), what scripts keep, and the random state at the end."""
     with _Modules() as kept:
-        for module in called:
-            kept.called(module)
         if isinstance(model, Module):
             for module in model.modules():
                 kept.keep(module)

@@ -46,21 +46,6 @@ class _Parameter:
             self.parameter.requires_grad_(self.requires_grad)
 
 
-@dataclass(slots=True, eq=False)
-class _Module:
-    """A module, its flag, and which tensors it held under which names."""
-
-    module: Module
-    training: bool
-    tensors: dict[str, torch.Tensor]
-
-    def restore(self) -> None:
-        self.module.training = self.training
-        for name, tensor in self.tensors.items():
-            if getattr(self.module, name, tensor) is not tensor:
-                setattr(self.module, name, tensor)
-
-
 class LivingObjects:
     """Modules, parameters, optimizers, schedules and scalers as they are now.
 
@@ -71,7 +56,7 @@ class LivingObjects:
     def __init__(self, own: tuple[type[Any], ...]) -> None:
         """own: classes that scalers and optimizers keep their counters in, which are looked into."""
         self._own = own
-        self._kept: dict[int, tuple[Any, _Parameter | _Module | Attributes]] = {}
+        self._kept: dict[int, tuple[Any, _Parameter | Attributes]] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._touched: set[int] = set()
         living = _instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler))
@@ -99,18 +84,23 @@ class LivingObjects:
         owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
         return tensors + [t.grad for t in owned if t.grad is not None]
 
-    def model(self, model: Module) -> None:
-        """Restore a called model later, with what is in it."""
-        for module in model.modules():
-            self._add_module(module)
-        for parameter in model.parameters():
-            self._add_parameter(parameter)
-        self._touched.update(map(id, (*model.modules(), *model.parameters())))
-
-    def optimizer(self, optimizer: Any) -> None:
-        """Restore an optimizer later that is about to step."""
-        self._add_optimizer(optimizer)
-        self._touched.update(map(id, (optimizer, *optimized_by(optimizer))))
+    def meet(self, one: Any) -> None:
+        """Restore later a model that is called, with what is in it, an optimizer that is about to step, a parameter."""
+        if id(one) in self._touched:
+            return
+        if isinstance(one, Module):
+            for module in one.modules():
+                self._add_module(module)
+            inner = (*one.modules(), *one.parameters())
+        elif isinstance(one, torch.Tensor):
+            inner = (one,)
+        else:
+            self._add_optimizer(one)
+            inner = (one, *optimized_by(one))
+        for parameter in inner:
+            if isinstance(parameter, torch.Tensor):
+                self._add_parameter(parameter)
+        self._touched.update(map(id, inner))
 
     def restore(self) -> None:
         """Give what the steps have touched back what it held."""
@@ -142,8 +132,7 @@ class LivingObjects:
     def _add_module(self, module: Module) -> None:
         if id(module) in self._kept or isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module):
             return
-        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        self._kept[id(module)] = module, _Module(module, module.training, tensors)
+        self._kept[id(module)] = module, Attributes(vars(module))
 
 
 def _instances_of(classes: tuple[type[T], ...]) -> list[T]:

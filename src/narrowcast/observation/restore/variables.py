@@ -7,17 +7,19 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
+_MET = (Module, Parameter, Optimizer)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_GENERATORS)
 """What is restored in containers, beside objects of the function's file."""
@@ -31,9 +33,12 @@ class Variables:
     lists and dicts that they name are as before; what was added stays there, for code that collects results. A deque,
     which steps replay, holds what it held, and so do arrays of numpy; generators of random numbers go back. An iterator
     goes on where it was left.
+
+    met: modules, parameters and optimizers that they name, which are not looked into.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self.met: list[Any] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
         self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
@@ -57,6 +62,8 @@ class Variables:
                 if names.get(name, names) is not value:
                     names[name] = value
         for items, held in self._listed:
+            if len(items) == len(held) and all(map(is_, items, held)):
+                continue
             while isinstance(items, deque) and len(items) > len(held):
                 items.pop()
             for at, value in enumerate(held):
@@ -70,9 +77,13 @@ class Variables:
             restore(state)
 
     def _look(self, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, _OTHERS):
+        if id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if isinstance(value, _OTHERS):
+            if isinstance(value, _MET):
+                self.met.append(value)
+            return
         if isinstance(value, MethodType):
             self._look(value.__func__)
             self._look_inside(value.__self__)
@@ -102,7 +113,7 @@ class Variables:
     def _look_at_items(self, items: Any) -> None:
         """Look at the objects of the file in a container, and at containers; it may be long."""
         for one in items:
-            if isinstance(one, _LOOKED_INTO) or type(one).__module__ == self._file:
+            if isinstance(one, (*_LOOKED_INTO, *_MET)) or type(one).__module__ == self._file:
                 self._look(one)
 
     def _look_around(self, function: FunctionType) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_bridge import OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
+
+if TYPE_CHECKING:
+    from narrowcast.observation.restore.process import Process
 
 
 class Weights:
@@ -20,8 +23,13 @@ class Weights:
     values at the last end.
     """
 
-    def __init__(self, *weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, *weights: Mapping[str, torch.Tensor], processes: Sequence[Process] = ()) -> None:
+        """processes: which restore weights by themselves, and what else is written to."""
+        self._processes = processes
+        for process in processes:
+            process.restoring.append(self._restore)
         self.changed: list[str] = []
+        self._noted: list[str] = []
         named = [(name, w) for each in weights for name, w in each.items() if has_storage(w)]
         self._weights = [(name, w, w.detach()) for name, w in named]  # what lies there is held: `.data` may be replaced
         self._copies: dict[int, torch.Tensor] = {}
@@ -31,6 +39,8 @@ class Weights:
 
     def before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the op is about to write to."""
+        for process in self._processes:
+            process.before_op(facts, args, kwargs)
         for tensor in written_tensors(facts, args, kwargs) if self._lying_in else ():
             if has_storage(tensor):
                 for number in self._lying_in.get(storage_key(tensor), ()):
@@ -42,10 +52,12 @@ class Weights:
 
     def __exit__(self, *raised: object) -> None:
         with quietly():
-            self.changed = self._restore()
+            self._restore()
+            self.changed, self._noted = self._noted, []
 
-    def _restore(self) -> list[str]:
-        changed = []
+    def _restore(self) -> None:
+        """Restore the weights that have other values, and note their names."""
+        changed = self._noted
         for number, (name, weight, before) in enumerate(self._weights):
             is_replaced = where_it_lies(weight) != where_it_lies(before)
             if is_replaced:
@@ -54,6 +66,5 @@ class Weights:
             is_written = copy is not None and not torch.equal(copy, before)
             if copy is not None and is_written:
                 before.copy_(copy)
-            if is_replaced or is_written:
+            if (is_replaced or is_written) and name not in changed:
                 changed.append(name)
-        return changed

@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
-from narrowcast.observation.restore.objects import LivingObjects
-from narrowcast.observation.restore.steps import restored_steps
+from narrowcast.observation.restore.process import Process
 from narrowcast.observation.trial.own_parts import closes_over_itself
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.sites.python_stack import trials
@@ -38,7 +37,7 @@ def isolated(
     through: Through | None = None,
     stand_in: StandIn | None = None,
     of_script: Callable[[Any], Any] | None = None,
-    living: LivingObjects | None = None,
+    process: Process | None = None,
 ) -> Iterator[Isolated]:
     """Yield a function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
@@ -51,15 +50,15 @@ def isolated(
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
     place of sharing weights. of_script: likewise the script for each of the model's, which are shared otherwise, and
-    what they keep restored: TorchScript's copies of weights get no gradients. living: what lives in the process, of
-    which optimizers that step are restored.
+    what they keep restored: TorchScript's copies of weights get no gradients. process: what is restored besides, of a
+    callable that runs itself.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
-        if living is not None:
-            stack.enter_context(restored_steps(living))
+        if process is not None:
+            stack.enter_context(process.restored(told_of_calls=through is None))
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
@@ -94,7 +93,7 @@ class Isolated:
             return self.model(*self.args, **self.kwargs)
 
 
-trials.add(Isolated.__call__.__code__)
+trials.add(id(Isolated.__call__.__code__))
 
 
 def _calling(model: Callable[..., Any]) -> Callable[..., Any]:

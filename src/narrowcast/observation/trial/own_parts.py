@@ -12,6 +12,7 @@ from weakref import ref
 from torch.nn import Module
 
 from narrowcast.observation.restore.fakes import closed_over
+from narrowcast.runtime.torch_surface.modules import compiled_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _CALLED = (FunctionType, MethodType, partial, ref)
@@ -21,7 +22,7 @@ def closes_over_itself(model: Module) -> bool:
     """Return whether a hook, a `forward` set on a module, or another function among the attributes of the modules,
     closes over a part of the model, or a container that one of them holds; or an attribute is a weak reference to one.
     """
-    modules = list(model.modules())
+    modules = [module for module in model.modules() if compiled_of(module) is None]  # which is made again for a copy
     containers = [held for module in modules for held in vars(module).values() if type(held) in _CONTAINERS]
     called = [one for held in containers for one in _items(held) if isinstance(one, _CALLED)]
     called += [held for module in modules for held in vars(module).values() if isinstance(held, _CALLED)]
@@ -42,7 +43,7 @@ def _closes_over(value: Any, own: set[int], seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, ref):
-        return id(value()) in own
+        return isinstance(value(), Module) and id(value()) in own  # those to weights are made again: recurrent layers
     if isinstance(value, partial):
         return any(_closes_over(one, own, seen) for one in (value.func, *value.args, *value.keywords.values()))
     function = value.__func__ if isinstance(value, MethodType) else value
@@ -53,7 +54,7 @@ def _closes_over(value: Any, own: set[int], seen: set[int]) -> bool:
 
 
 def _inside(function: FunctionType) -> Iterator[Any]:
-    """What a function closes over, and its defaults, with the items of containers."""
+    """Return what a function closes over, and its defaults, with the items of containers."""
     defaults = function.__defaults__ or ()
     for one in (*closed_over(function), *defaults, *(function.__kwdefaults__ or {}).values()):
         yield one

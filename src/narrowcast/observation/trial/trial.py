@@ -19,8 +19,8 @@ from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.restore.objects import LivingObjects
-from narrowcast.observation.restore.steps import living_objects
+from narrowcast.observation.restore.process import Process
+from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.output_errors import dense
 from narrowcast.observation.trial.own_parts import closes_over_itself
@@ -30,7 +30,7 @@ from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.dispatch import quietly, tree_leaves, tree_map, tree_map_only
-from narrowcast.runtime.torch_surface.modules import compiled_of, told_of_module_calls, without_wrapper
+from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -78,7 +78,7 @@ class Trial:
     scale: float = 1.0
     evaluate: Evaluate | None = None
     name: str = ""
-    _living: LivingObjects | None = field(default=None, compare=False, repr=False)  # as each run begins
+    _process: Process | None = field(default=None, compare=False, repr=False)  # as each run begins
 
     @staticmethod
     def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
@@ -104,21 +104,25 @@ class Trial:
 
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
         """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
-        return isolated(self.model, self.args, self.kwargs, fake, through, living=self._objects())
+        return isolated(self.model, self.args, self.kwargs, fake, through, process=self.process())
 
-    def modules_called(self) -> list[torch.nn.Module]:
-        """Return the user's modules that a run calls; it runs once, unless a copy of the model is what runs."""
-        called: dict[int, torch.nn.Module] = {}
-        if not isinstance(self.model, torch.nn.Module) or closes_over_itself(self.model):
-            with self.isolated() as run, told_of_module_calls(lambda module: called.setdefault(id(module), module)):
-                run()
-        return list(called.values())
+    def process(self) -> Process | None:
+        """Return what a function may change, or a model that runs itself: each run begins with it as it was."""
+        runs_itself = not isinstance(self.model, torch.nn.Module) or closes_over_itself(self.model)
+        if self._process is None and runs_itself:
+            self._process = Process(function=self.model)
+        return self._process
 
-    def _objects(self) -> LivingObjects | None:
-        """Return what lives in the process, which a function may step; each run begins with it as it was."""
-        if self._living is None and not isinstance(self.model, torch.nn.Module):
-            self._living = living_objects()
-        return self._living
+    def kept_weights(self, *others: Trial) -> Weights:
+        """Return the weights of the model, and of those of other trials, to be restored after runs."""
+        trials = (self, *others)
+        processes = [process for trial in trials if (process := trial.process()) is not None]
+        return Weights(*(parameters_of(trial.model) for trial in trials), processes=processes)
+
+    def rewind(self) -> None:
+        """Give what a function has changed back, for another run of the same."""
+        if self._process is not None:
+            self._process.restore()
 
     def measure(self) -> dict[str, float]:
         """Return what `evaluate` returns for the model, by name; nothing without one."""
@@ -227,7 +231,7 @@ class Trial:
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
         with isolated(
-            self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script, living=self._objects()
+            self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script, process=self.process()
         ) as run:
             yield run
 

@@ -104,8 +104,8 @@ def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:
 
 
 def _is_program(frame: Any) -> bool:
-    """Return whether a program asks, or torch to cast for it; not torch, or us, to restore the state later, or to choose
-    a path, which both runs take.
+    """Return whether a program asks, or torch in order to cast for it; not torch, or us, to restore the state later, or
+    to choose a path, which both runs take.
     """
     room = frame.f_globals.get("__name__", "").partition(".")[0]
     return room not in ("torch", "narrowcast") or frame.f_code.co_name in _CASTING

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from traceback import walk_stack, walk_tb
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,8 +44,8 @@ _TRAINERS = "transformers.trainer"
 _CALL = module_call_code()
 _KEPT = 4
 """How many lines are kept that lead to a call, beside its own."""
-trials: set[CodeType] = set()
-"""What runs a copy of a model for itself: its callers are not the copy's."""
+trials: set[int] = set()
+"""Code, by its id, that runs a copy of a model for itself: its callers are not the copy's."""
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 """By parent and the id of a module inside it; an id that another has now is noticed by what its name leads to."""
 
@@ -158,7 +158,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if code is _CALL:
             modules.append(variable_of(frame, "self"))
             callers.clear()
-        elif code in trials:
+        elif id(code) in trials:
             with_callers = False
         elif with_callers and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
             callers.append(frame)

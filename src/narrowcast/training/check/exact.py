@@ -11,13 +11,14 @@ import torch
 
 from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.restore.process import written
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.training.check.gradients import Found, Gradients
-from narrowcast.training.check.kept import KeptMemory, written
+from narrowcast.training.check.kept import KeptMemory
 
 AVERAGE, UPDATES = "an average in a low format", "updates lost in rounding"
 _LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25

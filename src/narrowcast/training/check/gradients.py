@@ -9,13 +9,14 @@ import torch
 from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.restore.process import written
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, quietly, storage_key
 from narrowcast.runtime.torch_surface.modules import optimized_by
-from narrowcast.training.check.kept import KeptMemory, written
+from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.powers import HIDES, LIMITS, UNKNOWN, Power, Powers
 
 _SCALES = 16.0

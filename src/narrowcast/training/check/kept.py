@@ -1,4 +1,4 @@
-"""Restores what steps of training change: all memory that existed before and is written to, and objects."""
+"""What steps of training change: restored afterwards, and asked about."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from narrowcast.observation.restore.memory import CopiedMemory, in_memory
-from narrowcast.observation.restore.objects import LivingObjects
+from narrowcast.observation.restore.memory import in_memory
+from narrowcast.observation.restore.process import Process
 from narrowcast.observation.trial.finiteness import is_finite
 from narrowcast.reports.results.scaler_history import History
-from narrowcast.runtime.torch_bridge import LOW, OpFacts, written_tensors
+from narrowcast.runtime.torch_bridge import LOW
 from narrowcast.runtime.torch_surface.autograd import gradient_of
-from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
+from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.scaler.findings import Findings
@@ -21,66 +21,29 @@ from narrowcast.training.scaler.losses import LossScale
 from narrowcast.training.scaler.steps import Steps
 
 
-class KeptMemory:
-    """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.
-
-    Memory is copied if a tensor in it was alive at the start. Other memory is left as the steps leave it: restoring
-    older values would overwrite a tensor that was made in them.
-    """
+class KeptMemory(Process):
+    """What steps change is restored, and asked about: weights, gradients, states of optimizers, scales."""
 
     def __init__(self) -> None:
-        with quietly():
-            self._living = LivingObjects((Findings, History, LossScale, Steps))
-            there = in_memory(self._living.tensors())
-            self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
+        super().__init__((Findings, History, LossScale, Steps))
         self._models: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, Any] = {}
-        self._memory = CopiedMemory()
-        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._low_at_end: dict[str, bool] | None = None
         self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps
-
-    # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def model(self, model: torch.nn.Module) -> None:
         """Note that a model is called: its state is to be restored."""
         if id(model) not in self._models:
             self._models[id(model)] = model
-            with quietly():
-                self._living.model(model)
+            super().model(model)
 
     def optimizer(self, optimizer: Any, is_seen: bool = True) -> None:
         """Note that an optimizer is about to step. is_seen: its ops are; else all that it may write to is copied."""
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer
-            with quietly():
-                self._living.optimizer(optimizer)
-                if not is_seen:
-                    for tensor in in_memory(*optimized_by(optimizer), *optimizer.state.values()):
-                        self._copy(tensor)
-
-    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Copy what an op is about to write to, if it existed before the steps, and the state of its generator; return
-        all tensors that it writes to.
-        """
-        generator = kwargs.get("generator")
-        if generator is not None and id(generator) not in self._generators:
-            self._generators[id(generator)] = generator, generator.get_state()
-        targets = written(facts, args, kwargs)
-        with quietly():
-            for tensor in targets:
-                self._copy(tensor)
-        return targets
-
-    def _copy(self, tensor: torch.Tensor) -> None:
-        if storage_key(tensor) in self._there:
-            self._memory.copy(tensor)
+            super().optimizer(optimizer, is_seen)
 
     # -- what is known -------------------------------------------------------------------------------------------------
-
-    def was_there(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of a tensor existed before the steps."""
-        return storage_key(tensor) in self._there
 
     def gradients(self) -> set[int]:
         """Return the storage keys of the current gradients of the parameters of models and optimizers."""
@@ -160,16 +123,8 @@ class KeptMemory:
         """Restore all memory, objects and generators."""
         with quietly():
             self._low_at_end = self.low_weights()
-            self._memory.restore()
-            self._living.restore()
+            self.restore()
             for _, parameter in self._parameters():
                 parts = in_memory(parameter)
                 if any(part in self._memory for part in parts) and not parameter.is_inference():
                     increment_version(parameter)  # a write through .data does not: cached casts depend on it
-            for generator, state in self._generators.values():
-                generator.set_state(state)
-
-
-def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to, as they lie in memory."""
-    return in_memory(written_tensors(facts, args, kwargs))

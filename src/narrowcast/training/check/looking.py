@@ -15,6 +15,7 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.core.policy import Site
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.restore.process import written
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
@@ -26,7 +27,7 @@ from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, casts_beside
 from narrowcast.training.check.exact import UPDATES, Begun, Exact, no_longer_finite, told
 from narrowcast.training.check.gradients import Found, Gradients, Updates
-from narrowcast.training.check.kept import KeptMemory, written
+from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
 from narrowcast.training.check.rounded import RoundedWeights

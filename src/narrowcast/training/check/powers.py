@@ -13,13 +13,14 @@ import torch
 
 from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.restore.process import written
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.rerun import run_wide
 from narrowcast.runtime.torch_bridge import OpFacts, is_random, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import next_sequence_number
 from narrowcast.runtime.torch_surface.dispatch import quietly
-from narrowcast.training.check.kept import KeptMemory, written
+from narrowcast.training.check.kept import KeptMemory
 
 _EXACT = 1e-9
 """How far apart results in fp64 may lie, relative to their largest element, and still be proportional."""
