@@ -33,18 +33,23 @@ class Process:
     restoring: called before.
     """
 
-    def __init__(self, own: tuple[type[Any], ...] = (), function: Callable[..., Any] | None = None) -> None:
-        """own: classes that scalers and optimizers keep their counters in. function: whose variables are restored."""
+    def __init__(self, own: tuple[type[Any], ...] = ()) -> None:
+        """own: classes that scalers and optimizers keep their counters in."""
         with quietly():
             self._living = LivingObjects(own)
             there = in_memory(self._living.tensors())
             self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
-            self._variables = None if function is None else Variables(function)
-            for met in () if self._variables is None else self._variables.met:
-                self._living.meet(met)
+        self._variables: Variables | None = None
         self.restoring: list[Callable[[], object]] = []
         self._memory = CopiedMemory()
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def follow(self, function: Callable[..., Any]) -> None:
+        """Restore the variables of a function, and the models, optimizers and parameters that they name."""
+        self._variables = Variables(function)
+        with quietly():
+            for met in self._variables.met:
+                self._living.meet(met)
 
     def model(self, model: torch.nn.Module) -> None:
         """Note that a model is called."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
 
@@ -110,7 +110,9 @@ class Trial:
         """Return what a function may change, or a model that runs itself: each run begins with it as it was."""
         runs_itself = not isinstance(self.model, torch.nn.Module) or closes_over_itself(self.model)
         if self._process is None and runs_itself:
-            self._process = Process(function=self.model)
+            self._process = Process()
+            with suppress(Exception):  # what its variables say of themselves is code of others
+                self._process.follow(self.model)
         return self._process
 
     def kept_weights(self, *others: Trial) -> Weights:

@@ -10,7 +10,6 @@ from typing import Any
 
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError
-from narrowcast.observation.restore.variables import Variables
 from narrowcast.output.words import counted
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
@@ -74,10 +73,8 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
             door.run("an optimizer's step", looking.stepped)
 
     with ExitStack() as stack:
-        variables = door.run("the variables of the step", Variables, step)
-        if variables is not None:
-            stack.callback(door.run, "the variables of the step", variables.restore)
         stack.enter_context(kept)
+        door.run("the variables of the step", kept.follow, step)
         stack.enter_context(random_state_kept())
         stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
         stack.enter_context(told_of_optimizer_steps(has_stepped))
