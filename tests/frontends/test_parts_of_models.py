@@ -123,8 +123,8 @@ def distil(teacher, student):
 def test_a_model_that_a_function_of_another_runs_is_not_looked_for_by_name_at_each_call(monkeypatch):
     """Only what holds it has a name for it, and a module that is added later has one then."""
     asked = []
-    named_modules = nn.Module.named_modules
-    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: asked.append(0) or named_modules(self, *a, **k))
+    named = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: asked.append(0) or named(self, *a, **k))
     teacher, student = Task(), Net()
     with nc.autocast("cpu", BF16, policy=ruled("part.encoder")):
         distil(teacher, student)

@@ -266,3 +266,22 @@ def test_a_compiled_model_is_looked_into() -> None:
     loop.net = torch.compile(loop.net, backend="aot_eager")  # type: ignore[assignment]
     assert nc.check_training(scaled_fp16, (loop,)).kinds == ()
     assert nc.check_training(evaluation_outside, (loop,)).kinds == ("evaluation without the region",)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_a_scale_by_hand_in_a_closure_is_a_scale(kind):
+    """The loss is multiplied and its gradients are divided where the optimizer asks for them."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 24), torch.nn.Tanh(), torch.nn.Linear(24, 1))
+    optimizer, x = kind(net.parameters(), lr=0.1), torch.rand(50, 2)
+
+    def closure():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = torch.nn.functional.mse_loss(net(x).float(), x.sum(1, keepdim=True))
+        (loss * 256.0).backward()
+        for parameter in net.parameters():
+            parameter.grad.div_(256.0)
+        return loss
+
+    assert nc.check_training(lambda: optimizer.step(closure)).verdict == "sound"

@@ -162,6 +162,9 @@ class _Comparing:
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
+        if self._changed and self._casts and not self._trial.is_made:
+            actual = seen  # the casts of weights that it writes to were made again there
+            self._note(judging.CAST_AGAIN)
         self._move(reference, under, expected, _SEEDS)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)
@@ -187,8 +190,7 @@ class _Comparing:
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
         if self._changed:
-            note = f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored."
-            self._note(note)
+            self._note(f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored.")
         result.notes += [judging.ABOUT_BLIND_ROWS] * bool(self._blind)
 
     def _note(self, note: str) -> None:

@@ -13,6 +13,7 @@ from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.frontends.eager import autocast
 from narrowcast.reports.results.differences import CallError
+from narrowcast.runtime.regions.ruling import never_tell_hidden
 from narrowcast.runtime.torch_bridge import find_op, op_facts
 
 Place = tuple[str, str]
@@ -53,7 +54,9 @@ def _low_in(places: list[Place], region: autocast) -> autocast:
     for path, op in places:
         rules.append(Rule(op, Action(Kind.LOWER), module=naming(path)))
         rules.append(Rule(op, Action(Kind.FOLLOW), module=naming(path), argument="result"))
-    return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
+    alone = autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
+    never_tell_hidden(alone)
+    return alone
 
 
 def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:

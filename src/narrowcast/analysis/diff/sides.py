@@ -172,7 +172,8 @@ class Side:
         """Return casts that round to formats in which no call of the run computes, between these tensors and the calls
         behind.
         """
-        casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._makers_of(0, n))]
+        whole = lambda call: call.is_cast and call.inputs and call.outputs  # else it is of no tensor that has values
+        casts = [call for n in numbers for call in takewhile(whole, self._makers_of(0, n))]
         formats = [[self.runs[0].tensors[n].format for _, n in (call.inputs[0], call.outputs[0])] for call in casts]
         return [
             call

@@ -96,7 +96,7 @@ _WHY = "casts of weights are forgotten by what changes weights"
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forget, and have the closure forget: LBFGS changes weights between its calls."""
-    _forget()
+    forget_casts()
     if not open_anywhere:
         return None
     if len(args) > 1 and callable(args[1]):
@@ -108,7 +108,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forget casts after a step, since fused optimizers do not count what they write."""
-    _forget()
+    forget_casts()
     if len(at_rest):
         at_rest.forget(*optimized_by(optimizer))
 
@@ -131,16 +131,17 @@ def _forgetting(mutator: Callable[..., Any]) -> Callable[..., Any]:
     def and_forget(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return mutator(*args, **kwargs)
-        _forget()  # before, too: closures read weights, and tensors that we refer to cannot be swapped
+        forget_casts()  # before, too: closures read weights, and tensors that we refer to cannot be swapped
         try:
             return mutator(*args, **kwargs)
         finally:
-            _forget()
+            forget_casts()
 
     return and_forget
 
 
-def _forget() -> None:
+def forget_casts() -> None:
+    """Forget the casts of weights of the regions that are open on this thread: they may be out of date."""
     if open_anywhere:
         mutations.count += 1
         torch.clear_autocast_cache()

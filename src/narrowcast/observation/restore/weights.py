@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowcast.frontends.eager.caching import forget_casts
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_bridge import OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
@@ -26,8 +27,6 @@ class Weights:
     def __init__(self, *weights: Mapping[str, torch.Tensor], processes: Sequence[Process] = ()) -> None:
         """processes: which restore weights by themselves, and what else is written to."""
         self._processes = processes
-        for process in processes:
-            process.restoring.append(self._restore)
         self.changed: list[str] = []
         self._noted: list[str] = []
         named = [(name, w) for each in weights for name, w in each.items() if has_storage(w)]
@@ -38,19 +37,26 @@ class Weights:
             self._lying_in.setdefault(storage_key(w), []).append(number)
 
     def before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what the op is about to write to."""
+        """Copy what the op is about to write to; what regions have cast of it is out of date."""
         for process in self._processes:
             process.before_op(facts, args, kwargs)
         for tensor in written_tensors(facts, args, kwargs) if self._lying_in else ():
             if has_storage(tensor):
-                for number in self._lying_in.get(storage_key(tensor), ()):
+                numbers = self._lying_in.get(storage_key(tensor), ())
+                if numbers:
+                    forget_casts()
+                for number in numbers:
                     if number not in self._copies:
                         self._copies[number] = self._weights[number][2].clone()
 
     def __enter__(self) -> Weights:
+        for process in self._processes:
+            process.restoring.append(self._restore)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        for process in self._processes:
+            process.restoring.remove(self._restore)
         with quietly():
             self._restore()
             self.changed, self._noted = self._noted, []

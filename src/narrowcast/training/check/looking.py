@@ -257,7 +257,7 @@ class LoopObserver(Observer):
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
-        if not self._is_stepping:
+        if not self._is_stepping or call.notes.get("trains"):
             self._gradients.computed(call)
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
