@@ -172,3 +172,40 @@ def test_a_low_model_that_holds_what_has_no_copy_is_compared():
     compared = nc.compare(model, (x,), under=nc.autocast("cpu", enabled=False))
     assert compared.verdict == "round-off"
     assert model[0].weight.dtype is torch.bfloat16
+
+
+def test_a_call_that_is_made_under_autocast_alone_is_named_by_its_line():
+    """Another call of the same op follows, on a line that both runs have; an explanation says the same."""
+
+    class Asking(torch.nn.Module):
+        def forward(self, x):
+            if torch.is_autocast_enabled("cpu"):
+                x = x * 0.25  # here
+            return torch.softmax(torch.matmul(x, x.mT) * 0.5, -1)
+
+    torch.manual_seed(0)
+    here = Asking.forward.__code__.co_firstlineno + 2
+    x = torch.randn(2, 8, 16)
+    found = nc.compare(Asking(), (x,), under="bf16")
+    assert f":{here})" in found.todos[0].why and "aten.mul.Tensor #1" in found.todos[0].why, str(found)
+    explained = nc.explain(Asking(), (x,), under="bf16", run=True)
+    assert explained.todos[0].why == found.todos[0].why
+    assert len(found.unmatched) == 1
+
+
+def test_an_argument_that_depends_on_the_format_is_named_before_what_would_help():
+    """The line that asks for it, and then the call whose result would have to be in fp32."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.layer(x)
+            squares = h.float().square().mean(-1, keepdim=True)
+            return self.last(h * torch.rsqrt(squares + torch.finfo(h.dtype).eps))
+
+    torch.manual_seed(0)
+    found = nc.compare(Normed(), (torch.randn(4, 8) * 0.05,), under="bf16")
+    assert "its argument other is 0.0078125" in found.todos[0].why, str(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from operator import attrgetter
 from typing import Any
 
@@ -57,7 +58,8 @@ def cast_formats(reference: Keep, under: Keep, is_own: bool) -> dict[CallId, For
 def by_names_of(reference: Mapping[CallId, KeptCall], calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """Return the calls of another program by the names that the reference has for them: graphs and scripts call addmm
     where eager code calls linear, and know no module that was made in a forward. Calls of one kind in a module are the
-    same, one after the other, if there are as many, with results of the same sizes.
+    same, one after the other, if there are as many, with results of the same sizes; else those on the same lines, one
+    after the other. Names of calls that it lacks are as they come.
     """
     names: dict[CallId, CallId] = {}
     theirs, ours = (grouped(side, _kind) for side in (reference, calls))
@@ -66,7 +68,21 @@ def by_names_of(reference: Mapping[CallId, KeptCall], calls: dict[CallId, KeptCa
         sizes = [[s.numel() for i in ids for s in side[i].samples] for side, ids in ((reference, there), (calls, here))]
         if len(here) == len(there) and set(here) != set(there) and sizes[0] == sizes[1]:
             names |= zip(here, there, strict=True)
+        elif there and len(here) != len(there):
+            names |= _on_the_same_lines(reference, there, calls, here)
     return {names.get(identity, identity): kept for identity, kept in calls.items()}
+
+
+def _on_the_same_lines(
+    reference: Mapping[CallId, KeptCall], there: list[CallId], calls: Mapping[CallId, KeptCall], here: list[CallId]
+) -> dict[CallId, CallId]:
+    """Return the names of some calls in the reference, and others for those that it lacks."""
+    lines = [[side[i].call.site.at for i in ids] for side, ids in ((reference, there), (calls, here))]
+    blocks = SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks()
+    names = {here[b + n]: there[a + n] for a, b, size in blocks for n in range(size)}
+    rest = [identity for identity in here if identity not in names]
+    last = max(identity.number for identity in there)
+    return names | {identity: replace(identity, number=last + n) for n, identity in enumerate(rest, 1)}
 
 
 def _kind(identity: CallId) -> tuple[str, str, str]:

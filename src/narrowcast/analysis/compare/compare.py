@@ -303,18 +303,18 @@ class _Comparing:
         pairs = pairs_of(reference, under)
         single = (*pairs.only_a, *pairs.only_b)
         modules, ops = {i.module_path for i in single}, {(i.module_path, i.op) for i in single}
-        result.unmatched += [judging.unmatched(*call, "only under the policy") for call in pairs.only_b.items()]
+        result.unmatched += [judging.unmatched(call, "only under the policy") for call in pairs.only_b.values()]
         for identity, (expected, kept) in pairs.both.items():
             is_other = not judging.has_same_shapes(kept, expected) and identity.module_path in modules
             in_doubt = (identity.module_path, identity.op) in ops and judging.other_arguments(kept, expected)
             if is_other or in_doubt:
                 why = "another call, in a module that makes other calls, too"
-                result.unmatched.append(judging.unmatched(identity, kept, why))
+                result.unmatched.append(judging.unmatched(kept, why))
                 continue
             band = self._bands.calls.get(identity)
             alone = again.get(identity)
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
-        result.unmatched += [judging.unmatched(*call, "only in the reference") for call in pairs.only_a.items()]
+        result.unmatched += [judging.unmatched(call, "only in the reference") for call in pairs.only_a.values()]
         result.notes += judging.about_shaky(result.rows)
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:

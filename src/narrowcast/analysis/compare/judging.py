@@ -343,9 +343,9 @@ def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     return {identity: kept for identity, kept in calls.items() if not identity.is_sum_of_gradients}
 
 
-def unmatched(identity: CallId, kept: KeptCall, why: str) -> str:
+def unmatched(kept: KeptCall, why: str) -> str:
     """Return the text about a call that one side alone made."""
-    site = kept.call.site
+    site, identity = kept.call.site, kept.call.id
     return f"{identity}{f' ({site.file}:{site.line})' if site.file else ''}: {why}"
 
 

@@ -164,8 +164,8 @@ def _todos(result: Differences) -> list[Todo]:
     """
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
-    if result.verdict == FAULT and result.unmatched and not result.faults:  # no rule helps
-        return [Todo("Inspect the calls that one of the two alone makes", result.unmatched[0])]
+    if alone := unmatched_todos(result):  # no rule helps
+        return alone
     wrong = _first_fault(result)
     if wrong and result.reference == ANOTHER_MODEL and result.remedy is None:  # no format mends another argument
         return wrong
@@ -178,13 +178,20 @@ def _todos(result: Differences) -> list[Todo]:
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 
+def unmatched_todos(result: Differences) -> list[Todo]:
+    """Return where a program computes otherwise in one of two runs, if that explains what is beyond round-off."""
+    is_explained = result.verdict == FAULT and result.unmatched and not result.faults
+    what = "Inspect the calls that one of the two alone makes"
+    return [Todo(what, result.unmatched[0])] if is_explained else []
+
+
 def advice_todos(result: Differences) -> list[Todo]:
     """Return what runs have shown to help, or else where the error is; nothing where nothing was tried."""
     remedy, growth = result.remedy, result.growth
     if remedy is not None:
         changes = [*_lines_to_change(remedy), *_rules_to_add(remedy)]
         region = Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))
-        return [*_unknown_ops(result), *(changes or [region]), *_first_fault(result)]
+        return [*_unknown_ops(result), *_first_fault(result), *(changes or [region])]  # a cause before what helps
     lost = max(result.gradients, key=lambda row: row.underflow, default=None)
     if lost is not None and lost.underflow > _MOSTLY and not lost.is_round_off_alone:
         why = f"{lost.underflow:.0%} of the gradient of {lost.parameter} underflow"

@@ -185,7 +185,8 @@ def _todos(result: Explanation) -> list[Todo]:
     unhelped: list[Todo] = []
     if comparison is not None:
         differences = comparison.differences
-        advised = comparisons.advice_todos(differences) or comparisons.error_todos(comparison.worst, faults_only=True)
+        advised = comparisons.unmatched_todos(differences) or comparisons.advice_todos(differences)
+        advised = advised or comparisons.error_todos(comparison.worst, faults_only=True)
         is_sound = differences.verdict in comparisons.SOUND
         if is_sound and differences.remedy is None and not comparisons.share_of_output(differences):  # time is first
             unhelped = advised
