@@ -316,3 +316,20 @@ def test_what_a_model_writes_to_is_restored(by_value):
     model, x = Counting(by_value), torch.ones(2, 4)
     nc.explain(model, (x,), run=True, under="bf16", times=True)
     assert model.calls.item() == 0 and not model.seen.any() and torch.equal(x, torch.ones(2, 4))
+
+
+def test_a_cast_of_the_model_that_overflows_in_fp32_too_is_not_the_regions():
+    """The region makes casts of its own before it: the same line is the same."""
+
+    class Halved(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.layer(x) * 1e6).half() * 0
+
+    torch.manual_seed(0)
+    explained = nc.explain(Halved(), (torch.randn(4, 8),), under="bf16", run=True)
+    text = " ".join(str(explained).split())
+    assert "fp32 itself is not finite" in text and "where fp32 is" not in text and "finite in fp32" not in text, text
