@@ -238,3 +238,30 @@ def test_saved_explanations_are_compared_by_their_casts(cli, target, tmp_path):
     assert cli("diff", files[0], files[0])[:2] == (0, "the same casts\n")
     code, out, _ = cli("diff", *files)
     assert code == 1 and "fp32 -> bf16: 1 -> 0" in out and "fp32 -> fp16: 0 -> 1" in out
+
+
+STEP = """
+import torch, narrowcast as nc
+
+def case():
+    net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return nc.Case(step, ())
+"""
+
+
+@pytest.mark.parametrize("command", ["compare", "capture", "repair"])
+def test_a_step_of_training_runs_with_gradients(cli, tmp_path, command):
+    """A case of a function may take gradients inside, without `--backward`."""
+    file = tmp_path / "step.py"
+    file.write_text(STEP)
+    code, said, _ = cli(command, file, "--under", "bf16")
+    assert code == 0 and "VERDICT" in said

@@ -54,7 +54,7 @@ def explain_command(
         raise TargetError(f"--model-explorer {model_explorer}", found, advice=advice)
     goal = _goal(graphs)
     case = load_case(model.target)
-    with grad(False):
+    with grad(False, case):
         explanation = nc.explain(
             case, under=model.under, device=device, run=run, real=real, front_end=graphs.front_end, goal=goal,
             backend=graphs.backend, times=trace is not None or model_explorer is not None,

@@ -41,7 +41,7 @@ def repair_command(
             found, where = "it holds the policy that is to be repaired", (Origin(str(policy_out)),)
             raise TargetError(f"--policy-out {policy_out}", found, where, "Name another file, or add --force.")
     case = load_case(model.target)
-    with grad(backward):
+    with grad(backward, case):
         repair = nc.repair(
             case, under=model.under, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,

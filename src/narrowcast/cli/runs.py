@@ -40,7 +40,7 @@ def capture_command(
     Exits with 1 if a call returned NaN or infinity.
     """
     case = load_case(model.target)
-    with grad(backward):
+    with grad(backward, case):
         run = nc.capture(
             case, under=model.under, backward=backward, statistics=statistics, checksums=checksums,
             tensors=tensors, times=trace is not None,
@@ -64,7 +64,7 @@ def compare_command(
     if model.target.endswith(_SAVED):
         raise TargetError(f"compare {model.target}", "a saved run", advice="Give two: narrowcast diff RUN_A RUN_B.")
     case = load_case(model.target)
-    with grad(backward):
+    with grad(backward, case):
         comparison = nc.compare(case, under=model.under, reference=reference, by=by, backward=backward, isolate=isolate)
     options.show(comparison, result)
     _exit_by(comparison.verdict, AT_FAULT)
@@ -206,7 +206,7 @@ def headroom_command(
         run = nc.load(target, nc.Run)
     else:
         case = load_case(target)
-        with grad(backward):
+        with grad(backward, case):
             run = nc.capture(case, backward=backward, statistics="whole")
     headroom = run.headroom(tolerance)
     notices = []

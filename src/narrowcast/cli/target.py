@@ -40,11 +40,14 @@ def load_case(target: str) -> nc.Case:
     return case
 
 
-def grad(is_on: bool) -> AbstractContextManager[Any]:
-    """Return a context with gradients, or without. torch is imported only when a command runs a model."""
+def grad(is_on: bool, case: nc.Case | None = None) -> AbstractContextManager[Any]:
+    """Return a context with gradients, or without; with them for a case of a function, which may be a step of training.
+    torch is imported only when a command runs a model.
+    """
     import torch
 
-    return torch.set_grad_enabled(is_on)
+    is_function = case is not None and not isinstance(case.model, torch.nn.Module)
+    return torch.set_grad_enabled(is_on or is_function)
 
 
 def _import(path: str, target: str) -> ModuleType:

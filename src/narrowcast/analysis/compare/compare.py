@@ -190,7 +190,7 @@ class _Comparing:
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
         if self._changed:
-            self._note(f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are restored.")
+            self._note(f"{note_of_changed(list(self._changed))}: each run began with the same ones, restored since.")
         result.notes += [judging.ABOUT_BLIND_ROWS] * bool(self._blind)
 
     def _note(self, note: str) -> None:

@@ -172,8 +172,7 @@ class Side:
         """Return casts that round to formats in which no call of the run computes, between these tensors and the calls
         behind.
         """
-        whole = lambda call: call.is_cast and call.inputs and call.outputs  # else it is of no tensor that has values
-        casts = [call for n in numbers for call in takewhile(whole, self._makers_of(0, n))]
+        casts = [call for n in numbers for call in takewhile(_is_whole_cast, self._makers_of(0, n))]
         formats = [[self.runs[0].tensors[n].format for _, n in (call.inputs[0], call.outputs[0])] for call in casts]
         return [
             call
@@ -292,3 +291,8 @@ class Side:
             return None
         piece = self.piece(placed.rank, dict(placed.call.inputs)[name])
         return piece if piece.elements >= 16 and piece.low < piece.high and piece.format in FORMATS else None
+
+
+def _is_whole_cast(call: CallRecord) -> bool:
+    """Return whether it is a cast of which both tensors are known: one that vmap maps has none."""
+    return bool(call.is_cast and call.inputs and call.outputs)

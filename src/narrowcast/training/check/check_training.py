@@ -32,7 +32,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
     it, if that is to be checked. Nothing in it changes. inputs: its arguments, as for `explain`.
     Afterwards all memory that existed before is restored (weights, buffers, averages, the state of optimizers), and so
-    are gradients, modules' flags, groups, schedules, scalers, random state and generators, and the variables that the
+    are gradients, attributes of modules, groups, schedules, scalers, random state, generators, and variables that the
     function assigns: `nonlocal`, `global`, attributes of its object, items of lists and dicts, what deques hold, and
     arrays of numpy of up to 64 MiB. What it adds to a list or a dict stays there; batches that it takes from an
     iterator are taken. A copy of what is written to is held meanwhile.
