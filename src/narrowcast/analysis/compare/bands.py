@@ -77,8 +77,8 @@ def _on_the_same_lines(
     reference: Mapping[CallId, KeptCall], there: list[CallId], calls: Mapping[CallId, KeptCall], here: list[CallId]
 ) -> dict[CallId, CallId]:
     """Return the names of some calls in the reference, and others for those that it lacks."""
-    lines = [[side[i].call.site.at for i in ids] for side, ids in ((reference, there), (calls, here))]
-    blocks = SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks()
+    lines, others = ([side[i].call.site.at for i in ids] for side, ids in ((reference, there), (calls, here)))
+    blocks = SequenceMatcher(None, lines, others, autojunk=False).get_matching_blocks()
     names = {here[b + n]: there[a + n] for a, b, size in blocks for n in range(size)}
     rest = [identity for identity in here if identity not in names]
     last = max(identity.number for identity in there)

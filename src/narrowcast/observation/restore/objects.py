@@ -94,6 +94,8 @@ class LivingObjects:
             inner = (*one.modules(), *one.parameters())
         elif isinstance(one, torch.Tensor):
             inner = (one,)
+        elif not hasattr(one, "param_groups"):  # it represents another
+            return
         else:
             self._add_optimizer(one)
             inner = (one, *optimized_by(one))
