@@ -16,7 +16,6 @@ from narrowcast.frontends.scripts.state import ScriptState, scripts_in
 from narrowcast.observation.restore.fakes import without_kept_fakes
 from narrowcast.observation.restore.modules import restored_when_called
 from narrowcast.observation.restore.process import Process
-from narrowcast.observation.trial.own_parts import closes_over_itself
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.sites.python_stack import trials
 from narrowcast.runtime.torch_bridge.inputs import called_with
@@ -62,8 +61,7 @@ def isolated(
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
-        runs_itself = isinstance(model, torch.nn.Module) and closes_over_itself(model)
-        copied = _calling(model) if runs_itself else model
+        copied = model if process is None else _calling(model)
         own_model, own_args, own_kwargs = _copied((copied, args, kwargs), stand_in, of_script)
         if through is None:  # by a hook and a mode, which Dynamo could not pass
             stack.enter_context(restored_when_called(model, own_model))
@@ -97,8 +95,8 @@ trials.add(id(Isolated.__call__.__code__))
 
 
 def _calling(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a model: it is copied as itself."""
-    return lambda *args, **kwargs: model(*args, **kwargs)
+    """Return a function that calls a model, and is copied as itself; a callable that is no model."""
+    return (lambda *args, **kwargs: model(*args, **kwargs)) if isinstance(model, torch.nn.Module) else model
 
 
 def stand_ins(make: StandIn) -> StandIn:

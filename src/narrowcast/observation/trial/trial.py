@@ -78,6 +78,7 @@ class Trial:
     scale: float = 1.0
     evaluate: Evaluate | None = None
     name: str = ""
+    _is_copied: bool | None = field(default=None, compare=False, repr=False)  # once that is known
     _process: Process | None = field(default=None, compare=False, repr=False)  # as each run begins
 
     @staticmethod
@@ -108,11 +109,12 @@ class Trial:
 
     def process(self) -> Process | None:
         """Return what a function may change, or a model that runs itself: each run begins with it as it was."""
-        runs_itself = not isinstance(self.model, torch.nn.Module) or closes_over_itself(self.model)
-        if self._process is None and runs_itself:
-            self._process = Process()
-            with suppress(Exception):  # what its variables say of themselves is code of others
-                self._process.follow(self.model)
+        if self._is_copied is None:
+            self._is_copied = isinstance(self.model, torch.nn.Module) and not closes_over_itself(self.model)
+            if not self._is_copied:
+                self._process = Process()
+                with suppress(Exception):  # what its variables say of themselves is code of others
+                    self._process.follow(self.model)
         return self._process
 
     def kept_weights(self, *others: Trial) -> Weights:
@@ -158,7 +160,7 @@ class Trial:
         model: Any = compiled_of(self.model)
         if model is None and asked_before(self.model) is not None:
             model = getattr(self.model, "__wrapped__", None)
-        return self if model is None else replace(self, model=model)
+        return self if model is None else replace(self, model=model, _is_copied=None, _process=None)
 
     def fp32_for_low(self) -> torch.dtype | None:
         """Return fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
