@@ -333,3 +333,18 @@ def test_a_cast_of_the_model_that_overflows_in_fp32_too_is_not_the_regions():
     explained = nc.explain(Halved(), (torch.randn(4, 8),), under="bf16", run=True)
     text = " ".join(str(explained).split())
     assert "fp32 itself is not finite" in text and "where fp32 is" not in text and "finite in fp32" not in text, text
+
+
+def test_numbers_that_vmap_converts_are_no_casts():
+    """Gradients of each sample, multiplied by a loss scale that is a number: it runs, and nothing goes uninspected."""
+    weight, x, y = torch.randn(4), torch.randn(6, 4), torch.randn(6)
+
+    def loss(weight, x, y, scale):
+        return ((x @ weight).float() - y).square() * scale
+
+    def step():
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, None))(weight, x, y, 256.0) / 256.0
+
+    explained = nc.explain(step, (), under="bf16", run=True)
+    assert explained.failure is None and "not inspected" not in explained.note
+    assert nc.diff(nc.capture(step, under="bf16"), nc.capture(step, under="bf16")).verdict == "alike"

@@ -99,7 +99,8 @@ class Observed(DispatchMode):
         result = call_op(func, args, kwargs or {})
         synchronize()
         elapsed = time.perf_counter_ns() - began
-        if func is TO_COPY and args[0].is_floating_point() and result.is_floating_point():
+        converted = [*tensors_in(args), result] if func is TO_COPY else []  # vmap converts numbers, too
+        if len(converted) > 1 and all(t.is_floating_point() for t in converted):
             self.casts_ns += elapsed
         else:
             self.kernels_ns += elapsed

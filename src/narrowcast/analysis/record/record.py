@@ -221,7 +221,8 @@ class Recorder(WatchingMode):
         """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
         func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
-        if not results or (func is TO_COPY and self._see_cast(args[0], result)):
+        is_cast = func is TO_COPY and isinstance(args[0], torch.Tensor)  # of vmap, a number
+        if not results or (is_cast and self._see_cast(args[0], result)):
             return
         done = Tally(
             1, _bytes_of(arguments) + _bytes_of(results), set(), _multiplied(facts.id, args, arguments, results)
