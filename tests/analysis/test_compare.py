@@ -209,3 +209,18 @@ def test_an_argument_that_depends_on_the_format_is_named_before_what_would_help(
     torch.manual_seed(0)
     found = nc.compare(Normed(), (torch.randn(4, 8) * 0.05,), under="bf16")
     assert "its argument other is 0.0078125" in found.todos[0].why, str(found)
+
+
+def test_a_program_in_another_low_format_than_the_comparison_is_told_so():
+    """torch's own error names neither the formats nor what to do."""
+
+    def step(x):
+        with torch.autocast("cpu", torch.float16):
+            y = torch.mm(x, x)
+        return torch.cat([y, x])
+
+    with pytest.raises(RuntimeError) as raised:
+        nc.compare(step, (torch.ones(2, 2),))
+    [note] = raised.value.__notes__
+    assert "than the region's, bf16, meets others, " in note and "under= says" in note
+    assert nc.compare(step, (torch.ones(2, 2),), under="fp16").verdict in ("round-off", "exact", "not compared")

@@ -28,9 +28,9 @@ _ONE_FORMAT = re.compile(
 
 
 def note_failure(error: BaseException, device_type: str, repairs: bool = False, low: str = "") -> None:
-    """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, torch's trace for
-    casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided. low: the region's low
-    format, if that is known.
+    """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, low formats that
+    meet, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided.
+    low: the region's low format, if that is known.
     """
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
@@ -46,6 +46,13 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
             f"{_MARK}torch.jit.trace takes the cast of a weight that the region keeps for a constant.\n"
             "  narrowcast.trace(model, inputs, under=...) traces models in regions; so does torch.jit.trace under "
             "torch.no_grad(), or in a region with cache_enabled=False and with check_trace=False."
+        )
+        return
+    if "autocast::prioritize" in first_line:
+        error.add_note(
+            f"{_MARK}a tensor in another low format than the region's{low and f', {low},'} meets others"
+            f"{_where(error)}.\n"
+            "  Open all regions in one format; under= says in which nc.compare and the other calls run a model."
         )
         return
     lack = _what(first_line, device_type, low)
