@@ -1,6 +1,7 @@
 """Functions that swap, write and keep: what was there before a run of one is there after it, whoever ran it."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -154,6 +155,39 @@ def test_a_function_is_left_as_it_was(make, verb):
     found = VERBS[verb](run)
     assert flat(seen()) == before
     assert getattr(found, "verdict", "") != "nondeterministic"
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = nn.Linear(6, 6), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("verb", ["compare", "explain, run", "check_training"])
+def test_what_another_thread_trains_meanwhile_goes_on(verb):
+    """Its steps and the attributes of its modules are none of the function's."""
+    other, net, done, stepped = Counting(), nn.Linear(6, 6), threading.Event(), []
+    optimizer = torch.optim.SGD(other.parameters(), 1e-3)
+
+    def train():
+        while not done.is_set():
+            other(X).sum().backward()
+            optimizer.step()
+            stepped.append(other.layer.bias.detach().clone())
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    try:
+        VERBS[verb](lambda: net(X))
+    finally:
+        done.set()
+        thread.join(60)
+    assert not thread.is_alive() and len(stepped) == other.count > 0
+    assert torch.equal(stepped[-1], other.layer.bias)
 
 
 class Attention(nn.Module):

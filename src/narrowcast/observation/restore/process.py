@@ -16,6 +16,7 @@ from narrowcast.runtime.torch_bridge import OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.modules import (
+    by_no_other_thread,
     optimized_by,
     told_of_module_calls,
     told_of_optimizer_steps,
@@ -87,7 +88,8 @@ class Process:
         """
         with ExitStack() as stack:
             stack.callback(self.restore)
-            stack.enter_context(told_of_optimizer_steps(partial(self.optimizer, is_seen=False), before=True))
+            before_step = by_no_other_thread(partial(self.optimizer, is_seen=False))
+            stack.enter_context(told_of_optimizer_steps(before_step, before=True))
             if told_of_calls:
                 stack.enter_context(told_of_module_calls(self.model))
             yield

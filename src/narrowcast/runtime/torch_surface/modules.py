@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +17,7 @@ import torch.utils.checkpoint
 from torch.nn import Module
 
 from narrowcast.runtime.torch_surface.dynamo import never_trace
+from narrowcast.runtime.torch_surface.patches import note_staying, once
 
 CALL = "_call_impl"
 """The method of `torch.nn.Module` that every call of a module goes through."""
@@ -27,7 +30,7 @@ has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 
 _HOOKS: dict[Any, Any] = torch.nn.modules.module._global_forward_pre_hooks
 _KEY = -1
-_told: list[Callable[[Module], None]] = []
+_told: list[Callable[..., object]] = []
 
 
 def _tell(module: Module, args: Any) -> None:
@@ -39,11 +42,20 @@ def _tell(module: Module, args: Any) -> None:
 never_trace(_tell)
 
 
-@contextmanager
-def told_of_module_calls(tell: Callable[[Module], None]) -> Iterator[None]:
-    """Call a function with each module that is about to be called. By one hook under one key: Dynamo
-    guards on the keys of hooks, and compiles again where another is there.
+def by_no_other_thread(tell: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that hears nothing of the threads that run already: what they train or serve meanwhile is no
+    part of what this one runs.
     """
+    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    return lambda *args: None if threading.get_ident() in others else tell(*args)
+
+
+@contextmanager
+def told_of_module_calls(tell: Callable[..., object]) -> Iterator[None]:
+    """Call a function with each module that is about to be called, by no other thread. By one hook under one key:
+    Dynamo guards on the keys of hooks, and compiles again where another is there.
+    """
+    tell = by_no_other_thread(tell)
     _told.append(tell)
     _HOOKS[_KEY] = _tell
     try:
@@ -94,15 +106,33 @@ def optimized_by(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -> Iterator[None]:
+def told_of_optimizer_steps(tell: Callable[..., object], before: bool = False) -> Iterator[None]:
     """Call a function with each optimizer that steps inside, after its step or before."""
-    register = "register_optimizer_step_pre_hook" if before else "register_optimizer_step_post_hook"
-    owner: Any = sys.modules[torch.optim.Optimizer.__module__]
-    handle = getattr(owner, register)(lambda optimizer, args, kwargs: tell(optimizer))
+    _hear_of_steps()
+    heard = _told_before if before else _told_after
+    heard.append(tell)
     try:
         yield
     finally:
-        handle.remove()
+        heard.remove(tell)
+
+
+_told_before: list[Callable[..., object]] = []
+_told_after: list[Callable[..., object]] = []
+
+
+@once
+def _hear_of_steps() -> None:
+    """Register torch's hooks on the steps of all optimizers, to stay: another thread may be going through them."""
+    owner: Any = sys.modules[torch.optim.Optimizer.__module__]
+    owner.register_optimizer_step_pre_hook(partial(_tell_step, _told_before))
+    owner.register_optimizer_step_post_hook(partial(_tell_step, _told_after))
+    note_staying("hooks on every optimizer's step, of what observes", "steps are seen")
+
+
+def _tell_step(told: list[Callable[..., object]], optimizer: Any, args: Any, kwargs: Any) -> None:
+    for tell in tuple(told):
+        tell(optimizer)
 
 
 def module_call_code() -> CodeType:

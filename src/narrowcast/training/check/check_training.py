@@ -14,7 +14,7 @@ from narrowcast.output.words import counted
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
-from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import by_no_other_thread, told_of_optimizer_steps
 from narrowcast.training.check.exact import AVERAGE
 from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.looking import LoopObserver
@@ -59,25 +59,22 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
     looking = LoopObserver(kept)
     door = looking.door
     own = threading.get_ident()
-    others = {thread.ident for thread in threading.enumerate()} - {own}
     trained = 0
 
     def steps_now(optimizer: Any) -> None:
         nonlocal trained
-        if threading.get_ident() not in others:  # who trains something else meanwhile
-            trained += 1
-            door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
+        trained += 1
+        door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
 
     def has_stepped(optimizer: Any) -> None:
-        if threading.get_ident() not in others:
-            door.run("an optimizer's step", looking.stepped)
+        door.run("an optimizer's step", looking.stepped)
 
     with ExitStack() as stack:
         stack.enter_context(kept)
         door.run("the variables of the step", kept.follow, step)
         stack.enter_context(random_state_kept())
-        stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
-        stack.enter_context(told_of_optimizer_steps(has_stepped))
+        stack.enter_context(told_of_optimizer_steps(by_no_other_thread(steps_now), before=True))
+        stack.enter_context(told_of_optimizer_steps(by_no_other_thread(has_stepped)))
         stack.enter_context(looking.observing())
         ran = 0
         while ran < steps or (looking.is_stuck and ran < steps + _MORE):
