@@ -285,3 +285,18 @@ def test_a_scale_by_hand_in_a_closure_is_a_scale(kind):
         return loss
 
     assert nc.check_training(lambda: optimizer.step(closure)).verdict == "sound"
+
+
+def test_a_lazy_module_stays_what_it_has_become():
+    """Its first call makes it another module, also where that is in the steps; the next step runs."""
+    net = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.ReLU(), torch.nn.LazyLinear(2))
+
+    def step():
+        with torch.autocast("cpu", BF16):
+            y = net(torch.ones(4, 6))
+        y.float().square().mean().backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+
+    nc.check_training(step)
+    step()
+    assert type(net[0]) is torch.nn.Linear

@@ -14,7 +14,7 @@ from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_surface.dispatch import without_modes
 from narrowcast.runtime.torch_surface.fx import FakeTensor
-from narrowcast.runtime.torch_surface.modules import compiled_of, told_of_module_calls
+from narrowcast.runtime.torch_surface.modules import compiled_of, is_uninitialized, told_of_module_calls
 
 
 class _Modules(ExitStack):
@@ -42,7 +42,7 @@ class _Modules(ExitStack):
     def keep(self, module: Module) -> None:
         """Keep a module, not those in it."""
         self._kept.add(id(module))
-        if id(module) in self._but:
+        if id(module) in self._but or is_uninitialized(module):
             return
         self.enter_context(Attributes(vars(module)))
         with without_modes():

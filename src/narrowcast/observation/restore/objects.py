@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
-from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by
 
 T = TypeVar("T")
 
@@ -133,6 +133,8 @@ class LivingObjects:
 
     def _add_module(self, module: Module) -> None:
         if id(module) in self._kept or isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module):
+            return
+        if is_uninitialized(module):
             return
         self._kept[id(module)] = module, Attributes(vars(module))
 

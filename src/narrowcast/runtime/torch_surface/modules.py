@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.patches import note_staying, once
@@ -140,6 +141,11 @@ def module_call_code() -> CodeType:
     call = getattr(Module, CALL)
     code: CodeType = getattr(call, "__wrapped__", call).__code__  # below what is held around it for a while
     return code
+
+
+def is_uninitialized(module: Module) -> bool:
+    """Return whether a lazy module is still to become another in its first call, which cannot be undone."""
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def is_sharded(module: Module) -> bool:
