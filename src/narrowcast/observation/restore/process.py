@@ -16,7 +16,10 @@ from narrowcast.runtime.torch_bridge import OpFacts, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, quietly, storage_key
 from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.modules import (
-    by_no_other_thread, optimized_by, told_of_module_calls, told_of_optimizer_steps,
+    by_no_other_thread,
+    optimized_by,
+    told_of_module_calls,
+    told_of_optimizer_steps,
 )  # fmt: skip
 
 
