@@ -16,7 +16,7 @@ from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Comparison
 from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, call_op, storage_key
+from narrowcast.runtime.torch_surface.dispatch import DispatchMode, call_op, converts, storage_key
 
 Named = dict[str, float]
 Run = Callable[[], Any]
@@ -99,8 +99,7 @@ class Observed(DispatchMode):
         result = call_op(func, args, kwargs or {})
         synchronize()
         elapsed = time.perf_counter_ns() - began
-        converted = [*tensors_in(args), result] if func is TO_COPY else []  # vmap converts numbers, too
-        if len(converted) > 1 and all(t.is_floating_point() for t in converted):
+        if converts(func, args) and args[0].is_floating_point() and result.is_floating_point():
             self.casts_ns += elapsed
         else:
             self.kernels_ns += elapsed

@@ -129,22 +129,12 @@ def explain(
         predict_costs(found.graphs, device_type)
         for is_timed in (False, True) if front_end == "eager" else ():  # what is set up in a first run is not timed
             timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
-    comparison: Comparison | None = None
     if run and found.failure is None:
-        try:
-            comparison = _compare(trial, opened)
-        except NarrowcastError:
-            raise
-        except Exception as error:  # of values, which fake tensors do not have
-            found = replace(found, failure=_failure_of(trial, opened, error))
-            if found.failure is None:
-                raise
+        found = _compared(found, trial, opened)
     is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
     return replace(
         found,
-        ran_on=f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if comparison else found.ran_on,
         note=_sentences(slow_note(device_type, FORMATS[fast]) if is_low else "", _AS_MADE * is_as_made, found.note),
-        comparison=comparison,
         graphs=tuple(map(with_row_and_flow, found.graphs)),
         rules=rule_rows(chosen.rules, found.ledger),
         timed=timed,
@@ -218,13 +208,8 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
         try:
             flow = EagerFlow((region.policy,))
             layers = _layers(device_type, stands_in, True)
-            with (
-                trial.isolated(fake=True) as run,
-                recording(trial.kept_weights()) as ledger,
-                flow.observing(),
-                region,
-                layers as rnn,
-            ):
+            recorded = recording(trial.kept_weights())
+            with trial.isolated(fake=True) as run, recorded as ledger, flow.observing(), region, layers as rnn:
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
@@ -314,6 +299,21 @@ _NO_COMPUTE = " (no compute)"
 _AS_MADE = (
     "nc.export has made it: it is explained as it runs, with its own casts. Give under= to put a region around it."
 )
+
+
+def _compared(found: Explanation, trial: Trial, region: autocast) -> Explanation:
+    """Return the explanation with the comparison; with the failure, if the model raises in the region alone."""
+    try:
+        comparison = _compare(trial, region)
+    except NarrowcastError:
+        raise
+    except Exception as error:  # of values, which fake tensors do not have
+        failure = _failure_of(trial, region, error)
+        if failure is None:
+            raise
+        return replace(found, failure=failure)
+    ran_on = f"{found.ran_on.removesuffix(_NO_COMPUTE)}; measured on {found.device_type}"
+    return replace(found, comparison=comparison, ran_on=ran_on)
 
 
 def _compare(trial: Trial, region: autocast) -> Comparison:

@@ -28,7 +28,7 @@ from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, call_op, version_of
+from narrowcast.runtime.torch_surface.dispatch import OpOverload, call_op, converts, version_of
 
 _UNLISTED = "follows input dtype"
 _SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
@@ -221,8 +221,7 @@ class Recorder(WatchingMode):
         """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
         func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
-        is_cast = func is TO_COPY and isinstance(args[0], torch.Tensor)  # of vmap, a number
-        if not results or (is_cast and self._see_cast(args[0], result)):
+        if not results or (converts(func, args) and self._see_cast(args[0], result)):
             return
         done = Tally(
             1, _bytes_of(arguments) + _bytes_of(results), set(), _multiplied(facts.id, args, arguments, results)

@@ -20,7 +20,7 @@ from narrowcast.runtime.torch_surface.modules import (
     optimized_by,
     told_of_module_calls,
     told_of_optimizer_steps,
-)  # fmt: skip
+)
 
 
 class Process:

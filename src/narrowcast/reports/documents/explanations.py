@@ -174,14 +174,8 @@ def _todos(result: Explanation) -> list[Todo]:
     failure, comparison = result.failure, result.comparison
     if failure is not None:
         runs = [f'Use policy="{a.policy}", which runs it.' for a in failure.attempts if not a.error]
-        todos.append(
-            Todo(
-                runs[0] if runs else "Ask nc.repair for rules under which it runs.",
-                failure.error,
-                {},
-                failure.module_path,
-            )
-        )
+        runs = runs or ["Ask nc.repair for rules under which it runs."]
+        todos.append(Todo(runs[0], failure.error, {}, failure.module_path))
     unhelped: list[Todo] = []
     if comparison is not None:
         differences = comparison.differences

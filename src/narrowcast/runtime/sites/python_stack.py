@@ -234,6 +234,8 @@ def path_around(called: list[Module]) -> str:
     callers: list[FrameType] = []
     codes = (_CALL, module_call_code())
     for frame, _ in walk_stack(sys._getframe(1)):
+        if id(frame.f_code) in trials:
+            break
         if frame.f_code in codes:
             callers.clear()
         elif len(callers) < _CALLERS and _may_call_modules(frame.f_code.co_filename):

@@ -90,6 +90,11 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def converts(op: OpOverload, args: Sequence[Any]) -> bool:
+    """Return whether a call converts a tensor: by the same op vmap converts numbers."""
+    return op is TO_COPY and isinstance(args[0], torch.Tensor)
+
+
 def call_op(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an op that a dispatch mode was given. TorchScript compares and reads constants, and hands tensors that were
     Python numbers to a mode as these numbers, which the ops for that do not take. On the CPU ops on lists call those on

@@ -196,8 +196,7 @@ class LoopObserver(Observer):
             self._say(self._reduced.sends(facts, args))
         elif targets and not self._is_stepping and in_region():
             self._stale.written(targets, loop_line())
-        reads_number = facts.op is dispatch.READ_NUMBER and has_storage(args[0])
-        if reads_number:
+        if facts.op is dispatch.READ_NUMBER and has_storage(args[0]):
             self._powers.number_read(args[0])
             self._backwards.number_read(self._powers.answers(args[0]))
             if dispatch.storage_key(args[0]) in self._kept.scales():
