@@ -78,6 +78,7 @@ _READ_OFF = re.compile(r"torch (?P<first>2\.\d+) to (?P<last>2\.\d+)")
 _ASSUMED_TORCH = "2.13.0"  # where none is installed
 
 
+@lru_cache(maxsize=1)
 def installed_torch() -> str:
     """Return the version of the installed torch, read from its metadata: this half never imports it."""
     from importlib import metadata
@@ -105,6 +106,7 @@ def cited(source: str, torch_version: str) -> str:
     return f"torch {torch_version}{source[match.end() :]}"
 
 
+@lru_cache(maxsize=256)
 def in_range(versions: str, torch_version: str) -> bool:
     """Return whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
     from packaging.specifiers import SpecifierSet

@@ -27,7 +27,7 @@ from narrowcast.core.policy.settings import (
     check_settings,
 )
 from narrowcast.core.policy.table import LintLine, RuleChange, RuleTable, changed_rules, check_layer
-from narrowcast.core.policy.text import parse_text, read_text
+from narrowcast.core.policy.text import PolicyText, parse_shape, parse_text, read_text
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
 from narrowcast.output.files import replace_text
@@ -110,7 +110,7 @@ class Policy:
     @staticmethod
     def parse(text: str, file: str = "<string>") -> Policy:
         """Return the policy in TOML text; `file` names it in errors."""
-        return _parse(text, file, Path(), ())
+        return _made(parse_text(text, file), Path(), ())
 
     def save(self, path: str | Path) -> None:
         """Write the policy as TOML, replacing the file at once. Comments of the text it was loaded from stay."""
@@ -355,23 +355,22 @@ def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
     if path.resolve() in inside:
         where = tuple(Origin(str(p)) for p in inside)
         raise PolicyError(f"policy file {path}", "it extends itself", where, "Break the circle.")
-    return _parse(read_text(path), str(path), path.parent, (*inside, path.resolve()))
+    return _made(parse_text(read_text(path), str(path)), path.parent, (*inside, path.resolve()))
 
 
-def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Policy:
-    """Return the policy in the text; the paths of files that it extends start at `folder`."""
-    parsed = parse_text(text, file)
+def _made(parsed: PolicyText, folder: Path, inside: tuple[Path, ...]) -> Policy:
+    """Return the policy that a text says; the paths of files that it extends start at `folder`."""
     try:
         below = [_load(folder / name, inside) for name in parsed.extends if name.endswith(".toml")]
         policy = Policy(
             parsed.name, parsed.layers, tuple(n for n in parsed.extends if not n.endswith(".toml")) or (NOTHING,),
-            parsed.description, allowances=parsed.allowances, text=text, text_layers=len(parsed.layers),
+            parsed.description, allowances=parsed.allowances, text=parsed.text, text_layers=len(parsed.layers),
             **parsed.settings,
         )  # fmt: skip
     except NarrowcastError as error:
         if error.where:
             raise
-        raise with_origin(error, Origin(file, parsed.line_of(error))) from None
+        raise with_origin(error, Origin(parsed.file, parsed.line_of(error))) from None
     for base in reversed(below):
         policy = replace(base.merge(policy), name=policy.name, description=policy.description)
     return policy
@@ -381,7 +380,7 @@ def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Poli
 def load_builtin(name: str) -> Policy:
     """Return the built-in policy of that name, for the installed torch."""
     file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
-    policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
+    policy = _made(parse_shape(file.read_text(encoding="utf-8"), f"builtin/{file.name}"), Path(), ())
     version = installed_torch()
     layers = ([replace(r, source=cited(r.source, version)) for r in layer] for layer in existing(policy.layers))
     return replace(policy, text=None, text_layers=0, layers=tuple(map(tuple, layers)))

@@ -30,7 +30,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class PolicyText:
     that are given.
     """
 
+    text: str
+    file: str
     name: str
     layers: tuple[tuple[Rule, ...], ...]
     extends: tuple[str, ...]
@@ -102,6 +104,17 @@ def read_text(path: Path) -> str:
 
 def parse_text(text: str, file: str) -> PolicyText:
     """Return the parts of a policy's text; `file` names it in errors. PolicyError, with file:line, for a mistake."""
+    parsed = parse_shape(text, file)
+    for rule in (*chain.from_iterable(parsed.layers), *parsed.allowances):
+        found = unknown_op(rule)
+        if found is not None:
+            where = (rule.origin,) if rule.origin else ()
+            raise UnknownOpError(f"op {rule.op!r}", found, where, "Correct the name, or delete the rule.")
+    return parsed
+
+
+def parse_shape(text: str, file: str) -> PolicyText:
+    """Return the parts of a policy's text, without asking PyTorch whether it has the ops (the built-in policies')."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -123,7 +136,7 @@ def parse_text(text: str, file: str) -> PolicyText:
     extends = data.get("extends", "native")
     settings = {key: tuple(data[key]) if isinstance(data[key], list) else data[key] for key in SETTINGS if key in data}
     return PolicyText(
-        data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
+        text, file, data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
         (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
         tuple(allowances),
     )  # fmt: skip
@@ -194,9 +207,6 @@ def _rules_of_row(row: dict[str, Any], block: _TableLines, file: str) -> list[Ru
             rule = Rule(str(op), action, module_class=of_class, argument=argument, origin=origin, **same)
         except NarrowcastError as error:
             raise with_origin(error, origin) from None
-        found = unknown_op(rule)
-        if found is not None:
-            raise UnknownOpError(f"op {rule.op!r}", found, (origin,), "Correct the name, or delete the rule.")
         rules.append(rule)
     return rules
 
