@@ -628,6 +628,65 @@ def test_at_the_end_of_a_step_readers_decide_too():
     assert [finding.id.op for finding in w.findings] == ["aten._softmax.default"]
 
 
+def quotient():
+    """What becomes NaN where both are zero."""
+    return torch.tensor([3.0, 0.0]) / torch.tensor([1.0, 0.0])
+
+
+@sound
+def a_quotient_masked_by_isfinite():
+    """`isfinite` is computed from a magnitude, which is compared and freed before the quotient is masked."""
+    y = quotient()
+    torch.where(y.isfinite(), y, 0.0).sum()
+
+
+@sound
+def a_quotient_filled_where_its_double_is_not_finite():
+    y = quotient()
+    y.masked_fill(~(y * 2).isfinite(), 0.0).sum()
+
+
+@sound
+def a_quotient_masked_by_its_distance():
+    y = quotient()
+    torch.where((y - 1).abs() < 5, y, torch.zeros(2)).sum()
+
+
+@faulty("aten.div.Tensor")
+def a_score_that_is_nothing_but_compared():
+    """A mask is all that remains of it, and NaN is not above the threshold."""
+    keep = quotient() * 2 > 0.5
+    torch.ones(2)[keep].sum()
+
+
+COMPLEX = torch.tensor([3 + 4j, 0j])
+
+
+@sound
+def a_phase_of_silence_that_is_replaced():
+    """0/0 in complex numbers is masked as that of real ones is."""
+    phase = COMPLEX / COMPLEX.abs()
+    torch.view_as_real(torch.where(COMPLEX.abs() > 0, phase, torch.ones_like(phase))).sum()
+
+
+@sound
+def a_complex_quotient_whose_parts_are_replaced():
+    parts = torch.view_as_real(1 / COMPLEX)
+    torch.where(parts.isfinite(), parts, 0.0).sum()
+
+
+@faulty("aten._to_copy.default", "cast")
+def an_overflow_through_a_spectrum():
+    """The transforms there and back pass it on; a clone and a conjugate of the spectrum, too."""
+    spectrum = torch.fft.rfft((torch.randn(2, 16) * 1e5).half().float())
+    (torch.fft.irfft(spectrum.clone().conj()) * 2).sum()
+
+
+@faulty("aten.div.Tensor")
+def a_phase_of_silence():
+    (COMPLEX / COMPLEX.abs()).abs().sum()
+
+
 @pytest.mark.parametrize("at", ["op", "step"])
 def test_a_clean_watch_keeps_the_largest_magnitude_that_fp16_held(at):
     """Of each step and of the block, forward and backward, as hooks of the program itself see them."""

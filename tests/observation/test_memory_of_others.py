@@ -138,12 +138,13 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault_where_its_nan_is_replaced(i
     assert watched.verdict == verdict, str(watched)
 
 
+@pytest.mark.parametrize("is_function", [False, True])
 @pytest.mark.parametrize("look", [nc.compare, nc.explain, nc.repair, nc.capture])
-def test_a_model_that_is_not_initialized_is_refused_with_what_to_do(look):
+def test_a_model_that_is_not_initialized_is_refused_with_what_to_do(look, is_function):
     """Whatever runs it several times would change it: LazyLinear has no shape yet."""
     model, x = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 2)), torch.randn(3, 4)
     with pytest.raises(RunError, match=r"2 parameters are not initialized yet: 0\.weight") as refused:
-        look(model, x, under="bf16")
+        look((lambda x: model(x)) if is_function else model, x, under="bf16")
     assert "model(*inputs)" in refused.value.advice
     model(x)
     look(model, x, under="bf16")

@@ -229,6 +229,26 @@ def test_an_average_that_is_made_anew_each_time_stands_still_too() -> None:
     is_right(averaged_in_a_dict, Shadow(torch.float32))
 
 
+class Ranges(Loop):
+    """The least values that an observer of activations has seen, on a scale where the decay moves them by a unit."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.low = torch.linspace(-3.95, -3.7, 16).to(dtype)
+
+
+def ranges_with_decay(loop: Any) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        loop.low.mul_(0.9975).add_(loop.x.amin(0) * 1.2, alpha=0.0025)  # HERE
+
+
+def test_an_average_that_moves_by_its_decay_alone_is_found() -> None:
+    """The product is rounded a whole unit down, and what is added is lost: it drifts, and does not stay."""
+    found_at(ranges_with_decay, Ranges(BF16), AVERAGE)
+    is_right(ranges_with_decay, Ranges(torch.float32))
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 

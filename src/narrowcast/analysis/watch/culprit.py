@@ -196,10 +196,11 @@ def find_culprit(
         return finding_of(
             call, inputs, what, CAST, sentence, "Scale it down, or convert it to a wider format in the code."
         )
+    if any(t.is_complex() for t in call.results):
+        sentence = f"the op itself, of finite numbers: it computes in {short_type(call.results[0].dtype)}"
+        return finding_of(call, inputs, what, OP, sentence, "Keep its inputs off that value, or scale them.")
     if not rerun.can_run_again(call):
-        is_drawn = draws_numbers(call.facts, call.args, call.kwargs)
-        why = "it draws random numbers" if is_drawn else "a class of its own says what it does"
-        return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
+        return finding_of(call, inputs, what, "", f"{_why_once(call)}: it cannot be run again to see")
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = rerun.run_in(call, torch.float32) if low else None
@@ -235,6 +236,11 @@ def find_culprit(
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
     return finding_of(call, inputs, what, OP, sentence, *_advice(call, inputs, rounded, paths))
+
+
+def _why_once(call: SeenCall) -> str:
+    is_drawn = draws_numbers(call.facts, call.args, call.kwargs)
+    return "it draws random numbers" if is_drawn else "a class of its own says what it does"
 
 
 def _advice(

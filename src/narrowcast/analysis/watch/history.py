@@ -73,13 +73,15 @@ class Cause:
 @dataclass(slots=True, eq=False)
 class Carrier:
     """Memory with values that are not finite. is_read: a call read them, and its results have an entry of their own or
-    are finite; is_looked_at: a call read finite elements of the same memory.
+    are finite; is_looked_at: a call read finite elements of the same memory; is_compared: a call compared it, with a
+    mask as its result.
     """
 
     causes: tuple[Cause, ...]
     has_nan: bool
     is_read: bool = False
     is_looked_at: bool = False
+    is_compared: bool = False
 
     @property
     def waiting(self) -> list[Cause]:
@@ -91,7 +93,7 @@ class Carrier:
 class ValueHistory:
     """What made values that are not finite. carriers: by memory. made: the last cause by place. due: causes that have
     consequences, with these. at_step: those that a smaller scale of the loss would fix: intentional if a scaler skips
-    the step.
+    the step. compared: those whose values were compared and freed, as `isfinite` does before it masks others.
     """
 
     def __init__(self) -> None:
@@ -102,6 +104,7 @@ class ValueHistory:
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
+        self.compared: list[Cause] = []
         self.is_scaled = False
 
     def __bool__(self) -> bool:
@@ -145,7 +148,11 @@ class ValueHistory:
     def _freed(self, carrier: Carrier) -> None:
         """Report the causes of freed memory that no call read, of NaN or of what fp64 does not have; not of others."""
         if not (carrier.is_read or carrier.is_looked_at):
-            self.came_to(cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact)
+            causes = [cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact]
+            if carrier.is_compared:
+                self.compared += causes
+            else:
+                self.came_to(causes)
 
     def has_new_scale(self, call: SeenCall) -> bool:
         """Return whether a scaler updates its scale. That ends the step for causes which wait for it: of several
@@ -186,6 +193,13 @@ class ValueHistory:
             if carrier.has_nan or not carrier.is_looked_at:
                 left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_masked)]
                 self.came_to(left, "its output exists at the end, and nothing masked it")
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Forget what was freed; report the causes of values that were compared, where nothing has masked them."""
+        self.carriers.sweep()
+        compared, self.compared = self.compared, []
+        self.came_to((cause for cause in compared if not cause.is_masked), "it was compared, and nothing masked it")
 
 
 def place_of(call: SeenCall) -> Place:
@@ -267,18 +281,23 @@ def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -
     that were freed unread.
     """
     masked: set[int] = set()
+    compared: set[int] = set()
     spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
     for put_off in reversed(calls):
-        is_through = True
+        bad = [number for number in put_off.came if not read.is_finite(number)]
+        if not put_off.gave and not put_off.call.is_cast:  # a mask; or its result was not used
+            compared.update(read.memory[number] for number in bad)
+            continue
+        is_through, is_compared = True, False
         for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
             is_nothing = memory not in spoiled and storage.expired() and not read.has_nan([number])
             if is_nothing and not read.is_finite(number):
                 masked.add(memory)
             is_through &= read.is_finite(number) or memory in masked
-        # a cast without results is one to integers; the result of another call was not used
-        for number in put_off.came if put_off.gave or put_off.call.is_cast else ():
-            if not read.is_finite(number):
-                (masked if is_through else spoiled).add(read.memory[number])
+            is_compared |= memory in compared - masked - spoiled and storage.expired()
+        # of a result that was compared alone nothing is known; a cast without results is one to integers
+        led_to = compared if is_compared else masked if is_through else spoiled
+        led_to.update(read.memory[number] for number in bad)
         masked -= spoiled
     return masked

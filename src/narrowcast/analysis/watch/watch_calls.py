@@ -89,7 +89,8 @@ class WatchCalls(Observer):
             why = finiteness.numbers_not_finite(call)
             self._later.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
             return
-        bad = [tensor for tensor in results if not self._inspect(call, tensor)]
+        parts = finiteness.numbers_of_complex(call.results)
+        bad = [tensor for tensor in (*results, *parts) if not self._inspect(call, tensor)]
         overflowed, masks = culprit.overflowing_casts(call, gave_finite=not bad)
         for name, _ in masks:
             self._count_intentional(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
@@ -98,7 +99,7 @@ class WatchCalls(Observer):
         elif bad:
             self._judge(call, bad)
         elif self._history:
-            self._read(call, results)
+            self._read(call, [*results, *parts])
         if self._history.due:
             self._report_due()
         if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
@@ -142,13 +143,14 @@ class WatchCalls(Observer):
         carriers = [(t, carrier) for t in inputs if (carrier := self._history.carriers.get(t)) is not None]
         whole = [t for t in call.results if finiteness.is_whole_number(t)]
         if not carriers or not (results or whole):
-            for _, carrier in carriers if call.who.direction == BACKWARD else ():  # a formula asks where it is finite
-                carrier.is_read = True
+            for _, carrier in carriers:  # the formula of a backward asks where it is finite
+                carrier.is_read |= call.who.direction == BACKWARD
+                carrier.is_compared |= bool(call.results)
             return
         bad = {id(tensor) for _, _, tensor in self._bad_inputs(call)}
         followed = [t for t in whole if finiteness.out_of_range(t)]
         for tensor, carrier in carriers:
-            if id(tensor) not in bad and not (finiteness.is_whole_number(tensor) and finiteness.out_of_range(tensor)):
+            if id(tensor) not in bad and finiteness.is_number(tensor):
                 carrier.is_looked_at = True
             elif followed:
                 self._history.carries(followed, carrier.causes)
@@ -192,9 +194,8 @@ class WatchCalls(Observer):
         """Return the cause that a call repeats: of its forward, which it recomputes or whose gradient it computes."""
         if call.id.direction == RECOMPUTATION:
             return self._history.made.get(history.place_of(call))
-        if call.forward is None:
+        if (of := call.forward) is None:
             return None
-        of = call.forward
         cause = self._history.made.get((of.module_path, of.op, FORWARD, call.site.file, call.site.line))
         return cause if cause is not None and cause.is_told else None
 
@@ -318,7 +319,7 @@ class WatchCalls(Observer):
                 self._history.came_to(carrier.causes, "a gradient is taken through it")
             if is_of_loss or carrier is None:
                 continue
-            copies = [t for t in tensors_in(result) if finiteness.is_floating(t) and not finiteness.is_finite(t)]
+            copies = [t for t in finiteness.inspected(tensors_in(result)) if not finiteness.is_finite(t)]
             if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
                 self._carry(copies, carrier.causes)
                 carrier.is_read = True
@@ -338,8 +339,7 @@ class WatchCalls(Observer):
             if key in self._reported:
                 self._watching.repeated += 1
                 continue
-            more = cause.became or what
-            finding = cause.finding
+            finding, more = cause.finding, cause.became or what
             finding = replace(finding, sentence=f"{finding.sentence}; {more}") if more else finding
             self._reported.add(key)
             self._numbers[id(finding)] = cause.number
@@ -363,7 +363,7 @@ class WatchCalls(Observer):
             self._history.steps_nevertheless()
         self._is_skipped = False
         self._history.step_ends(is_skipped=False, final=final)
-        self._history.carriers.sweep()
+        self._history.sweep()
         if self._history and not is_skipped:
             roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
             held = (*parameters, *(p for root in roots for p in root.parameters()))

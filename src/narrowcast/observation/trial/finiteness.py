@@ -56,11 +56,12 @@ def _draws(call: SeenCall, argument: str) -> bool:
 
 
 def parts_inside(call: SeenCall) -> Named:
-    """Return the tensors that arguments of some classes hold: what a collective outputs, sharded ones."""
-    floating: Named = []
-    waiting: Named = [
-        (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
-    ]
+    """Return the tensors that arguments of some classes hold: what a collective outputs, sharded ones; and the numbers
+    that complex ones hold.
+    """
+    given = tensors_by_name(call.facts, call.args, call.kwargs)
+    floating: Named = [(name, part) for name, t in given for part in numbers_of_complex([t])]
+    waiting: Named = [(name, t) for name, t in given if holds_others(type(t))]
     while waiting:
         name, tensor = waiting.pop()
         inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
@@ -68,6 +69,18 @@ def parts_inside(call: SeenCall) -> Named:
         waiting += [(name, part) for name, part in parts if holds_others(type(part))]
         floating += [(name, part) for name, part in parts if is_floating(part)]
     return floating
+
+
+def numbers_of_complex(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the real and imaginary parts of each complex tensor, where they lie."""
+    found = [t.detach() for t in tensors if t.is_complex() and has_storage(t)]
+    return [torch.view_as_real(t.conj() if t.is_conj() else t) for t in found]
+
+
+def inspected(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that are floating, and the numbers of those that are complex."""
+    found = list(tensors)
+    return [t for t in found if is_floating(t)] + numbers_of_complex(found)
 
 
 def returned(call: SeenCall) -> list[torch.Tensor]:
@@ -106,6 +119,12 @@ def fills(tensor: torch.Tensor) -> bool:
 def is_whole_number(tensor: torch.Tensor) -> bool:
     """Return whether it holds signed integers, as infinities may be cast to."""
     return tensor.dtype in _INTEGERS and has_storage(tensor)
+
+
+def is_number(tensor: torch.Tensor) -> bool:
+    """Return whether no whole number in it is as large as infinities are cast to, and each complex one is finite."""
+    is_large = is_whole_number(tensor) and out_of_range(tensor)
+    return not is_large and all(is_finite(part) for part in numbers_of_complex([tensor]))
 
 
 def out_of_range(tensor: torch.Tensor) -> bool:

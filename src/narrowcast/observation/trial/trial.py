@@ -92,7 +92,7 @@ class Trial:
         if not callable(model):
             raise RunError(f"{verb}({type(model).__name__})", "it cannot be called", advice="Give a Module, a "
                            "function, an ExportedProgram or a Case.")  # fmt: skip
-        lazy = [n for n, p in model.named_parameters() if is_lazy(p)] if isinstance(model, torch.nn.Module) else []
+        lazy = [name for name, parameter in parameters_of(model).items() if is_lazy(parameter)]
         if lazy:
             found = f"{counted(len(lazy), 'parameter', 'are')} not initialized yet: {lazy[0]} first"
             advice = "Call the model once on its inputs before: model(*inputs)."

@@ -99,8 +99,8 @@ class Begun:
 
 @dataclass(slots=True, eq=False)
 class Lost:
-    """How many elements should have changed, and did not. is_broken: some are not finite, and should be. is_held:
-    another tensor holds what was rounded away.
+    """How many elements should have changed, and are no nearer to their new values. is_broken: some are not finite, and
+    should be. is_held: another tensor holds what was rounded away.
     """
 
     key: int
@@ -267,7 +267,10 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
-    """Return how many elements have their values of before the step, and should not; None if none can be compared."""
+    """Return how many elements are no nearer to their values after the step than before; None if none can be compared.
+
+    A sum that is rounded once is never further than before; a product and a sum (`average.mul_(d).add_(x)`) may be.
+    """
     if not bool(torch.isfinite(value.exact).all()):
         return None
     if not bool(torch.isfinite(now).all()):
@@ -278,7 +281,8 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         if before.shape != now.shape or not _is_far(value.terms, before):
             continue
         wanted = value.exact != before
-        stays = wanted & (now == before)
+        is_further = (now - value.exact).abs() > (value.exact - before).abs()
+        stays = wanted & ((now == before) | is_further)
         number, lost = int(wanted.sum()), int(stays.sum())
         is_held = bool(lost) and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others)
         lost = 0 if is_held else lost
@@ -329,7 +333,7 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
         what = (
             f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where "
-            f"they were{where}: what is added is less than half a unit of "
+            f"they were, or move the wrong way or too far{where}: what is added is less than half a unit of "
         )
         if most.is_weight:
             findings.append((
