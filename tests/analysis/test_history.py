@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -633,23 +634,45 @@ def quotient():
     return torch.tensor([3.0, 0.0]) / torch.tensor([1.0, 0.0])
 
 
-@sound
-def a_quotient_masked_by_isfinite():
-    """`isfinite` is computed from a magnitude, which is compared and freed before the quotient is masked."""
-    y = quotient()
-    torch.where(y.isfinite(), y, 0.0).sum()
+MADE = {
+    "a quotient": quotient,
+    "a doubled logarithm": lambda: torch.log(torch.tensor([3.0, -1.0])) * 2,
+    "infinity": lambda: 1 / torch.tensor([3.0, 0.0]),
+}
+ASKED = {
+    "isfinite": torch.isfinite,
+    "isnan": lambda y: ~(y.isnan() | y.isinf()),
+    "the magnitude": lambda y: y.abs() < 1e9,
+    "the distance": lambda y: (y - 1).abs() < 5,
+    "what is left of it": lambda y: (y - y).eq(0),
+    "isnan of what is left": lambda y: ~torch.isnan(y - y),
+    "its double": lambda y: (y * 2).isfinite(),
+    "how many": lambda y: y[:, None].isfinite().sum(-1) == 1,
+    "the program itself": lambda y: torch.tensor([abs(v) < 1e9 for v in y.tolist()]),
+}
+MASKED = {
+    "where": lambda y, keep: torch.where(keep, y, 0.0).sum(),
+    "where, of more": lambda y, keep: torch.where(keep, torch.stack([y, y * 2 + 1]), 0.0).sum(),
+    "masked_fill": lambda y, keep: y.masked_fill(~keep, 0.0).to(torch.bfloat16).sum(),
+    "in place": lambda y, keep: y.masked_fill_(~keep, 0.0).sum(),
+    "assigned": lambda y, keep: (y.__setitem__(~keep, 0.0), y.sum()),
+    "chosen": lambda y, keep: y[keep].sum(),
+    "chosen by number": lambda y, keep: y.gather(0, keep.nonzero().squeeze(-1)).sum(),
+    "a part": lambda y, keep: (y[:1] * 2).sum(),
+    "numbers": lambda y, keep: sum(float(v) for v, kept in zip(y, keep, strict=True) if kept),
+}
 
 
-@sound
-def a_quotient_filled_where_its_double_is_not_finite():
-    y = quotient()
-    y.masked_fill(~(y * 2).isfinite(), 0.0).sum()
-
-
-@sound
-def a_quotient_masked_by_its_distance():
-    y = quotient()
-    torch.where((y - 1).abs() < 5, y, torch.zeros(2)).sum()
+@pytest.mark.parametrize("at", ["op", "step"])
+def test_no_form_of_a_mask_is_a_fault(at):
+    """`isfinite` is computed from a magnitude, which is compared and freed before anything is masked."""
+    for (made, make), (asked, ask), (masked, mask) in product(MADE.items(), ASKED.items(), MASKED.items()):
+        with nc.watch(at=at) as w:
+            y = make()
+            keep = ask(y)
+            mask(y, keep)
+            del y, keep
+        assert not w.findings and not w.notes, (made, asked, masked, w)
 
 
 @faulty("aten.div.Tensor")

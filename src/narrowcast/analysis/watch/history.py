@@ -10,7 +10,7 @@ result for the largest number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -19,7 +19,7 @@ from narrowcast.analysis.watch.culprit import has_poles, unscales
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
-from narrowcast.observation.trial.finiteness import ReadFlags
+from narrowcast.observation.trial.finiteness import ReadFlags, inspected, is_finite
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, OP, Finding
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
@@ -39,8 +39,8 @@ class Cause:
     """The origin of values that are not finite: reported (is_told), intentional (`why`), or waiting for consequences.
 
     number: counts causes as they are made. call: without its tensors; None if intentional from the start. became: where
-    an infinity became NaN. is_masked: a reader of it, or of values computed from it, returned finite values. is_fault:
-    a fault even without consequences.
+    an infinity became NaN. is_masked: a reader of it, or of values computed from it, returned finite values; is_beside:
+    a reader read finite values of the same memory. is_fault: a fault even without consequences.
     """
 
     number: int
@@ -49,6 +49,7 @@ class Cause:
     finding: Finding | None = None
     is_told: bool = False
     is_masked: bool = False
+    is_beside: bool = False
     is_fault: bool = False
     became: str = ""
 
@@ -56,6 +57,11 @@ class Cause:
     def is_open(self) -> bool:
         """Whether its consequences are not yet known."""
         return not (self.is_told or self.why)
+
+    @property
+    def is_passed_by(self) -> bool:
+        """Whether calls masked it, or read what is beside it."""
+        return self.is_masked or self.is_beside
 
     @property
     def is_exact(self) -> bool:
@@ -82,6 +88,12 @@ class Carrier:
     is_read: bool = False
     is_looked_at: bool = False
     is_compared: bool = False
+
+    def read_beside(self) -> None:
+        """Note that a call read finite elements of the same memory."""
+        self.is_looked_at = True
+        for cause in self.causes:
+            cause.is_beside = True
 
     @property
     def waiting(self) -> list[Cause]:
@@ -139,6 +151,13 @@ class ValueHistory:
         for tensor in tensors:
             self.carriers.put(tensor, Carrier(together, has_nan))
 
+    def asked(self, tensor: torch.Tensor, carrier: Carrier) -> None:
+        """Note that a tensor of this memory was compared, or its values were read by the program itself."""
+        if all(map(is_finite, inspected([tensor]))):
+            carrier.read_beside()
+        else:
+            carrier.is_compared = True
+
     # -- consequences --------------------------------------------------------------------------------------------------
 
     def came_to(self, causes: Iterable[Cause], what: str = "") -> None:
@@ -191,7 +210,7 @@ class ValueHistory:
         self.carriers.sweep()
         for carrier in self.carriers.living():
             if carrier.has_nan or not carrier.is_looked_at:
-                left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_masked)]
+                left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_passed_by)]
                 self.came_to(left, "its output exists at the end, and nothing masked it")
         self.sweep()
 
@@ -199,7 +218,8 @@ class ValueHistory:
         """Forget what was freed; report the causes of values that were compared, where nothing has masked them."""
         self.carriers.sweep()
         compared, self.compared = self.compared, []
-        self.came_to((cause for cause in compared if not cause.is_masked), "it was compared, and nothing masked it")
+        left = (cause for cause in compared if not cause.is_passed_by)
+        self.came_to(left, "it was compared, and nothing masked it")
 
 
 def place_of(call: SeenCall) -> Place:
@@ -239,13 +259,28 @@ class PutOff:
         return self.call.is_cast or not self.may_overflow or has_poles(self.call)
 
 
-def judged(
-    calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool, is_used: Callable[[], bool]
-) -> Iterator[tuple[PutOff, Verdict, str]]:
-    """Yield the calls with results that are not finite, the verdict, and why. losses: the flags of tensors of which
-    gradients were taken. is_skipped: a scaler skips the step; is_used: asks whether an optimizer steps nevertheless.
+@dataclass(slots=True, eq=False)
+class Later:
+    """What is judged once the flags are read. losses: those of tensors of which gradients were taken; asked: of tensors
+    that were compared, or whose values the program itself has read.
     """
-    masked = masked_by_readers(calls, losses, read)
+
+    calls: list[PutOff] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+
+def judged(
+    later: Later, read: ReadFlags, is_skipped: bool, is_used: Callable[[], bool]
+) -> Iterator[tuple[PutOff, Verdict, str]]:
+    """Yield the calls with results that are not finite, the verdict, and why. is_skipped: a scaler skips the step;
+    is_used: asks whether an optimizer steps nevertheless.
+    """
+    calls = later.calls
+    masked, compared = masked_by_readers(later, read)
     is_skipped |= any(unscales(p.call) and not all(map(read.is_finite, p.came)) for p in calls) and not is_used()
     is_told = has_gone_back = False
     for put_off in calls:
@@ -257,7 +292,7 @@ def judged(
         is_thrown_away = is_skipped and put_off.call.id.direction == BACKWARD
         if not all(map(read.is_finite, put_off.came)):
             is_new = read.has_nan(bad) and not read.has_nan(put_off.came) and not is_told
-            if not is_new or is_masked or (is_skipped and has_gone_back):
+            if not is_new or all(read.memory[n] in masked | compared for n in bad) or (is_skipped and has_gone_back):
                 yield put_off, Verdict.SPREAD, ""
                 continue
             why = "NaN computed from intentional infinities"
@@ -276,14 +311,16 @@ def judged(
         yield put_off, Verdict.FINDING, why
 
 
-def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -> set[int]:
+def masked_by_readers(later: Later, read: ReadFlags) -> tuple[set[int], set[int]]:
     """Return the memory of values that are not finite and in the end led to nothing but finite values, and infinities
-    that were freed unread.
+    that were freed unread; and that of values of which nothing is known but that they were compared, and freed.
     """
     masked: set[int] = set()
-    compared: set[int] = set()
-    spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
-    for put_off in reversed(calls):
+    compared = {read.memory[number] for number in later.asked if not read.is_finite(number)}
+    beside = {read.memory[number] for number in later.asked if read.is_finite(number)}
+    spoiled = {read.memory[number] for number in later.losses if not read.is_finite(number)}
+    for put_off in reversed(later.calls):
+        beside.update(read.memory[number] for number in put_off.came if read.is_finite(number))
         bad = [number for number in put_off.came if not read.is_finite(number)]
         if not put_off.gave and not put_off.call.is_cast:  # a mask; or its result was not used
             compared.update(read.memory[number] for number in bad)
@@ -291,8 +328,8 @@ def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -
         is_through, is_compared = True, False
         for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
-            is_nothing = memory not in spoiled and storage.expired() and not read.has_nan([number])
-            if is_nothing and not read.is_finite(number):
+            is_nothing = memory not in spoiled and storage.expired()
+            if is_nothing and not read.is_finite(number) and (memory in beside or not read.has_nan([number])):
                 masked.add(memory)
             is_through &= read.is_finite(number) or memory in masked
             is_compared |= memory in compared - masked - spoiled and storage.expired()
@@ -300,4 +337,4 @@ def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -
         led_to = compared if is_compared else masked if is_through else spoiled
         led_to.update(read.memory[number] for number in bad)
         masked -= spoiled
-    return masked
+    return masked, compared - masked - spoiled

@@ -47,8 +47,7 @@ class WatchCalls(Observer):
         self._low_makers, self.ranges = LowMakers(), Ranges(watching)
         self._reported: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
-        self._later: list[history.PutOff] = []
-        self._losses: list[int] = []
+        self._later = history.Later()
         self._is_skipped = False
         self.of_backward: set[torch.dtype] = set()
         self.scale: float | None = None
@@ -87,7 +86,7 @@ class WatchCalls(Observer):
                 read = [flag for (name, _), flag in pairs if finiteness.reads(call, name)]
             flags, memory = [*map(self._flags.number, results)], [StorageWeakRef(t.untyped_storage()) for t in results]
             why = finiteness.numbers_not_finite(call)
-            self._later.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
+            self._later.calls.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
             return
         parts = finiteness.numbers_of_complex(call.results)
         bad = [tensor for tensor in (*results, *parts) if not self._inspect(call, tensor)]
@@ -143,15 +142,15 @@ class WatchCalls(Observer):
         carriers = [(t, carrier) for t in inputs if (carrier := self._history.carriers.get(t)) is not None]
         whole = [t for t in call.results if finiteness.is_whole_number(t)]
         if not carriers or not (results or whole):
-            for _, carrier in carriers:  # the formula of a backward asks where it is finite
+            for tensor, carrier in carriers:  # the formula of a backward asks where it is finite
                 carrier.is_read |= call.who.direction == BACKWARD
-                carrier.is_compared |= bool(call.results)
+                self._history.asked(tensor, carrier)
             return
         bad = {id(tensor) for _, _, tensor in self._bad_inputs(call)}
         followed = [t for t in whole if finiteness.out_of_range(t)]
         for tensor, carrier in carriers:
             if id(tensor) not in bad and finiteness.is_number(tensor):
-                carrier.is_looked_at = True
+                carrier.read_beside()
             elif followed:
                 self._history.carries(followed, carrier.causes)
                 carrier.is_read = True
@@ -306,25 +305,26 @@ class WatchCalls(Observer):
         return bool(self._history) or bool(self._later) or bool(self._low_makers)
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Pass causes of a source on to its copies; note a loss by the `ones_like` with which its backward begins."""
+        """Pass causes on to copies; note a loss by the `ones_like` its backward begins with, and what is asked."""
         if self._low_makers:
             self._low_makers.note_copy(facts, args, kwargs, result)
-        is_of_loss = facts.id == "aten.ones_like.default"
+        is_of_loss, asks = facts.id == "aten.ones_like.default", all(t.dtype is torch.bool for t in tensors_in(result))
         for tensor in tensors_in(args, kwargs):
             is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
-            if is_loss and self._later and finiteness.is_floating(tensor):
-                self._losses.append(self._flags.number(tensor))
+            if (is_loss or asks) and self._later and finiteness.is_floating(tensor):
+                (self._later.losses if is_loss else self._later.asked).append(self._flags.number(tensor))
             carrier = self._history.carriers.get(tensor)
             if is_loss and carrier is not None:
                 self._history.came_to(carrier.causes, "a gradient is taken through it")
             if is_of_loss or carrier is None:
                 continue
+            if asks:
+                self._history.asked(tensor, carrier)
             copies = [t for t in finiteness.inspected(tensors_in(result)) if not finiteness.is_finite(t)]
             if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
                 self._carry(copies, carrier.causes)
                 carrier.is_read = True
-        if self._history.due:
-            self._report_due()
+        self._report_due()
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -382,11 +382,11 @@ class WatchCalls(Observer):
 
     def _read_later(self, is_skipped: bool, is_used: Callable[[], bool]) -> None:
         """Read the flags that were put off, in one transfer."""
-        later, self._later, losses, self._losses = self._later, [], self._losses, []
+        later, self._later = self._later, history.Later()
         skips = False
         read = self._flags.read()
-        self.ranges.note_later(later, read)
-        for put_off, verdict, why in history.judged(later, losses, read, is_skipped, is_used):
+        self.ranges.note_later(later.calls, read)
+        for put_off, verdict, why in history.judged(later, read, is_skipped, is_used):
             if verdict is history.Verdict.SPREAD:
                 self._watching.spread += 1
             elif verdict is history.Verdict.MEANT:
