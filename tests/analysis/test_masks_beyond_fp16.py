@@ -14,6 +14,7 @@ MASKS = {
     "added": lambda s: s + (1 - SEEN.to(s.dtype)) * -1e9,
     "subtracted": lambda s: s * SEEN - 1e9 * (1 - SEEN.to(s.dtype)),
     "a power of two": lambda s: s - (~SEEN).to(s.dtype) * 2.0**30,
+    "scaled with the scores": lambda s: (s * 3 - (~SEEN).to(s.dtype) * 1e9) / 3,
 }
 
 
@@ -53,3 +54,12 @@ def test_scores_that_overflow_are_told():
     with nc.watch() as found, nc.autocast("cpu", "fp16"):
         model(torch.randn(2, LENGTH, 16))
     assert found.first is not None and found.first.id.op == "aten.mul.Tensor"
+
+
+@pytest.mark.parametrize("sizes", [[1e3, 1.0, 2.0], [1e3, 1e3, 2.0], [2e3] * 3, [1e4, 1.0, 2.0], [1633.0]], ids=str)
+def test_a_result_that_overflows_is_no_mask(sizes):
+    """A square that fp32 holds and fp16 does not: one element, two alike, all of them, a number with one digit."""
+    identity = nn.Linear(len(sizes), len(sizes), bias=False)
+    nn.init.eye_(identity.weight)
+    found = nc.compare(lambda x: identity(x).square(), (torch.tensor(sizes),), under="fp16", isolate=0)
+    assert found.verdict == "not finite" and found.outputs[0].relative_error == float("inf"), str(found)

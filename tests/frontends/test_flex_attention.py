@@ -1,6 +1,7 @@
 """flex_attention: eager casts q, k and v only, and the bodies run without autocast; graphs do the same."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -70,3 +71,24 @@ def test_a_vmap_over_floats_falls_back_and_changes_nothing():
     with pytest.warns(UserWarning, match="could not be given explicit casts"):
         found = nc.compile(batched, under="bf16", backend="aot_eager")(x, w)
     assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("look", [nc.compare, nc.explain, nc.capture, partial(nc.explain, run=True)])
+def test_eager_flex_attention_runs_under_whatever_looks_at_it(look):
+    """Torch raises under a dispatch mode that does not know ops of higher order; and in the reference q, k, v stay."""
+    model, x = Attention(masked=True).requires_grad_(False), torch.randn(1, 128, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    found = look(model, x, under="bf16")
+    assert found.verdict in ("round-off", "explained", "finite", "within round-off"), str(found)
+    with torch.autocast("cpu", torch.bfloat16), nc.watch() as watched, nc.record():
+        assert torch.equal(model(x), expected)
+    assert watched.verdict == "finite"
+
+
+def test_what_is_not_finite_goes_through_flex_attention_to_who_made_it():
+    """Its parts are not seen, and its results have the causes of its arguments."""
+    with nc.watch() as watched:
+        q = (torch.randn(1, 2, 128, 16) * 1e5).half()
+        flex_attention(q.float(), *[torch.randn(1, 2, 128, 16)] * 2).sum()
+    assert [finding.id.op for finding in watched.findings] == ["aten._to_copy.default"], str(watched)

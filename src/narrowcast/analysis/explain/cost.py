@@ -17,6 +17,7 @@ from narrowcast.reports.results.explanation import Comparison
 from narrowcast.runtime.devices.device import elapsed_ns, synchronize
 from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import DispatchMode, call_op, converts, storage_key
+from narrowcast.runtime.torch_surface.dynamo import CompiledCode
 
 Named = dict[str, float]
 Run = Callable[[], Any]
@@ -70,10 +71,12 @@ def with_cost(
 
 
 def observe(run: Run, rewind: Callable[[], None] = lambda: None) -> Observed:
-    """Run and return the observation, op by op. Python collects no cycles meanwhile, as in timeit: that takes time."""
+    """Run and return the observation, op by op; compiled code as eager code. Python collects no cycles meanwhile, as in
+    timeit: that takes time.
+    """
     mode = Observed()
     rewind()
-    with collector_paused(), mode:
+    with collector_paused(), CompiledCode(on=False), mode:
         mode.result = run()
     return mode
 

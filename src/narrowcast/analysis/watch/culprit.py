@@ -298,8 +298,9 @@ def overflows_by_mask(call: SeenCall, finding: Finding) -> bool:
         return False
     wide = [tensor for _, tensor in overflowing_casts(call)[0]]
     wide = wide or (tensors_in(call.args)[:1] if call.is_cast else rerun.run_in(call, torch.float32) or [])
-    values = [t.detach()[t.isfinite() & (t.abs() > fp16.max)].flatten().float() for t in wide if is_floating(t)]
-    return are_mask_numbers(torch.cat(values)) if values else False
+    wide = [t.detach() for t in wide if is_floating(t)]
+    values = [t[t.isfinite() & (t.abs() > fp16.max)].flatten().float() for t in wide]
+    return are_mask_numbers(torch.cat(values), sum(t.numel() for t in wide)) if values else False
 
 
 def is_overflow(finding: Finding) -> bool:

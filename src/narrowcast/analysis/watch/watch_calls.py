@@ -15,17 +15,16 @@ from narrowcast.analysis.watch.ranges import Ranges
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.core.policy import Policy
-from narrowcast.observation.observer.module_calls import names_of_parameters, path_of
+from narrowcast.observation.observer.module_calls import parameter_at, path_of
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial import finiteness
 from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
 from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import gradient_of
-from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 KEPT = 8
@@ -270,7 +269,7 @@ class WatchCalls(Observer):
             self._count_intentional(why)
             self._carry([tensor], [self._history.cause(why)])
         else:
-            kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
+            kind = parameter_at(tensor, self.roots) or "a tensor made outside of the watched calls"
             share = f"{int(value.isnan().sum())} of {counted(value.numel(), 'element')}"
             sentence = f"its argument {name}, {kind}, holds NaN: {share}"
             advice = "Look at the data and the weights, and at what made them."
@@ -280,14 +279,6 @@ class WatchCalls(Observer):
         if carrier is None:
             raise AssertionError("what was just kept is there")
         return carrier
-
-    def _parameter(self, tensor: torch.Tensor) -> str:
-        """Return `the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
-        for root in self.roots:
-            for parameter in root.parameters():
-                if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
-                    return f"the parameter {names_of_parameters(self.roots)[id(parameter)]}"
-        return ""
 
     def _is_allowed(self, call: SeenCall, argument: str = "") -> str:
         """Return why the policy allows values that are not finite, if one of its rules does."""
@@ -320,11 +311,20 @@ class WatchCalls(Observer):
                 continue
             if asks:
                 self._history.asked(tensor, carrier)
-            copies = [t for t in finiteness.inspected(tensors_in(result)) if not finiteness.is_finite(t)]
-            if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
-                self._carry(copies, carrier.causes)
-                carrier.is_read = True
+            self._copied(carrier, result)
         self._report_due()
+
+    def passed_through(self, args: tuple[Any, ...], result: Any) -> None:
+        """Pass causes on to what was made of them unseen."""
+        for tensor in tensors_in(args):
+            if (carrier := self._history.carriers.get(tensor)) is not None:
+                self._copied(carrier, result)
+
+    def _copied(self, carrier: history.Carrier, result: Any) -> None:
+        copies = [t for t in finiteness.inspected(tensors_in(result)) if not finiteness.is_finite(t)]
+        if copies and not any(self._history.carriers.get(t) is carrier for t in copies):
+            self._carry(copies, carrier.causes)
+            carrier.is_read = True
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ import torch
 
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.policy import Site
+from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.runtime.sites.graph_nodes import GraphCall, current_graph_call
 from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.runtime.torch_surface.modules import without_wrapper
 
 Key = tuple[str, str, str]
@@ -192,3 +194,12 @@ def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
                 named[id(parameter)] = full, model
     often = Counter(name for name, _ in named.values())
     return {key: name if often[name] == 1 else f"{model}.{name}" for key, (name, model) in named.items()}
+
+
+def parameter_at(tensor: torch.Tensor, roots: Iterable[torch.nn.Module]) -> str:
+    """Return `the parameter encoder.weight`, if the tensor is one of the models that ran, or a view of one."""
+    models = tuple(roots)
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
+            return f"the parameter {names_of_parameters(models)[id(parameter)]}"
+    return ""

@@ -113,6 +113,9 @@ class Observer(WatchingMode):
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Inspect an op that has run and is no call: a copy, memory of some shape."""
 
+    def passed_through(self, args: tuple[Any, ...], result: Any) -> None:
+        """Inspect the results of something whose parts were not seen."""
+
     def viewed(self, args: tuple[Any, ...], result: Any) -> None:
         """Inspect an op that has returned views of its first argument, which is no call."""
 
@@ -240,6 +243,11 @@ class Observer(WatchingMode):
         self._tell_of(self.after, seen)
         seen.who.end()
         return result
+
+    def ran_higher_order(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Inspect the results of flex_attention and its like, if anything is followed."""
+        if self.follows:
+            self._look(self.passed_through, name, args, result)
 
     def _execute_around(
         self, seen: SeenCall | None, func: OpOverload, args: Any, kwargs: dict[str, Any], on: tuple[Any, ...]

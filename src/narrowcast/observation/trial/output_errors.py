@@ -61,7 +61,7 @@ def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return off
     same = (ref == x) | (torch.isnan(ref) & torch.isnan(x)) | (is_masked(ref) & is_masked(x))
     beyond = torch.isinf(x) & torch.isfinite(ref)
-    if are_mask_numbers(ref[beyond]):
+    if are_mask_numbers(ref[beyond], ref.numel()):
         same |= beyond
     return torch.where(same, torch.zeros_like(ref), off)
 
@@ -76,16 +76,35 @@ def _are_plain(x: torch.Tensor) -> bool:
     return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > MASKED)
 
 
-def are_mask_numbers(values: torch.Tensor) -> bool:
-    """Return whether values that a format does not hold are one number far beyond scores: masks add or fill in -1e9."""
+def are_mask_numbers(values: torch.Tensor, among: int) -> bool:
+    """Return whether values that a format does not hold are one number far beyond scores: masks add or fill in -1e9.
+
+    A result that overflows is one number, too: that is told by its sign, by what is written with one digit or as a
+    power of two, and by how many there are. among: how many elements the tensor has.
+    """
     sizes = values.abs()
     if not sizes.numel() or not MASK_NUMBER <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:
         return False
-    return bool(sizes.max() - sizes.min() <= 1e-3 * sizes.max())
+    largest, is_some = float(sizes.max()), sizes.numel() < among
+    if largest - float(sizes.min()) > 1e-3 * largest:
+        return False
+    if bool((values < 0).all()):
+        return _is_written(largest) or (is_some and sizes.numel() > 1)
+    return is_some and largest >= _POSITIVE and _is_written(largest)
+
+
+def _is_written(number: float) -> bool:
+    """Return whether it is about 1e9, 3e7, 2**31, give or take the scores that it was added to."""
+    first = 10.0 ** math.floor(math.log10(number))
+    near = (round(number / first) * first, 2.0 ** round(math.log2(number)))
+    return any(abs(number - one) <= _SCORES + 1e-6 * number for one in near)
 
 
 _FARTHEST = 1e30
 """What is as large as a format itself is no such number."""
+_POSITIVE = 1e9
+"""Distances are masked with numbers from here on; smaller positive ones are results."""
+_SCORES = 100.0
 
 
 def is_masked(x: torch.Tensor) -> torch.Tensor:

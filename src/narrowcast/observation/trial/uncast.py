@@ -23,6 +23,8 @@ _ASKED = {"is_autocast_enabled": None, "is_autocast_cpu_enabled": "cpu"}
 _CASTING = ("decorate_fwd", "_autocast")
 """Functions of torch that ask, and then cast: of `custom_fwd`, and of the attention of jagged tensors."""
 
+_FLEX_ATTENTION = "_flex_attention_autocast_impl"
+
 
 class Unasked(autocast):
     """A region in which the regions of the program are outermost ones: as one is left, casts of weights are forgotten,
@@ -65,7 +67,7 @@ class Uncast(Unasked):
 
     def _wraps_at(self, depth: int) -> dict[str, Callable[[Any], Any]]:
         answers = {name: _answer(self.device, device or "cuda", depth) for name, device in _ASKED.items()}
-        return super()._wraps_at(depth) | answers
+        return super()._wraps_at(depth) | answers | {"get_autocast_dtype": _as_it_is(depth)}
 
 
 def enabled(region: autocast) -> autocast:
@@ -99,6 +101,22 @@ def _answer(region: str, otherwise: str, depth: int) -> Callable[[Any], Any]:
             return device_type != region or not _is_program(sys._getframe(2))
 
         return is_enabled
+
+    return wrap
+
+
+def _as_it_is(depth: int) -> Callable[[Any], Any]:
+    """Return a wrap that gives flex_attention, whose own kernel casts wherever a region is open, the dtype it has."""
+
+    def wrap(original: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:
+        def autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+            caller = sys._getframe(2)
+            if caller.f_code.co_name != _FLEX_ATTENTION or autocast_nesting() != depth:
+                return original(*args, **kwargs)
+            dtype: torch.dtype = caller.f_locals["query"].dtype
+            return dtype
+
+        return autocast_dtype
 
     return wrap
 

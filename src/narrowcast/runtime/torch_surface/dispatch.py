@@ -79,15 +79,34 @@ def quietly() -> Iterator[None]:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo leaves alone, as torch has it, without importing Dynamo at the first op."""
+    """A dispatch mode that Dynamo leaves alone, as torch has it, without importing Dynamo at the first op. Under it ops
+    of higher order (flex_attention, cond) run as they do without one.
+    """
+
+    supports_higher_order_operators = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        never_trace(cls.__torch_dispatch__)
+        sees = cls.__dict__.get("__torch_dispatch__")
+        if sees is None:
+            return
+
+        def see(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(op, HigherOrderOperator):
+                result = op(*args, **(kwargs or {}))
+                mode.ran_higher_order(higher_order_name(op), args, result)
+                return result
+            return sees(mode, op, types, args, kwargs)
+
+        cls.__torch_dispatch__ = see  # type: ignore[method-assign]
+        never_trace(sees, see)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def ran_higher_order(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Inspect what an op of higher order has returned, of whose parts nothing is known."""
 
 
 def converts(op: OpOverload, args: Sequence[Any]) -> bool:
