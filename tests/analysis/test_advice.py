@@ -1,5 +1,6 @@
 """What recordings and explanations warn of, and what each rule of a policy matched."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,24 @@ def test_a_rule_that_says_what_native_says_is_not_without_effect():
         with nc.record() as ledger, nc.autocast("cpu", torch.float16, policy=nc.Policy.parse(policy.format(op))):
             torch.rand(4, 16).half().prod(-1)
         assert ("rule without effect" in {advice.kind for advice in ledger.advice}) is not is_called
+
+
+@pytest.mark.parametrize("settings", [{}, {"under": "bf16"}, {"real": True}, {"run": True}], ids=str)
+@pytest.mark.parametrize("is_left_open", [False, True])
+def test_the_region_of_an_explanation_is_not_the_steps_own(settings, is_left_open):
+    """It is around all of a step: a backward outside of the program's regions is outside."""
+    net = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        with ExitStack() as stack:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(X).float().square().mean()
+            if is_left_open:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    found = kinds(nc.explain(step, (), **settings).ledger)
+    assert set(found) == ({"backward in a region", "optimizer step in a region"} if is_left_open else set())

@@ -107,3 +107,35 @@ def test_a_broken_snapshot_is_bad_input(cli, target, tmp_path, spoil, says):
     for more in ((), ("--update",)):
         code, out, err = cli("check", target, "--snapshot", file, *more)
         assert code == 2 and not out and says in err and f"{file}:" in err
+
+
+STEP = """
+import torch
+import narrowcast as nc
+
+def case():
+    nets = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.1)
+    x = torch.ones(4, 8)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(net(x).float().square().mean() for net in nets for _ in range(2))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            return loss.detach() + nets[0].eval()(x).sum() + nets[1].double()(x.double()).sum()
+
+    return nc.Case(step, name="a step")
+"""
+
+
+def test_a_snapshot_of_a_training_step_holds_at_once(cli, tmp_path):
+    """It runs with gradients, as a step does; and calls of two models, or of an evaluation, are told apart."""
+    script, file = tmp_path / "step.py", tmp_path / "formats.txt"
+    script.write_text(STEP)
+    code, _, err = cli("check", script, "--snapshot", file, "--update")
+    assert (code, err) == (0, "")
+    assert "gradients on" in file.read_text()
+    code, out, err = cli("check", script, "--snapshot", file)
+    assert (code, err) == (0, ""), out

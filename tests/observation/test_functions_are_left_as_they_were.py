@@ -226,3 +226,17 @@ def test_weights_written_to_between_two_forwards_of_a_region_are_cast_again(look
     differences = getattr(found, "differences", found)
     assert differences.verdict == "round-off" and not differences.todos
     assert any("casts them again here" in note for note in differences.notes)
+
+
+def test_a_step_that_writes_to_weights_after_its_last_forward_has_no_note_about_old_casts():
+    """Nothing reads them."""
+    net = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        loss = net(X).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert not any("old casts" in note for note in nc.compare(step, under="bf16").notes)

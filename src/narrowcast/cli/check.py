@@ -42,7 +42,7 @@ def check_command(
     if gradients is None:
         gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
     case = load_case(model.target)
-    with grad(gradients):
+    with grad(gradients, case):
         check = check_formats(
             case, snapshot=snapshot, under=model.under, device=device,
             torch_versions=torch_versions, update=update,

@@ -116,7 +116,7 @@ def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gra
     for cast, _ in ledger.kinds():
         casts.setdefault((cast.op, cast.module_path, cast.file, cast.line, cast.direction), []).append(cast)
     known = tuple(rules)
-    calls = [
+    calls = (
         CallFormats(
             identity, kind.input_formats, kind.computes, kind.result, kind.action,
             _arguments(kind, identity, casts), times,
@@ -124,11 +124,28 @@ def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gra
         )
         for identity, kind, times in numbered(ledger)
         if kind.input_formats or kind.computes or kind.result
-    ]  # fmt: skip
+    )  # fmt: skip
     return Snapshot(
         explanation.device_type, " ".join(explanation.subject.split()), explanation.policy, explanation.digest[:8],
-        explanation.low, torch, gradients, tuple(calls), explanation.note,
+        explanation.low, torch, gradients, _each_once(calls), explanation.note,
     )  # fmt: skip
+
+
+def _each_once(calls: Iterable[CallFormats]) -> tuple[CallFormats, ...]:
+    """Return the calls under identities of their own. Several have the same where a function calls several models, or
+    one of them in training and in evaluation: those that are alike are one row, others have the next free number.
+    """
+    rows: dict[CallId, CallFormats] = {}
+    for call in calls:
+        identity = call.id
+        while identity in rows and rows[identity].facts[:-1] != call.facts[:-1]:
+            identity = replace(identity, number=identity.number + 1)
+        known = rows.get(identity)
+        if known is None:
+            rows[identity] = replace(call, id=identity)
+        else:
+            rows[identity] = replace(known, times=known.times + call.times)
+    return tuple(rows.values())
 
 
 def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:

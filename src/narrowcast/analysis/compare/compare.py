@@ -163,8 +163,8 @@ class _Comparing:
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
         if self._changed and self._casts and not self._trial.is_made:
+            result.notes += judging.about_old_casts(seen, actual)
             actual = seen  # the casts of weights that it writes to were made again there
-            self._note(judging.CAST_AGAIN)
         self._move(reference, under, expected, _SEEDS)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)

@@ -39,13 +39,21 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
-CAST_AGAIN = (
+_CAST_AGAIN = (
     "Weights are written to inside of the region, which casts them again here. torch's own goes on with the old casts: "
     "open it around each forward."
 )
 ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
 )
+
+
+def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
+    """Return the note that torch's cache keeps casts of weights that were written to since, if that changes outputs.
+    seen: the run in which they were made again.
+    """
+    errors = output_errors(seen.output, unseen.output)
+    return [_CAST_AGAIN] if any(error.relative_error for error in errors) else []
 
 
 def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:

@@ -208,7 +208,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
         try:
             flow = EagerFlow((region.policy,))
             layers = _layers(device_type, stands_in, True)
-            recorded = recording(trial.kept_weights())
+            recorded = recording(trial.kept_weights(), around=region)
             with trial.isolated(fake=True) as run, recorded as ledger, flow.observing(), region, layers as rnn:
                 run()
             why = _not_shown_by_fakes(ledger)
@@ -226,7 +226,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     weights = trial.kept_weights()
     with ExitStack() as stack:
         stack.enter_context(weights)
-        run, ledger = stack.enter_context(trial.isolated()), stack.enter_context(recording(weights))
+        run, ledger = stack.enter_context(trial.isolated()), stack.enter_context(recording(weights, region))
         stack.enter_context(region)
         rnn = stack.enter_context(_layers(device_type, stands_in, False))
         try:

@@ -31,12 +31,15 @@ from narrowcast.runtime.torch_surface.state import is_enabled
 
 
 class Adviser:
-    """Advises on what a recording, or an observer of a loop, sees run. calls, casts: how many there have been."""
+    """Advises on what a recording, or an observer of a loop, sees run. calls, casts: how many there have been. around:
+    a region that is not the program's own, which it cannot close after the loss.
+    """
 
     def __init__(self, advice: dict[Advice, int], door: Door, matches: Collection[str] = ()) -> None:
         """advice: where it is noted, and how often. matches: labels of rules that have matched."""
         self.advice, self._door, self._matches = advice, door, matches
         self.calls = self.casts = 0
+        self.around: Any = None
         self._thread = threading.get_ident()
         self._tasks: set[int] = set()
         self._stepping = False
@@ -158,6 +161,12 @@ class Adviser:
         return any(f"{label} ".startswith(f"{rule} ") for label in self._matches)
 
     @property
+    def _is_left_open(self) -> bool:
+        """Whether a region of the program's own is open."""
+        is_ours = bool(self._open) and self._open[-1].seen.region is self.around
+        return self._is_on and not is_ours
+
+    @property
     def _is_on(self) -> bool:
         return is_enabled(self._open[-1].seen.region) if self._open else self._on_at_start
 
@@ -190,7 +199,7 @@ class Adviser:
 
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
-        if self._is_on:
+        if self._is_left_open:
             self.add(
                 "optimizer step in a region",
                 f"{type(optimizer).__name__}.step() runs with autocasting on",
@@ -204,7 +213,7 @@ class Adviser:
         if task in self._tasks:
             return
         self._tasks.add(task)
-        if self._is_on and not torch.is_grad_enabled():  # with create_graph=True it is a part of a forward
+        if self._is_left_open and not torch.is_grad_enabled():  # with create_graph=True it is a part of a forward
             here = loop_line()
             if not here.file:  # autograd's own thread: the one that waits has the line
                 here = loop_line(sys._current_frames().get(self._thread))

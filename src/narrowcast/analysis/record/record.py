@@ -47,10 +47,12 @@ def record() -> AbstractContextManager[Ledger]:
 
 
 @contextmanager
-def recording(weights: Weights | None = None) -> Iterator[Ledger]:
-    """Record, and keep these weights as they are before the run writes to them."""
+def recording(weights: Weights | None = None, around: Any = None) -> Iterator[Ledger]:
+    """Record, and keep these weights as they are before the run writes to them. around: the region that whoever looks
+    at the program has put around all of it.
+    """
     recorder = Recorder(Ledger())
-    recorder.weights = weights
+    recorder.weights, recorder.adviser.around = weights, around
     stand_at_calls()
     with counting(), recorder.observing(), recorder.adviser.watching():
         yield recorder.ledger
