@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -240,3 +241,27 @@ def test_a_step_that_writes_to_weights_after_its_last_forward_has_no_note_about_
         return loss
 
     assert not any("old casts" in note for note in nc.compare(step, under="bf16").notes)
+
+
+@pytest.mark.parametrize("look", [nc.compare, nc.capture, nc.repair, partial(nc.explain, run=True), None])
+def test_a_view_of_a_weight_that_was_written_to_without_gradients_may_be_alive(look):
+    """Torch raises where such a view is asked whether it is a leaf: as a program begins its weights by rows."""
+    net = nn.Linear(6, 6)
+    with torch.no_grad():
+        net.row = net.weight[0]
+        net.row.fill_(0.5)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        optimizer.zero_grad()
+        loss = net(X).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    if look is None:
+        assert not nc.check_training(step).notes
+    else:
+        look(net, X, under="bf16")
+        look(step, (), under="bf16")
+    assert torch.equal(net.row, net.weight[0])

@@ -614,3 +614,19 @@ def test_what_a_forward_keeps_in_its_buffers_is_followed(how: str) -> None:
     assert list(kinds) == [AVERAGE if how == "average" else SUM] and all("# HERE" in line for line in kinds.values())
     assert float(model.seen) == 512 and bool((model.mean == 1).all()), "the check leaves them as they were"
     assert nc.check_training(loop_of(torch.float32)[0])
+
+
+@pytest.mark.parametrize("is_everywhere", [False, True])
+def test_a_loop_that_has_diverged_before_is_no_sound_one(is_everywhere: bool) -> None:
+    """Where all weights are NaN nothing moves, and where one is it spreads in the first step."""
+    loop = Loop()
+    with torch.no_grad():
+        for weight in loop.weights if is_everywhere else [loop.weights[0][0, :1]]:
+            weight.fill_(torch.nan)
+
+    def step() -> None:
+        loop.train(loop.loss())
+
+    check = nc.check_training(step)
+    assert check.verdict == "wrong", str(check)
+    assert ("weights that are not finite" in check.kinds) is is_everywhere, str(check)

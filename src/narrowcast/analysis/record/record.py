@@ -27,7 +27,12 @@ from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
-from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
+from narrowcast.runtime.torch_surface.autograd import (
+    current_autograd_node,
+    is_leaf,
+    next_sequence_number,
+    sequence_number,
+)
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, call_op, converts, version_of
 
 _UNLISTED = "follows input dtype"
@@ -48,8 +53,8 @@ def record() -> AbstractContextManager[Ledger]:
 
 @contextmanager
 def recording(weights: Weights | None = None, around: Any = None) -> Iterator[Ledger]:
-    """Record, and keep these weights as they are before the run writes to them. around: the region that whoever looks
-    at the program has put around all of it.
+    """Record, and keep these weights as they are before the run writes to them. around: the region that a verb has
+    put around all of the program.
     """
     recorder = Recorder(Ledger())
     recorder.weights, recorder.adviser.around = weights, around
@@ -303,7 +308,7 @@ class Recorder(WatchingMode):
         return cast
 
     def _kind(self, tensor: torch.Tensor) -> str:
-        if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and is_leaf(tensor)):
             return "weight"
         reference = self._made.get(id(tensor))
         return "activation" if reference is not None and reference() is tensor else "input"

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from narrowcast.runtime.torch_surface.autograd import is_leaf
+
 
 class GradientsAside:
     """`with GradientsAside(named):` tensors have no gradients inside but those that are made there.
@@ -29,7 +31,7 @@ class GradientsAside:
     def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take the gradients of these tensors away, until the end."""
         for tensor in tensors:
-            if tensor.is_leaf and id(tensor) not in self._before:
+            if is_leaf(tensor) and id(tensor) not in self._before:
                 self._before[id(tensor)] = (tensor, tensor.grad)
                 tensor.grad = None
 

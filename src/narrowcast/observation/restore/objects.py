@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
+from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
 from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by
 
@@ -81,7 +82,7 @@ class LivingObjects:
         tensors, or of a gradient, only once it was asked for.
         """
         tensors, self._tensors = self._tensors, []
-        owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
+        owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.requires_grad and is_leaf(t)]
         return tensors + [t.grad for t in owned if t.grad is not None]
 
     def meet(self, one: Any) -> None:

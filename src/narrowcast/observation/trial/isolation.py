@@ -19,6 +19,7 @@ from narrowcast.observation.restore.process import Process
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.sites.python_stack import trials
 from narrowcast.runtime.torch_bridge.inputs import called_with
+from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
@@ -132,7 +133,7 @@ def _fakes(mode: FakeTensorMode) -> StandIn:
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
     """Return the parameter itself, which the copy shares, or a clone of another tensor, with a gradient of its own."""
-    if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf:
+    if isinstance(tensor, torch.nn.Parameter) or not is_leaf(tensor):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 

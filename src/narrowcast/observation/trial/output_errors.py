@@ -79,8 +79,8 @@ def _are_plain(x: torch.Tensor) -> bool:
 def are_mask_numbers(values: torch.Tensor, among: int) -> bool:
     """Return whether values that a format does not hold are one number far beyond scores: masks add or fill in -1e9.
 
-    A result that overflows is one number, too: that is told by its sign, by what is written with one digit or as a
-    power of two, and by how many there are. among: how many elements the tensor has.
+    A result that overflows is one number, too: masks are negative, or large, have one digit or are powers of two, and
+    are some of the elements. among: how many there are in all.
     """
     sizes = values.abs()
     if not sizes.numel() or not MASK_NUMBER <= float(sizes.min()) <= float(sizes.max()) <= _FARTHEST:

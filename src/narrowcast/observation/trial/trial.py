@@ -29,6 +29,7 @@ from narrowcast.runtime.devices.device import random_state
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
+from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.dispatch import quietly, tree_leaves, tree_map, tree_map_only
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
@@ -254,14 +255,14 @@ def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
     """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
     leaves = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
     for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.requires_grad and is_leaf(tensor):
             leaves[f"input.{number}"] = tensor
     return leaves
 
 
 def _trained(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_leaf and tensor.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad and is_leaf(tensor)}
 
 
 def parameters_of(model: Any) -> dict[str, torch.Tensor]:
@@ -290,7 +291,7 @@ def parameters_of(model: Any) -> dict[str, torch.Tensor]:
 
 def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors whose gradients a backward of these adds to."""
-    leaves = [t for t in tensors if t.is_leaf]
+    leaves = [t for t in tensors if is_leaf(t)]
     waiting, seen = [t.grad_fn for t in tensors], set()
     while waiting:
         node = waiting.pop()

@@ -21,9 +21,19 @@ def noted_forward(ctx: Any) -> tuple[torch.dtype, bool]:
     return ctx._dtype, ctx._fwd_used_autocast
 
 
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether no op made it. Of a view that was made without gradients, and written to since, torch does not
+    say: it raises, and such a view is none.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor's gradient; None of a result that keeps none: torch warns where that is read."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    return tensor.grad if is_leaf(tensor) or tensor.retains_grad else None
 
 
 def is_in_derivative() -> bool:

@@ -352,10 +352,19 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
 
 
 def no_longer_finite(kept: KeptMemory, site: Site) -> Found | None:
-    """Return a finding about weights that a step, perhaps by hand, has made NaN or infinite. site: of the step."""
+    """Return a finding about weights that a step, perhaps by hand, has made NaN or infinite, or that are NaN from the
+    start. site: of the step.
+    """
     names = kept.no_longer_finite()
     if not names:
-        return None
+        names = kept.never_numbers()
+        return None if not names else (
+            "weights that are not finite",
+            f"{names[0]} holds NaN before the first step (in all {counted(len(names), 'weight')} of the model): the loop "
+            "has diverged, and nothing that it does now can be judged",
+            "Begin with weights that are finite. nc.watch() around the steps from there on names the first call.",
+            site,
+        )  # fmt: skip
     return (
         "an update that is not finite",
         f"{names[0]} holds NaN or infinity after the step (in all {counted(len(names), 'weight')}), and held numbers "

@@ -106,6 +106,12 @@ class KeptMemory(Process):
                 if key in names and now.is_floating_point() and not is_finite(now) and is_finite(before)
             ]
 
+    def never_numbers(self) -> list[str]:
+        """Return the names of the models' parameters that are trained, and hold NaN."""
+        trained = [(name, p) for name, p in self._parameters() if name and p.requires_grad and p.is_floating_point()]
+        with quietly():
+            return [name for name, p in trained if any(bool(part.isnan().any()) for part in in_memory(p))]
+
     def _is_untouched(self, tensor: torch.Tensor) -> bool:
         return self.was_there(tensor) and tensor not in self._memory
 
