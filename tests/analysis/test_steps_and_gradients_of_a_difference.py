@@ -253,3 +253,26 @@ def test_replicas_train_as_the_whole_batch_does(low):
     found = nc.diff(whole, of_replicas(low, share=1.0))
     sums = 1 + next(n for n, line in enumerate(LINES) if line.endswith("# of replicas"))
     assert found.verdict == "values differ" and any(x.place.endswith(f":{sums}") for x in found.alone), str(found)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("kind", ["", "frozen", "in no optimizer"])
+def test_a_layer_that_one_program_does_not_train_is_a_difference_after_one_step(kind, pieces):
+    """The forward and the loss are the same to the bit, and so are the gradients of an optimizer's other weights."""
+
+    def step(kind, pieces):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 5))
+        net[2].requires_grad_(kind != "frozen")
+        trained = [p for name, p in net.named_parameters() if kind != "in no optimizer" or not name.startswith("2.")]
+        optimizer = torch.optim.SGD(trained, 0.1)
+        x, y = torch.randn(30, 12), torch.randint(0, 5, (30,))
+        with nc.capture() as run:
+            for part, of in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+                (nn.functional.cross_entropy(net(part), of) / pieces).backward()
+            optimizer.step()
+        return run
+
+    found = nc.diff(step("", 1), step(kind, pieces))
+    assert found.verdict == ("values differ" if kind else ("alike", "round-off")[pieces > 1]), str(found)
+    assert any("b leaves 2.weight" in note for note in found.notes) is bool(kind), found.notes

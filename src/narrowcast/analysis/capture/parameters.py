@@ -119,8 +119,8 @@ class Parameters:
             parameter = written()
             if parameter is not None and gradient_of(parameter) is None:
                 self._note(parameter)
-        if self._stepped:  # some have no gradient where others have one
-            for parameter in (p for root in roots for p in root.parameters() if p.requires_grad):
+        if self._stepped:  # some have no gradient where others have one, or are frozen
+            for parameter in (p for root in roots for p in root.parameters()):
                 if id(parameter) not in self._stepped:
                     self._note(parameter)
         names = self._names | (names_of_parameters(roots) if self._stepped or self._optimizers else {})

@@ -17,7 +17,7 @@ from narrowcast.analysis.diff.ends import (
     look_at_ends,
     tell_nan,
 )
-from narrowcast.analysis.diff.gradients import common_factor
+from narrowcast.analysis.diff.gradients import common_factor, moved_by_one_alone
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
@@ -132,6 +132,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     leave_open(result, judging, left_out, apart)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
+    if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
+        result.notes.insert(0, left)
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)

@@ -248,12 +248,18 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         used, difference = _gradients_of(sides, beyond), max(row.difference for row in beyond)
         if not (note_alone(judging, used, difference) or is_found):
             note_first_alone(judging, pairs, result.rows, BACKWARD, difference)
-    elif not (is_found or beyond) and len(set(lengths_of(sides))) == 1:
+    elif not (is_found or beyond) and _are_as_long(sides, judging.widest < BAND_OF_LOW):
         way = moved_apart(judging.values)
         if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
             result.weights_apart = way
             moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
             note_alone(judging, moved, way)
+
+
+def _are_as_long(sides: Sequence[Side], is_high: bool) -> bool:
+    """Return whether both runs make as many steps: of loops, or of optimizers where nothing is low."""
+    steps = {side.runs[0].steps for side in sides}
+    return len(set(lengths_of(sides))) == 1 or (is_high and len(steps) == 1 and 0 not in steps)
 
 
 def _may_be_chosen(judging: Judging, apart: float) -> bool:

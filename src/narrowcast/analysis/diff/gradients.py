@@ -10,7 +10,9 @@ from itertools import product
 from narrowcast.analysis.diff.aligned_values import GAIN, NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.pieces import Piece, distance, together
+from narrowcast.analysis.diff.sides import Side
 from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.output.words import counted
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 UPDATES = "updates"
@@ -123,19 +125,48 @@ def moved_apart(values: Values) -> float:
 
 
 def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
-    """Return the weights that steps of both runs have moved: where they began, and to which either run has led them.
-    None if not all that either moved are those of the other.
+    """Return the weights that steps have moved: where they began, and to which either run has led them. One that a run
+    leaves where it is, frozen or in no optimizer, ends there. None if not all that either moved are in the other.
     """
-    moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in values.sides]
+    sides = values.sides
+    moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in sides]
     left, found = dict(moved[1]), []
     for name, row in moved[0].items():
-        start = values.sides[0].value(name)
-        same = [name] if name in left else [n for n in left if _are_equal(start, values.sides[1].value(n))]
-        if not same or not _are_equal(start, values.sides[1].value(same[0])):
+        start, end = sides[0].value(name), sides[0].piece(0, row["value"])
+        same = [name] if name in left else [n for n in left if _are_equal(start, sides[1].value(n))]
+        if same and _are_equal(start, sides[1].value(same[0])):
+            found.append((start, end, sides[1].piece(0, left.pop(same[0])["value"])))
+        elif not same and _has(sides[1], name, start):
+            found.append((start, end, start))
+        else:
             return None
-        end, other = values.sides[0].piece(0, row["value"]), values.sides[1].piece(0, left.pop(same[0])["value"])
-        found.append((start, end, other))
-    return None if left else found
+    starts = {name: sides[1].value(name) for name in left}
+    if not all(_has(sides[0], name, start) for name, start in starts.items()):
+        return None
+    return found + [(start, start, sides[1].piece(0, left[name]["value"])) for name, start in starts.items()]
+
+
+def moved_by_one_alone(values: Values) -> str:
+    """Return which parameters one run moves and the other, that has them, leaves where they are; empty for none."""
+    moved = [
+        {
+            name
+            for name, row in side.runs[0].parameters.items()
+            if row.get("before", row.get("value")) != row.get("value")
+        }
+        for side in values.sides
+    ]
+    for own, others, side, which in zip(moved, moved[::-1], values.sides[::-1], "ba", strict=True):
+        left = [name for name in side.runs[0].parameters if name in own and name not in others]
+        if others and left:
+            more = f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
+            return f"{which} leaves {left[0]}{more} where they are: frozen, detached, or in no optimizer."
+    return ""
+
+
+def _has(side: Side, name: str, start: Piece) -> bool:
+    """Return whether a run has a parameter of that name and value."""
+    return name in side.runs[0].parameters and _are_equal(start, side.value(name))
 
 
 def weights_moved(values: Values) -> float:

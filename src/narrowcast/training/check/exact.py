@@ -360,8 +360,8 @@ def no_longer_finite(kept: KeptMemory, site: Site) -> Found | None:
         names = kept.never_numbers()
         return None if not names else (
             "weights that are not finite",
-            f"{names[0]} holds NaN before the first step (in all {counted(len(names), 'weight')} of the model): the loop "
-            "has diverged, and nothing that it does now can be judged",
+            f"{names[0]} holds NaN before the first step (in all {counted(len(names), 'weight')} of the model): the "
+            "loop has diverged, and nothing that it does now can be judged",
             "Begin with weights that are finite. nc.watch() around the steps from there on names the first call.",
             site,
         )  # fmt: skip
