@@ -573,3 +573,32 @@ def test_products_of_a_gradient_inside_of_the_forward_are_counted_and_kept():
     assert found.verdict == "repaired" and found.matmuls_after.low == 0
     assert found.matmuls_before.low == found.matmuls_before.all == 4
     assert "aten.mm.default" in {row.rule.op for row in found.rules}
+
+
+@pytest.mark.parametrize("inner", ["native", "policy"])
+def test_the_region_s_inner_setting_holds_where_rules_are_tried(inner):
+    """A block of torch's in a library: a rule reaches it where the region says so, and is not promised elsewhere."""
+
+    class Guarded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+            self.b.weight.data.mul_(4e5)
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            with torch.autocast("cpu", torch.float16, enabled=torch.is_autocast_enabled("cpu")):
+                return self.b(h)
+
+    torch.manual_seed(0)
+    model, x = Guarded(), torch.randn(5, 6)
+    region = nc.autocast("cpu", torch.float16, inner=inner)
+    repaired, compared = nc.repair(model, x, under=region), nc.compare(model, x, under=region)
+    with region, nc.watch() as watched:
+        model(x)
+    assert (repaired.verdict == "repaired") is (inner == "policy"), str(repaired)
+    assert (compared.remedy is not None) is (inner == "policy"), str(compared)
+    assert ('inner="policy"' in watched.first.advice) is (inner == "native"), str(watched)
+    if inner == "policy":
+        with nc.autocast("cpu", torch.float16, policy=repaired.policy):
+            assert bool(model(x).isfinite().all())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from narrowcast.analysis.compare.rules import SOURCE
 from narrowcast.core.policy import MODULE_CALL, Action, Kind, Policy, Rule
 from narrowcast.core.policy.rules import naming
-from narrowcast.core.policy.settings import BUILTIN
+from narrowcast.core.policy.settings import BUILTIN, SETTINGS
 
 
 def rule_about_module(module_path: str, reason: str = "") -> Rule:
@@ -17,12 +17,16 @@ def rule_about_module(module_path: str, reason: str = "") -> Rule:
 
 
 def with_repairs(policy: Policy, rules: tuple[Rule, ...]) -> Policy:
-    """Return the policy with one more layer. A built-in one is extended by name, and not written out."""
+    """Return the policy with one more layer. A built-in one is extended by name, with the settings that its region was
+    given, and not written out.
+    """
     if not rules:
         return policy
     name = f"{policy.name.replace(':', '-')}-repaired"
     if policy.name.partition(":")[0] in BUILTIN and (policy.is_native or all(rule.is_builtin for rule in policy.rules)):
-        return Policy(name, (rules,), extends=(policy.name,))
+        base = Policy.load(policy.name)
+        own = {key: value for key in SETTINGS if (value := getattr(policy, key)) != getattr(base, key)}
+        return Policy(name, (rules,), extends=(policy.name,), **own)
     return policy.with_rules(rules, name=name)
 
 

@@ -13,7 +13,7 @@ from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named, written_as
 from narrowcast.core.policy import Rule
 from narrowcast.core.policy.rules import naming
-from narrowcast.formats import fp16
+from narrowcast.formats import Format, fp16
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, draws_numbers, results_by_name, tensors_by_name
 from narrowcast.observation.statistics.statistics import Statistics
@@ -23,6 +23,7 @@ from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
+from narrowcast.runtime.regions.ruling import shadowed_region
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, short_type, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import base_of
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
@@ -31,6 +32,7 @@ _NO_REGION = (
     "Rules hold inside nc.autocast, and none is open here: open it in place of torch.autocast, or make a script with "
     "nc.script(model, under=...)"
 )
+_BLOCK = 'A torch.autocast block is around it, where the rule holds only if the region is opened with inner="policy".'
 _CONVERT = "Convert what it reads, x.float(), or keep it in fp32."
 _CONVERTED = "What it reads is converted to fp32 after that: compute it in fp32 from there on."
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
@@ -131,7 +133,8 @@ def _keep_high(call: SeenCall) -> tuple[str, tuple[Rule, ...]]:
     if of.direction == BACKWARD:
         return "Keep in fp32 what it is the backward of.", ()
     op = of.op if call.policy is not None else _op_around(call)
-    return "", (Rule(op, "full", naming(of.module_path)),)
+    is_hidden = any(shadowed_region(t.device.type) is not None for t in call.results[:1])
+    return _BLOCK * is_hidden, (Rule(op, "full", naming(of.module_path)),)
 
 
 def _op_around(call: SeenCall) -> str:
@@ -214,21 +217,7 @@ def find_culprit(
                 return finding_of(call, inputs, what, FORMAT, sentence, *_advice(call, inputs, rounded, paths))
             advice = "fp32 does not hold it either: scale its inputs, or compute in logarithms."
             return finding_of(call, inputs, what, FORMAT, sentence, advice)
-        largest = largest_of(in_fp32)
-        format = FORMATS[low[0]]
-        over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
-        if largest <= format.max:
-            over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
-        sentence = f"in fp32, on the same inputs, it is finite; {over}"
-        advice, rules = _keep_high(call)
-        if _is_of_a_loop(call):
-            advice, rules = _CONVERT, ()
-        elif rules and call.policy is None:
-            advice = f"{_NO_REGION}, or convert its inputs, x.float()."
-        elif largest > format.max and rules:
-            advice = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair "
-            advice += "finds them."
-        return finding_of(call, inputs, what, FORMAT, sentence, advice, rules)
+        return _finite_in_fp32(call, inputs, what, FORMATS[low[0]], largest_of(in_fp32))
     in_fp64 = rerun.run_in(call, torch.float64)
     if in_fp64 is not None and rerun.mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
@@ -236,6 +225,23 @@ def find_culprit(
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
     return finding_of(call, inputs, what, OP, sentence, *_advice(call, inputs, rounded, paths))
+
+
+def _finite_in_fp32(call: SeenCall, inputs: Named, what: str, format: Format, largest: float) -> Finding:
+    """Return the finding of a call that is finite in fp32. largest: its largest magnitude there."""
+    over = f"its largest magnitude there is {largest:.4g}, the maximum of {format} is {format.max:.6g}"
+    if largest <= format.max:
+        over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
+    sentence = f"in fp32, on the same inputs, it is finite; {over}"
+    advice, rules = _keep_high(call)
+    if _is_of_a_loop(call):
+        advice, rules = _CONVERT, ()
+    elif rules and call.policy is None:
+        advice = f"{_NO_REGION}, or convert its inputs, x.float()."
+    elif largest > format.max and rules:
+        also = f"Calls that read it in {format} overflow there, too: keep those in fp32 as well; nc.repair finds them."
+        advice = f"{advice} {also}".strip()
+    return finding_of(call, inputs, what, FORMAT, sentence, advice, rules)
 
 
 def _why_once(call: SeenCall) -> str:
