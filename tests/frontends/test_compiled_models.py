@@ -183,3 +183,31 @@ def test_a_compiled_recomputation_that_is_observed_draws_the_numbers_of_the_forw
 
     for a, b in zip(gradients(contextlib.nullcontext), gradients(looks), strict=True):
         assert torch.equal(a, b)
+
+
+class Pyramid(nn.Module):
+    """Yields its levels, each made of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+def test_a_forward_that_is_a_generator_runs_in_the_region_of_the_compiled_model():
+    """Its steps run after the call; and what looks at such a model runs them, with a backward of all that they yield."""
+    torch.manual_seed(0)
+    model, x = Pyramid(), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [*model(x)]
+    found = [*nc.compile(model, under="bf16", backend="aot_eager")(x)]
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(a.dtype is b.dtype is torch.bfloat16 and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    explained = nc.explain(model, (x,), under="bf16", front_end="compile", backend="aot_eager")
+    assert sum(tally.calls for tally in explained.ledger.calls.values()) == 3 and not explained.differences
+    for backward in (True, lambda levels: sum(level.float().square().mean() for level in levels)):
+        assert nc.compare(model, (x,), under="bf16", backward=backward).gradients

@@ -40,7 +40,7 @@ from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps
-from narrowcast.observation.trial.trial import Trial, detached
+from narrowcast.observation.trial.trial import Trial, detached, run_whole
 from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
 from narrowcast.reports.results.ledger import Ledger
@@ -154,7 +154,7 @@ def _run(
         return replace(ran, note=_sentences(note, _script_note(trial)))
     graphs, eager = graphs_of(asked.front_end, trial, opened, goal, backend)
     of_graphs = graph_ledger(graphs)
-    is_whole = not goal.places and not any(g.fallback or g.broken_by for g in graphs)
+    is_whole = bool(graphs) and not goal.places and not any(g.fallback or g.broken_by for g in graphs)
     differences = decision_differences(ledger, of_graphs) if is_whole else ()
     other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
     if any(graph.after is not None for graph in graphs):
@@ -210,7 +210,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
             layers = _layers(device_type, stands_in, True)
             recorded = recording(trial.kept_weights(), around=region)
             with trial.isolated(fake=True) as run, recorded as ledger, flow.observing(), region, layers as rnn:
-                run()
+                run_whole(run)
             why = _not_shown_by_fakes(ledger)
             if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
@@ -230,7 +230,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
         stack.enter_context(region)
         rnn = stack.enter_context(_layers(device_type, stands_in, False))
         try:
-            run()
+            run_whole(run)
         except Exception as error:
             failed = error
         else:
@@ -321,7 +321,7 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
 
     def run(call: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
         with around:
-            return detached(call())
+            return detached(run_whole(call))
 
     differences, weights, dtype = compare_with_fp32(trial, region)
     with ExitStack() as stack:

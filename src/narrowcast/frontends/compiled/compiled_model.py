@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import MethodType
+from types import GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from narrowcast.core.policy import Policy
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
-from narrowcast.frontends.eager.steps import run_inside
+from narrowcast.frontends.eager.steps import run_in_steps, run_inside
 from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping
 from narrowcast.frontends.race.eager_ops import is_raced, run_watched
 from narrowcast.runtime.sites.python_stack import is_user_file
@@ -96,15 +96,19 @@ dynamo.never_trace(InRegion._first_call)
 
 
 def _called(around: Compiled, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    """Return the call's result; while a run is observed, it is that of our graphs, which report their calls.
+    """Return the call's result; while a run is observed, it is that of our graphs, which report their calls. Of a
+    generator the steps run in the region.
 
     An error of ours that Dynamo has wrapped comes out as it was raised.
     """
     try:
         if not stepping():
-            return around.run(compiled, args, kwargs)
-        with dynamo.CompiledCode(on=True):
-            return around.run(compiled, args, kwargs)
+            result = around.run(compiled, args, kwargs)
+        else:
+            with dynamo.CompiledCode(on=True):
+                result = around.run(compiled, args, kwargs)
+        is_in_steps = isinstance(result, GeneratorType)
+        return run_in_steps(result, lambda: around.region(args, kwargs)) if is_in_steps else result
     except dynamo.BackendCompilerFailed as error:
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, NarrowcastError):

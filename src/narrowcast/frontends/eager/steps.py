@@ -31,7 +31,7 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
 
         @functools.wraps(function)
         def generator(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _steps(function(*args, **kwargs), region))
+            return (yield from run_in_steps(function(*args, **kwargs), region))
 
         return generator
 
@@ -72,7 +72,7 @@ def _async_generator(function: Callable[..., Any], region: Region) -> Callable[.
     return async_generator
 
 
-def _steps(inner: Any, region: Region) -> Generator[Any, Any, Any]:
+def run_in_steps(inner: Any, region: Region) -> Generator[Any, Any, Any]:
     """Drive a generator or a coroutine: what is sent and thrown goes in, what it gives comes out (PEP 380)."""
     value: Any = None
     raised: BaseException | None = None
@@ -93,4 +93,4 @@ def _steps(inner: Any, region: Region) -> Generator[Any, Any, Any]:
             raised = error
 
 
-_awaited = types.coroutine(_steps)  # the same, for `await`
+_awaited = types.coroutine(run_in_steps)  # the same, for `await`

@@ -77,7 +77,7 @@ def isolated(
 
 @dataclass(frozen=True, slots=True)
 class Isolated:
-    """A model, or a copy of it, and its arguments. Called, it runs."""
+    """A model, or a copy of it, and its arguments. Called, it runs; a generator that it returns does not run yet."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]

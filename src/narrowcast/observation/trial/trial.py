@@ -193,25 +193,27 @@ class Trial:
         return Outcome(detached(output), by_name, state)
 
     def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: GradientsAside) -> Any:
-        """Return the output; of a generator what it yields, one by one, each differentiated before the next."""
+        """Return the output; of a generator what it yields, one by one, each differentiated before the next, but for a
+        loss of all of them.
+        """
         with region:
             output = run()
             if isinstance(output, types.GeneratorType):
-                items = []
+                items = [*output] if callable(self.backward) else []
                 for item in output:
                     if self.backward and isinstance(item, torch.Tensor) and item.requires_grad:
-                        self._go_back(item, gradients)
+                        self._go_back(item, gradients, retain=True)  # the next may come of the same calls
                     items.append(detached(item))
                 return items
             return output
 
-    def _go_back(self, output: Any, gradients: GradientsAside) -> None:
+    def _go_back(self, output: Any, gradients: GradientsAside, retain: bool = False) -> None:
         """Differentiate the loss, or else every output that has a gradient. Raise RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             gradients.put_aside(leaves_of([loss]))
             total = loss if loss.dim() == 0 else loss.sum()
-            _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)])
+            _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)], retain)
             return
         tensors = list(filter(has_numbers, _requiring(output)))
         if callable(self.backward) or not tensors:
@@ -222,7 +224,7 @@ class Trial:
         with quietly():
             weights = [w if self.scale == 1.0 else w * self.scale for w in map(_weights, tensors)]
         gradients.put_aside(leaves_of(tensors))
-        _backward(tensors, weights)
+        _backward(tensors, weights, retain)
 
     @contextmanager
     def copied(self, dtype: torch.dtype | None) -> Iterator[Any]:
@@ -334,6 +336,12 @@ def _opened(tree: Any) -> Any:
     return tree_map(of, tree)
 
 
+def run_whole(run: Callable[[], Any]) -> Any:
+    """Return what a run returns, of a generator what it yields."""
+    output = run()
+    return [*output] if isinstance(output, types.GeneratorType) else output
+
+
 def _own_loss(output: Any) -> Any:
     """Return a scalar output, or an output's `loss`; None if there is neither."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -343,9 +351,9 @@ def _own_loss(output: Any) -> Any:
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
 
 
-def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = None) -> None:
+def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None, retain: bool) -> None:
     try:
-        torch.autograd.backward(tensors, weights)
+        torch.autograd.backward(tensors, weights, retain_graph=retain)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
