@@ -461,3 +461,29 @@ class Mean(nn.Module):
 
     def forward(self, x):
         return x.mean(1)
+
+
+@pytest.mark.parametrize("form", ["tril", "diag_embed", "triu"])
+def test_a_matrix_that_is_compared_with_a_part_of_itself_is_judged(form):
+    """As torch.distributions checks its arguments: zeros in their places are rounded by nothing."""
+    layer = nn.Linear(5, 4)
+
+    def run(x):
+        z = layer(x).float()
+        size = z.exp()[:, :, None] * torch.eye(4) * 0.1
+        if form == "tril":
+            return torch.distributions.MultivariateNormal(z, scale_tril=size.tril()).log_prob(torch.zeros(4))
+        part = torch.diag_embed(size.diagonal(dim1=-2, dim2=-1)) if form == "diag_embed" else size.triu()
+        if not torch.equal(part, size):
+            raise ValueError("no diagonal matrix")
+        return z + part.sum(-1)
+
+    found = nc.compare(run, (torch.randn(6, 5),), under="bf16")
+    assert found.verdict == "round-off", str(found)
+
+
+def test_a_number_that_is_complex_may_be_viewed_in_a_backward():
+    """Torch conjugates Python's, too, which no memory holds."""
+    weight = torch.randn(4, requires_grad=True)
+    run = nc.capture(lambda x: (1j * weight * x).abs().sum(), (torch.randn(4),), under="bf16", backward=True)
+    assert not run.notes

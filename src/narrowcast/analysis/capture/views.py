@@ -24,7 +24,7 @@ class Views:
 
     def viewed(self, source: torch.Tensor, results: Iterable[torch.Tensor]) -> None:
         """Note an op that has returned views of a tensor, or copies of it, at the line that is being run."""
-        if not has_storage(source):
+        if not isinstance(source, torch.Tensor) or not has_storage(source):  # a number: `1j * x`
             return
         site, before = loop_line(), self.of(source)
         line = (site.file, site.line)
