@@ -487,3 +487,17 @@ def test_a_number_that_is_complex_may_be_viewed_in_a_backward():
     weight = torch.randn(4, requires_grad=True)
     run = nc.capture(lambda x: (1j * weight * x).abs().sum(), (torch.randn(4),), under="bf16", backward=True)
     assert not run.notes
+
+
+def test_whole_numbers_that_torch_promotes_to_a_low_format_are_no_fault_of_a_kernel():
+    """798 is 800 in bf16, which the line asks for that makes the positions."""
+    layer = nn.Linear(8, 16)
+
+    def resampled(x):
+        h = layer(x)
+        places = torch.linspace(0, 799, 50, dtype=h.dtype)
+        index = places.floor().long().clamp(max=799)
+        return h[:, index] * (places - (index - 1))[None, :, None]
+
+    found = nc.compare(resampled, (torch.randn(2, 800, 8),), under="bf16")
+    assert found.verdict != "kernel" and found.remedy is not None and found.remedy.asked, str(found)

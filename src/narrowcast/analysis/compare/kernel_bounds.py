@@ -19,7 +19,8 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.rounding import round_to
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.rerun import can_run_again
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_pointwise, tensors_in
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_pointwise, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
 """A mean error is a bias from this many units in the last place, this many standard errors from zero, and this many
@@ -62,7 +63,7 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     kind = bounds.bound_kind(call.facts.id, is_pointwise(call.facts.op))
     if not kind or not can_run_again(call):
         return None
-    inputs = Inputs(call.facts, args, kwargs)
+    inputs = Inputs(call.facts, *_promoted(call, args, kwargs))
     results, exact = [_before_cast(t, call, inputs) for t in call.results if is_floating(t)], inputs.run()
     count = 1 if is_named(call.facts.id, "bound.first_result") else len(results)
     if exact is None or [t.shape for t in exact[:count]] != [t.shape for t in results[:count]]:
@@ -80,6 +81,15 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     is_twice = is_named(call.facts.id, "bound.twice") and inputs.with_rounded_numbers(results[0].dtype) is None
     is_twice |= kind == bounds.PRODUCT and isinstance(inputs.given("bias"), torch.Tensor)  # added to a rounded product
     return _judged(results, exact, slack, flushed, is_twice)
+
+
+def _promoted(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments with whole numbers in the format to which torch promotes them: there 798 is 800 in bf16."""
+    dtype = next((t.dtype for t in call.results if t.dtype in LOW), None)
+    if dtype is None or not is_pointwise(call.facts.op):
+        return args, kwargs
+    is_whole = lambda t: not (t.dtype is torch.bool or t.is_floating_point() or t.is_complex())  # noqa: E731
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if is_whole(t) else t, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _before_cast(result: torch.Tensor, call: SeenCall, inputs: Inputs) -> torch.Tensor:
