@@ -602,3 +602,29 @@ def test_the_region_s_inner_setting_holds_where_rules_are_tried(inner):
     if inner == "policy":
         with nc.autocast("cpu", torch.float16, policy=repaired.policy):
             assert bool(model(x).isfinite().all())
+
+
+@torch.jit.script
+def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(torch.nn.functional.linear(x, weight))
+
+
+def test_what_a_script_inside_makes_low_counts():
+    """TorchScript's own autocast asks no Python: the reference runs it in fp32, and the promise holds in the program."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(9, 16)
+            self.weight = nn.Parameter(torch.randn(32, 16) / 4)
+
+        def forward(self, x):
+            return gate(self.first(x), self.weight)
+
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(6, 9)
+    reference = model(x).double()
+    found = nc.repair(model, x, under="fp16", budget=1e-4)
+    with nc.autocast("cpu", torch.float16, policy=found.policy):
+        error = float((model(x).double() - reference).norm() / reference.norm())
+    assert error == pytest.approx(found.after.error, rel=0.1) and (error <= 1e-4) is (found.verdict == "repaired")

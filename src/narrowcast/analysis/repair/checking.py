@@ -140,6 +140,7 @@ class Checks:
         since its code names that format. make: makes what looks on; backward: gives the loss, as for `run`, of that.
         """
         look = make()
+        look.casts_scripts = False
         loss = None if backward is None else backward(look)
         ran = self.run(Uncast(self._device), look, backward=loss, dtype=self._dtype)
         if self._dtype is None or not isinstance(ran.error, RuntimeError):
