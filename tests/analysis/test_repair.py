@@ -628,3 +628,25 @@ def test_what_a_script_inside_makes_low_counts():
     with nc.autocast("cpu", torch.float16, policy=found.policy):
         error = float((model(x).double() - reference).norm() / reference.norm())
     assert error == pytest.approx(found.after.error, rel=0.1) and (error <= 1e-4) is (found.verdict == "repaired")
+
+
+def test_products_of_a_jacobian_under_vmap_are_counted_and_repaired():
+    """Torch computes them from matmul, in no module, on tensors that lie in no memory of their own."""
+
+    class Contractive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 24), nn.Softplus(), nn.Linear(24, 3))
+            self.out = nn.Linear(18, 4)
+
+        def forward(self, x):
+            jacobians = torch.func.vmap(torch.func.jacrev(lambda row: self.net(row)))(x)
+            return self.out(jacobians.flatten(1))
+
+    torch.manual_seed(0)
+    model, x = Contractive(), torch.randn(4, 6)
+    found = nc.repair(model, x, under="bf16", budget=3e-4)
+    assert found.verdict == "repaired" and found.after.error <= 3e-4, str(found)
+    expected = model(x)
+    with nc.autocast("cpu", torch.bfloat16, policy=found.policy):
+        assert float((model(x) - expected).norm() / expected.norm()) <= 3e-4

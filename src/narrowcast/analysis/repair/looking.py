@@ -18,7 +18,7 @@ from narrowcast.observation.trial.finiteness import came_in, is_floating, larges
 from narrowcast.observation.trial.raising import Raising
 from narrowcast.observation.trial.trial import tensors_of
 from narrowcast.reports.results.findings import Watching
-from narrowcast.runtime.torch_bridge import op_id
+from narrowcast.runtime.torch_bridge import op_id, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
 
@@ -103,8 +103,9 @@ class RepairObserver(WatchCalls):
             self.calls.append((call.id, seen))
             if self._ranges:
                 self.largest[call.id] = largest_of((*read, *results))
-        elif call.rule is not None and results:
-            seen = ForwardCall(call.computes, call.rule, tuple(tuple(t.shape) for t in read), tuple(results[0].shape))
+        elif call.rule is not None and call.results:  # under vmap they lie in no memory of their own
+            shapes = tuple(tuple(t.shape) for t in tensors_in(call.args, call.kwargs))
+            seen = ForwardCall(call.computes, call.rule, shapes, tuple(call.results[0].shape))
             self.calls.append((call.id, seen))
             if seen.is_decided:
                 self.gradients[call.id] = seen
