@@ -610,7 +610,7 @@ def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_a_script_inside_makes_low_counts():
-    """TorchScript's own autocast asks no Python: the reference runs it in fp32, and the promise holds in the program."""
+    """TorchScript's own autocast asks no Python: the reference runs it in fp32, and the promise holds."""
 
     class Gated(nn.Module):
         def __init__(self):

@@ -199,7 +199,7 @@ class Pyramid(nn.Module):
 
 
 def test_a_forward_that_is_a_generator_runs_in_the_region_of_the_compiled_model():
-    """Its steps run after the call; and what looks at such a model runs them, with a backward of all that they yield."""
+    """Its steps run after the call; what looks at such a model runs them, with a backward of all that they yield."""
     torch.manual_seed(0)
     model, x = Pyramid(), torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,8 +2,10 @@
 
 import itertools
 import random
+from array import array
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,7 +125,40 @@ def of_an_object(bound=lambda trainer: trainer.step):
     return bound(trainer), lambda: (trainer.number, meter.sum, list(meter.values), hasattr(meter, "last"))
 
 
+class Slotted:
+    """What a class counts, and an object without a dictionary."""
+
+    __slots__ = ("number",)
+    made = 0
+
+    def __init__(self):
+        self.number = 0
+
+    def add(self):
+        self.number += 1
+        Slotted.made += 1
+        return self.number
+
+
+def of_other_kinds():
+    """Namespaces, a set, arrays of Python; slots, attributes of a class; a dict that only a hook names."""
+    (model, optimizer, x), slotted, counts = parts(), Slotted(), {"steps": 0, "calls": 0}
+    asked, seen, numbers, flags = SimpleNamespace(step=0), {0}, array("d", [0.0]), bytearray(2)
+    optimizer.register_step_post_hook(lambda *_: counts.update(steps=counts["steps"] + 1))
+    model.register_forward_hook(lambda *_: counts.update(calls=counts["calls"] + 1))
+
+    def step():
+        asked.step += 1
+        seen.add(asked.step)
+        numbers[0] += 1
+        flags[0] += 1
+        return trained(model, optimizer, x * slotted.add())
+
+    return step, lambda: (asked.step, set(seen), numbers[0], flags[0], slotted.number, Slotted.made, *counts.values())
+
+
 CASES = {
+    "other kinds": of_other_kinds,
     "cells": of_cells,
     "a function inside": of_a_function_inside,
     "globals": of_globals,

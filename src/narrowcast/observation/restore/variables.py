@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dis
 import random
+from argparse import Namespace
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,18 +23,22 @@ _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
 _MET = (Module, Parameter, Optimizer)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_GENERATORS)
+_NAMESPACES = (SimpleNamespace, Namespace)
+_NUMBERS = (set, bytearray, array)
+_LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
 """What is restored in containers, beside objects of the function's file."""
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+"""What attributes of a class are bound to that a program may bind anew."""
 _LARGEST = 1 << 26
 """Of an array of numpy, in bytes: larger ones are data, of which no copy is made."""
 
 
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
-    the attributes of the object whose method it is; of functions and objects of its file that it uses, too. Items of
-    lists and dicts that they name are as before; what was added stays there, for code that collects results. A deque,
-    which steps replay, holds what it held, and so do arrays of numpy; generators of random numbers go back. An iterator
-    goes on where it was left.
+    the attributes of the object whose method it is, and of its class; of functions and objects of its file that it
+    uses, and of namespaces, too. Items of lists and dicts that they name are as before; what was added stays there, for
+    code that collects results. A deque, which steps replay, and a set hold what they held, and so do arrays; generators
+    of random numbers go back. An iterator goes on where it was left.
 
     met: modules, parameters and optimizers that they name, which are not looked into.
     """
@@ -42,7 +48,9 @@ class Variables:
         self._cells: list[tuple[CellType, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
         self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._numbers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._seen: set[int] = set()
         inner = function
@@ -71,8 +79,18 @@ class Variables:
                     items.append(value)
                 elif items[at] is not value:
                     items[at] = value
-        for array, copy in self._arrays:
-            array[...] = copy
+        for owner, values in self._attributes:
+            for name, value in values.items():
+                if getattr(owner, name, owner) is not value:
+                    setattr(owner, name, value)
+        for numbered, copy in self._arrays:
+            numbered[...] = copy
+        for numbers, copy in self._numbers:
+            if isinstance(numbers, set):
+                numbers.intersection_update(copy)
+                numbers.update(copy)
+            else:
+                numbers[:] = copy
         for restore, state in self._generators:
             restore(state)
 
@@ -83,6 +101,7 @@ class Variables:
         if isinstance(value, _OTHERS):
             if isinstance(value, _MET):
                 self.met.append(value)
+                self._look_at_hooks(value)
             return
         if isinstance(value, MethodType):
             self._look(value.__func__)
@@ -95,6 +114,9 @@ class Variables:
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes <= _LARGEST and value.dtype != object:
                 self._arrays.append((value, value.copy()))
+        elif isinstance(value, _NUMBERS):
+            if len(value) <= _LARGEST // 8:
+                self._numbers.append((value, value[:] if isinstance(value, array) else type(value)(value)))
         elif isinstance(value, random.Random):
             self._generators.append((value.setstate, value.getstate()))
         elif isinstance(value, np.random.Generator):
@@ -107,8 +129,17 @@ class Variables:
         elif isinstance(value, dict):
             self._named.append((value, dict(value), False))
             self._look_at_items(value.values())
-        elif type(value).__module__ == self._file:
+        elif type(value).__module__ == self._file or isinstance(value, _NAMESPACES):
             self._look_inside(value)
+
+    def _look_at_hooks(self, owner: Any) -> None:
+        """Look at the functions that a model or an optimizer calls besides."""
+        for one in owner.modules() if isinstance(owner, Module) else (owner,):
+            for name, hooks in vars(one).items():
+                if name.endswith("_hooks") and isinstance(hooks, dict):
+                    for hook in list(hooks.values()):
+                        if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "narrowcast"):
+                            self._look(hook)
 
     def _look_at_items(self, items: Any) -> None:
         """Look at the objects of the file in a container, and at containers; it may be long."""
@@ -135,8 +166,23 @@ class Variables:
                 self._look(value)
 
     def _look_inside(self, owner: Any) -> None:
+        if isinstance(owner, _OTHERS):
+            return
         held = getattr(owner, "__dict__", None)
-        if isinstance(held, dict) and not isinstance(owner, _OTHERS):
+        if isinstance(held, dict):
             self._named.append((held, dict(held), True))
-            for value in (*held.values(), *vars(type(owner)).values()):
+            for value in held.values():
                 self._look(value)
+        for kind in type(owner).__mro__:
+            if kind.__module__ == self._file:
+                self._look_at_class(owner, kind)
+
+    def _look_at_class(self, owner: Any, kind: type) -> None:
+        """Look at what a class of the file holds: methods, attributes of its own, and slots of an object."""
+        own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+        slots = [name for name, value in own.items() if isinstance(value, MemberDescriptorType)]
+        held = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+        self._attributes.append((owner, held))
+        self._attributes.append((kind, {name: value for name, value in own.items() if isinstance(value, _PLAIN)}))
+        for value in (*held.values(), *own.values()):
+            self._look(value)
