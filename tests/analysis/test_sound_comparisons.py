@@ -501,3 +501,22 @@ def test_whole_numbers_that_torch_promotes_to_a_low_format_are_no_fault_of_a_ker
 
     found = nc.compare(resampled, (torch.randn(2, 800, 8),), under="bf16")
     assert found.verdict != "kernel" and found.remedy is not None and found.remedy.asked, str(found)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("under", [None, "bf16", "fp16"])
+def test_a_step_with_regions_of_its_own_is_not_compared_with_fp32(low, under):
+    """Both runs have them; all that a region around the step changes is the backward that the step calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(4, 8)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", low):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert nc.compare(step, under=under).verdict == "not compared"

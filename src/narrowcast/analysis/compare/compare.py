@@ -347,7 +347,8 @@ class _Comparing:
                 "them. nc.watch() around forward and backward names the call that makes them."
             )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
-        is_low = judging.is_low_in_both(result.rows, self._trial.is_made)
+        says_nothing = (verdicts.EXACT,) if worst or self._trial.backward else (verdicts.EXACT, verdicts.ROUND_OFF)
+        is_low = result.verdict in says_nothing and judging.is_low_in_both(result.rows, self._trial.is_made)
         is_shaky = bool(shaky) and not result.faults and worst <= OUTPUT_FACTOR * shaky
         if is_shaky and result.verdict in (verdicts.ROUND_OFF, verdicts.FAULT):
             result.verdict = verdicts.NONDETERMINISTIC
@@ -358,12 +359,9 @@ class _Comparing:
         elif result.verdict == verdicts.FAULT and unknown and verdicts.FAULT not in of_calls and not result.compiled:
             result.verdict = verdicts.NOT_JUDGED
             self._note(unknown)
-        elif result.verdict == verdicts.EXACT and is_low and result.reference in REFERENCES:
+        elif is_low and result.reference in REFERENCES:
             result.verdict = verdicts.NOT_COMPARED
-            self._note(
-                "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
-                "Give reference=the model without them."
-            )
+            self._note(judging.SAME_FORMATS)
 
     def _advise(self, expected: Outcome) -> None:
         """Find by runs what helps where an error is too large; of code that was made, by runs of its original."""

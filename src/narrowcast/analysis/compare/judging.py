@@ -39,6 +39,10 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
+SAME_FORMATS = (
+    "The reference computes in the same low formats, which the model brings with it: nothing is compared. Give "
+    "reference=the model without them."
+)
 _CAST_AGAIN = (
     "Weights are written to inside of the region, which casts them again here. torch's own goes on with the old casts: "
     "open it around each forward."
@@ -326,10 +330,13 @@ def low_format_of(rows: list[CallError]) -> str | None:
 
 
 def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
-    """Return whether no call is lower than in the reference, which is low itself, or unknown (is_made)."""
-    formats = {name for row in rows for name in row.reference.split(",")}
+    """Return whether no call is lower than in the reference, which is low itself, or unknown (is_made). A backward that
+    a program calls has the formats of the region around all of it.
+    """
+    forward = [row for row in rows if row.id.direction != BACKWARD]
+    formats = {name for row in forward for name in row.reference.split(",")}
     low = any(name in FORMATS_BY_NAME and FORMATS_BY_NAME[name].bits < fp32.bits for name in formats)
-    return not any(row.is_low for row in rows) and (low or (is_made and not rows))
+    return not any(row.is_low for row in forward) and (low or (is_made and not rows))
 
 
 def about_underflow(rows: list[CallError], format: Format) -> str:
