@@ -14,7 +14,7 @@ from narrowcast.reports.documents.words import in_time, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.verdicts import AT_FAULT
+from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED
 
 SLOWER = 1.05
 _APART = 0.1
@@ -206,7 +206,8 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = bool(on) and comparison.casts_ms > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += [*of_casts, *unhelped]
-    if comparison is not None and not comparison.differences.tried and not is_sound:
+    is_open = comparison is not None and comparison.differences.verdict != NOT_COMPARED and not is_sound
+    if comparison is not None and is_open and not comparison.differences.tried:
         todos += comparisons.error_todos(comparison.worst)[:1]
     if comparison is None and failure is None and not result.has_stand_in:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
