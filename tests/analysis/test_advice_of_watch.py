@@ -1,6 +1,7 @@
 """What `nc.watch` advises of an overflow: a rule where one helps, and what else where it does not."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,47 @@ def test_what_rounded_further_back_is_tried_too(dtype):
     with torch.no_grad(), nc.autocast("cpu", dtype, policy=policy):
         found = model(x)
     assert found.isfinite().all() and torch.allclose(found.float(), model(x), atol=0.02)
+
+
+class Weighted(torch.nn.Module):
+    """Weights of classes by their counts, converted to the format of the logits, in which they are zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, counts):
+        logits = self.layer(x)
+        weights = (1 / counts).to(logits.dtype)  # CONVERTED
+        return (logits * (weights / weights.sum())).sum()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_conversion_of_the_program_that_underflows_is_named_by_its_line(is_compiled):
+    """The quotient behind it has no format that helps; and no epsilon does."""
+    model, arguments = Weighted(), (torch.randn(3, 8), torch.tensor([1e9, 2e9, 3e9, 4e9]))
+    if is_compiled:
+        compiled = nc.compile(model, under="fp16", backend="aot_eager")
+        with nc.watch() as watched:
+            compiled(*arguments)
+        found = watched.first
+    else:
+        found = first(lambda: model(*arguments))
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if text.endswith("# CONVERTED"))
+    assert found.id.op == "aten.div.Tensor", str(found)
+    assert f"the conversion at {Path(__file__).name}:{line} in fp32, it is finite" in found.advice, found.advice
+    assert "Convert to torch.float32 there" in found.advice and not found.rules
+
+
+def test_a_rule_that_leaves_most_values_infinite_is_not_advised():
+    """A softmax in fp32 has other zeros than one in fp16, and zeros all the same."""
+    logits = torch.zeros(4, 64)
+    logits[:, 0], logits[:, 1:13] = 200.0, 180.0
+
+    def entropy():
+        shares = (logits.half() @ torch.eye(64)).softmax(-1).half()
+        return (shares * shares.log()).sum()
+
+    found = first(entropy)
+    assert not found.rules and "keep its inputs off that value" in found.advice, found.advice

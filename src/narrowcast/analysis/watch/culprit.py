@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from narrowcast.analysis.watch.makers import Maker, Rounded
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named, written_as
-from narrowcast.core.policy import Rule
+from narrowcast.core.policy import Rule, Site
 from narrowcast.core.policy.rules import naming
 from narrowcast.formats import Format, fp16
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -263,21 +264,30 @@ def _advice(
         return (off if low is None else f"{off} Its inputs are in {low}, whose rounding may have put them there."), ()
 
     def named_as(makers: Iterable[Maker]) -> str:
-        pairs = [(op, paths(module)) for op, module in makers]
-        return " of ".join(f"{op} in {path}" if path else op for op, path in pairs)
+        return " of ".join(_named(op, of, paths) for op, of in makers)
 
     makers, is_seen = rounded.proof()
     if not makers:
         gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
         return (off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."), ()
-    rules = dict.fromkeys(Rule(op, "full", naming(paths(module))) for op, module in makers)
+    rules = dict.fromkeys(Rule(op, "full", naming(paths(of))) for op, of in makers if not isinstance(of, Site))
     where = "" if call.policy is not None else f" {_NO_REGION}."
+    if len(rules) < len(makers):
+        where = " Convert to torch.float32 there."
     left = f"all but {counted(rounded.left, 'value')} are finite"
     some, is_so = ("its inputs", "it is finite") if not rounded.left else ("some", left)
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
     if _is_of_a_loop(call):
         return f"{proved} {_CONVERT if low else _CONVERTED}", ()
     return f"{off} " * bool(rounded.left) + proved + where, tuple(rules)
+
+
+def _named(op: str, of: Any, paths: Callable[[Any], str]) -> str:
+    """Return `aten.mm.default in encoder`, or `the conversion at model.py:12`."""
+    if isinstance(of, Site):
+        return f"the conversion at {Path(of.file).name}:{of.line}"
+    path = paths(of)
+    return f"{op} in {path}" if path else op
 
 
 def _is_of_a_loop(call: SeenCall) -> bool:

@@ -26,14 +26,14 @@ from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, storage_of, tree_map
 
 Maker = tuple[str, Any]
-"""The op and the module of a call with a result in a low format."""
+"""The op and the module of a call with a result in a low format; of a conversion the op and its line, a Site."""
 _MAKERS = 4
 """How many makers of one value are tried, the nearest first."""
 _FURTHER = 32
 """How many more are, where these do not help: what sums read, too."""
 _STEPS = 4096
 """How many calls are remembered."""
-_LEFT = 0.9
+_LEFT = 0.5
 """The share of values that are not finite from which on a choice of makers does not help."""
 _ALIKE = 0.05
 """How far the result with some makers in fp32 may be from that with all of them in fp32."""

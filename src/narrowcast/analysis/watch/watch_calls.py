@@ -113,8 +113,8 @@ class WatchCalls(Observer):
         """Record a call with results in or from a low format. Sums of products hide how their inputs were rounded. An
         op that writes to its argument does not choose the format.
         """
-        is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast and not call.facts.writes
-        maker = (call.facts.id, call.who.module()) if is_low else None
+        is_low = FORMATS[results[0].dtype].bits < 32 and not call.facts.writes
+        maker = (call.facts.id, call.site if call.is_cast else call.who.module()) if is_low else None
         self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
