@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler, custom_bwd, custom_fwd
+from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits, conv1d, cross_entropy, mse_loss, relu
 from torch.nn.utils import clip_grad_norm_
 
@@ -94,6 +95,21 @@ def saturated_hinge(loop: Loop) -> None:
     with region(FP16):
         out = loop.net(loop.x)
         loss = relu(out - 100).mean() + cross_entropy(out, loop.y)
+    loop.backward(loss)
+    loop.step()
+
+
+def reweighted(loop: Loop) -> None:
+    """Weights of examples, by the gradient through one virtual step in fp32 (Ren et al. 2018)."""
+    shares = torch.zeros(8, requires_grad=True)
+    named = dict(loop.net.named_parameters())
+    losses = cross_entropy(functional_call(loop.net, named, (loop.x,)), loop.y, reduction="none")
+    gradients = torch.autograd.grad((losses * shares).sum(), list(named.values()), create_graph=True)
+    moved = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+    after = cross_entropy(functional_call(loop.net, moved, (loop.x.flip(0),)), loop.y.flip(0))
+    (wanted,) = torch.autograd.grad(after, shares)
+    with region(FP16):
+        loss = (cross_entropy(loop.net(loop.x), loop.y, reduction="none") * (-wanted).clamp_min(0).add(0.1)).sum()
     loop.backward(loss)
     loop.step()
 
@@ -228,7 +244,7 @@ def closure_with_a_loss_in_fp32(loop: Loop) -> None:
 
 
 RIGHT = [
-    each_optimizer_clipped, adversaries, saturated_hinge, masked_and_averaged, clipped_at_a_scaled_limit,
+    each_optimizer_clipped, adversaries, saturated_hinge, reweighted, masked_and_averaged, clipped_at_a_scaled_limit,
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
     custom_function, evaluated_in_a_part, optimizer_with_products,
     closure_that_scales, closure_with_a_loss_in_fp32,

@@ -240,9 +240,10 @@ class LoopObserver(Observer):
     def after(self, call: SeenCall) -> None:
         """Inspect a call that has run: in a region or not, and its results."""
         if call.id.direction == BACKWARD:
-            self._gradients.backward([] if in_hook() else call.results)
-            if not in_hook():
-                self._backwards.gave(call.results)
+            results = [] if in_hook() else call.results
+            self._gradients.backward(results)
+            self._backwards.gave(results)
+            self._outside.goes_on_in_fp32(call)
             if self._fp16 is not None or any(t.dtype is torch.float16 for t in call.results):
                 self._underflow.look(call)
         if call.id.direction == FORWARD and (not self._is_stepping or call.notes.get("trains")):  # or in a closure
@@ -293,9 +294,9 @@ class LoopObserver(Observer):
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Note casts of weights, and whether gradients will flow back; return the result."""
-        is_forward = seen.id.direction == FORWARD and torch.is_grad_enabled()
-        if seen.plan is None and is_forward:
+        if (is_recorded := torch.is_grad_enabled()) and seen.plan is None:
             seen.notes["trains"] = any(t.requires_grad for t in tensors_in(args, kwargs))
+        is_forward = seen.id.direction == FORWARD and is_recorded
         is_weights = facts.op is dispatch.TO_COPY and seen.plan is not None and is_weight(args[0])
         if is_forward and is_weights and not self._is_without_grad:
             part = args[0].storage_offset(), args[0].shape, result.dtype
@@ -323,8 +324,7 @@ class LoopObserver(Observer):
     def end_of_step(self) -> None:
         """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
         casts = [(key, sites) for key, parts in self._casts.items() for sites in parts.values()]
-        again = [(key, sites) for key, sites in casts if len(sites) > 1]
-        if again:
+        if again := [(key, sites) for key, sites in casts if len(sites) > 1]:
             key, sites = max(again, key=lambda item: len(item[1]))
             name = self._kept.names().get(key, "a weight")
             self.add(
