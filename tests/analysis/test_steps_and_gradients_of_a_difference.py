@@ -276,3 +276,42 @@ def test_a_layer_that_one_program_does_not_train_is_a_difference_after_one_step(
     found = nc.diff(step("", 1), step(kind, pieces))
     assert found.verdict == ("values differ" if kind else ("alike", "round-off")[pieces > 1]), str(found)
     assert any("b leaves 2.weight" in note for note in found.notes) is bool(kind), found.notes
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_steps_of_a_fused_weight_and_of_its_parts_are_no_pair(optimizer):
+    """One program calls a model, the other its parts: the updates, in no module, are of weights of other sizes."""
+
+    def run(is_split):
+        torch.manual_seed(0)
+        norm, fused, out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 5)
+        parts = [nn.Linear(16, 16) for _ in range(3)]
+        with torch.no_grad():
+            for n, part in enumerate(parts):
+                part.weight.copy_(fused.weight[16 * n : 16 * n + 16])
+                part.bias.copy_(fused.bias[16 * n : 16 * n + 16])
+        x, y = torch.randn(6, 7, 16), torch.randint(0, 5, (6, 7))
+
+        def attended(q, k, v):
+            return out((q @ k.mT / 4).softmax(-1) @ v)
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.fused, self.out = norm, fused, out
+
+            def forward(self, x):
+                return attended(*self.fused(self.norm(x)).chunk(3, -1))
+
+        whole = Whole()
+        weights = [*(p for part in parts for p in part.parameters()), *norm.parameters(), *out.parameters()]
+        stepped = optimizer(weights if is_split else whole.parameters(), 1e-2)
+        with nc.capture() as captured:
+            z = norm(x) if is_split else None
+            scores = attended(*(part(z) for part in parts)) if is_split else whole(x)
+            F.cross_entropy(scores.flatten(0, 1), y.flatten()).backward()
+            stepped.step()
+        return captured
+
+    found = nc.diff(run(False), run(True))
+    assert found.verdict == "round-off", str(found)
