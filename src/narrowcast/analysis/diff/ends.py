@@ -14,6 +14,7 @@ from narrowcast.analysis.diff.gradients import (
     SAME_STEP,
     apart_as_a_whole,
     band_along,
+    divides_by_sizes,
     gradients,
     gradients_are_alike,
     in_one_alone,
@@ -250,7 +251,8 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
             note_first_alone(judging, pairs, result.rows, BACKWARD, difference)
     elif not (is_found or beyond) and _are_as_long(sides, judging.widest < BAND_OF_LOW):
         way = moved_apart(judging.values)
-        if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else _FAR_OF_GRADIENTS):
+        of_low = _FAR_OF_ONE if divides_by_sizes(judging.values) else _FAR_OF_GRADIENTS
+        if way > (_FAR_OF_WEIGHTS if judging.widest < BAND_OF_LOW else of_low):
             result.weights_apart = way
             moved = [[row["value"] for row in side.runs[0].parameters.values() if "before" in row] for side in sides]
             note_alone(judging, moved, way)

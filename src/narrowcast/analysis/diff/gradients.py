@@ -113,6 +113,14 @@ def _moved_apart(values: Values, row: GradientRow, only: Container[str] | None =
     return after.relative / change if change > 0 and after.is_known else math.inf
 
 
+def divides_by_sizes(values: Values) -> bool:
+    """Return whether an optimizer divides gradients by their sizes, as Adam does: its first steps are signs of them,
+    and those of small ones are rounding.
+    """
+    rows = [row for side in values.sides for row in side.runs[0].parameters.values()]
+    return any(name not in _OF_SGD for row in rows for name in row)
+
+
 def moved_apart(values: Values) -> float:
     """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
     parts of the way that all of them went together; NaN if not all that either run moved are those of the other.

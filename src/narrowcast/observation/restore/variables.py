@@ -28,7 +28,7 @@ _NUMBERS = (set, bytearray, array)
 _LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
 """What is restored in containers, beside objects of the function's file."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
-"""What attributes of a class are bound to that a program may bind anew."""
+"""Values of attributes of a class that a program replaces, as it counts."""
 _LARGEST = 1 << 26
 """Of an array of numpy, in bytes: larger ones are data, of which no copy is made."""
 

@@ -54,7 +54,7 @@ def check_reference(outcome: Outcome, name: str) -> None:
     if not tensors and not outcome.gradients:
         raise RunError(
             "compare", "the model returned no floating-point tensor to compare",
-            advice="Give a model that returns some, or backward=True to compare gradients.",
+            advice="Give a model that returns some (a step its loss), or backward=True to compare gradients.",
         )  # fmt: skip
     if tensors and all(bool(torch.isnan(t).all()) for t in tensors):
         raise RunError(
