@@ -171,7 +171,7 @@ def _todos(result: Differences) -> list[Todo]:
         return wrong
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
-    if result.verdict == NOT_COMPARED and all(number(g.relative_error) is not None for g in result.gradients):
+    if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):
         return []  # the program's own formats are in both
     if result.verdict == NOT_COMPARED:  # gradients are not finite
         reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
