@@ -682,6 +682,28 @@ def a_score_that_is_nothing_but_compared():
     torch.ones(2)[keep].sum()
 
 
+@pytest.mark.parametrize("at", ["op", "step"])
+def test_a_loss_that_is_asked_about_is_told_though_parts_of_what_made_it_are_used(at):
+    """The step is skipped for it; a sum that a mask replaces is no fault."""
+
+    def shares():
+        counts = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
+        return counts / counts.sum(-1, keepdim=True)
+
+    with nc.watch(at=at) as w:
+        rows = shares()
+        (rows[0] * 2).sum()
+        loss = (rows * 2).sum()
+        assert not torch.isfinite(loss)
+        del rows, loss
+    assert [finding.id.op for finding in w.findings] == ["aten.div.Tensor"], str(w)
+    with nc.watch(at=at) as w:
+        loss = shares().sum()
+        torch.where(loss.isfinite(), loss, 0.0).sum()
+        del loss
+    assert not w.findings, str(w)
+
+
 COMPLEX = torch.tensor([3 + 4j, 0j])
 
 

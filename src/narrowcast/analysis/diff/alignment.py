@@ -253,7 +253,7 @@ def likeness(a: Bundle, b: Bundle, same_module: bool = False) -> float:
         return 0.0
     if same_op and not (same_family or alike or same_module or (same_elements and same_columns)):
         return 0.0
-    if same_op and not same_elements and a.id.module_path == "" and a.id.op.split(".")[1].endswith("_"):
+    if same_op and not (same_elements or a.path) and a.id.op.rpartition(".")[0].endswith("_"):
         return 0.0  # steps of optimizers write to weights of several sizes
     same_name = a.path.rpartition(".")[2] == b.path.rpartition(".")[2] != ""
     points = 4.0 * same_op + same_family + same_elements + 0.5 * same_columns + 2 * alike

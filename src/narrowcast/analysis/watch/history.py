@@ -19,7 +19,7 @@ from narrowcast.analysis.watch.culprit import has_poles, unscales
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
-from narrowcast.observation.trial.finiteness import ReadFlags, inspected, is_finite
+from narrowcast.observation.trial.finiteness import ReadFlags, fills, inspected, is_finite
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, OP, Finding
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
@@ -80,7 +80,7 @@ class Cause:
 class Carrier:
     """Memory with values that are not finite. is_read: a call read them, and its results have an entry of their own or
     are finite; is_looked_at: a call read finite elements of the same memory; is_compared: a call compared it, with a
-    mask as its result.
+    mask as its result; is_alone: it is one number, such as a loss.
     """
 
     causes: tuple[Cause, ...]
@@ -88,6 +88,7 @@ class Carrier:
     is_read: bool = False
     is_looked_at: bool = False
     is_compared: bool = False
+    is_alone: bool = False
 
     def read_beside(self) -> None:
         """Note that a call read finite elements of the same memory."""
@@ -105,7 +106,8 @@ class Carrier:
 class ValueHistory:
     """What made values that are not finite. carriers: by memory. made: the last cause by place. due: causes that have
     consequences, with these. at_step: those that a smaller scale of the loss would fix: intentional if a scaler skips
-    the step. compared: those whose values were compared and freed, as `isfinite` does before it masks others.
+    the step. compared: those whose values were compared and freed, as `isfinite` does before it masks others; and
+    whether that was one number.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class ValueHistory:
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
-        self.compared: list[Cause] = []
+        self.compared: list[tuple[Cause, bool]] = []
         self.is_scaled = False
 
     def __bool__(self) -> bool:
@@ -156,7 +158,7 @@ class ValueHistory:
         if all(map(is_finite, inspected([tensor]))):
             carrier.read_beside()
         else:
-            carrier.is_compared = True
+            carrier.is_compared, carrier.is_alone = True, tensor.numel() == 1 and fills(tensor)
 
     # -- consequences --------------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class ValueHistory:
         if not (carrier.is_read or carrier.is_looked_at):
             causes = [cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact]
             if carrier.is_compared:
-                self.compared += causes
+                self.compared += [(cause, carrier.is_alone) for cause in causes]
             else:
                 self.came_to(causes)
 
@@ -218,7 +220,7 @@ class ValueHistory:
         """Forget what was freed; report the causes of values that were compared, where nothing has masked them."""
         self.carriers.sweep()
         compared, self.compared = self.compared, []
-        left = (cause for cause in compared if not cause.is_passed_by)
+        left = (cause for cause, is_alone in compared if not (cause.is_masked if is_alone else cause.is_passed_by))
         self.came_to(left, "it was compared, and nothing masked it")
 
 
@@ -262,15 +264,21 @@ class PutOff:
 @dataclass(slots=True, eq=False)
 class Later:
     """What is judged once the flags are read. losses: those of tensors of which gradients were taken; asked: of tensors
-    that were compared, or whose values the program itself has read.
+    that were compared, or whose values the program itself has read; alone: of results that are one number.
     """
 
     calls: list[PutOff] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.calls)
+
+    def add(self, put_off: PutOff, results: Iterable[torch.Tensor]) -> None:
+        """Add a call, with its results, of which nothing is kept."""
+        self.calls.append(put_off)
+        self.alone.update(n for n, result in zip(put_off.gave, results, strict=True) if result.numel() == 1)
 
 
 def judged(
@@ -319,6 +327,7 @@ def masked_by_readers(later: Later, read: ReadFlags) -> tuple[set[int], set[int]
     compared = {read.memory[number] for number in later.asked if not read.is_finite(number)}
     beside = {read.memory[number] for number in later.asked if read.is_finite(number)}
     spoiled = {read.memory[number] for number in later.losses if not read.is_finite(number)}
+    in_numbers: set[int] = set()  # which led to one number, such as a loss, that was compared
     for put_off in reversed(later.calls):
         beside.update(read.memory[number] for number in put_off.came if read.is_finite(number))
         bad = [number for number in put_off.came if not read.is_finite(number)]
@@ -329,12 +338,15 @@ def masked_by_readers(later: Later, read: ReadFlags) -> tuple[set[int], set[int]
         for number, storage in zip(put_off.gave, put_off.lies, strict=True):
             memory = read.memory[number]
             is_nothing = memory not in spoiled and storage.expired()
-            if is_nothing and not read.is_finite(number) and (memory in beside or not read.has_nan([number])):
+            is_beside = memory in beside - in_numbers
+            if is_nothing and not read.is_finite(number) and (is_beside or not read.has_nan([number])):
                 masked.add(memory)
             is_through &= read.is_finite(number) or memory in masked
             is_compared |= memory in compared - masked - spoiled and storage.expired()
         # of a result that was compared alone nothing is known; a cast without results is one to integers
         led_to = compared if is_compared else masked if is_through else spoiled
         led_to.update(read.memory[number] for number in bad)
+        if is_compared and any(number in later.alone or read.memory[number] in in_numbers for number in put_off.gave):
+            in_numbers.update(read.memory[number] for number in bad)
         masked -= spoiled
     return masked, compared - masked - spoiled

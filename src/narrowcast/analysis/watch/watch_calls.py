@@ -85,7 +85,7 @@ class WatchCalls(Observer):
                 read = [flag for (name, _), flag in pairs if finiteness.reads(call, name)]
             flags, memory = [*map(self._flags.number, results)], [StorageWeakRef(t.untyped_storage()) for t in results]
             why = finiteness.numbers_not_finite(call)
-            self._later.calls.append(history.PutOff(call.without_tensors(), read, flags, memory, why))
+            self._later.add(history.PutOff(call.without_tensors(), read, flags, memory, why), results)
             return
         parts = finiteness.numbers_of_complex(call.results)
         bad = [tensor for tensor in (*results, *parts) if not self._inspect(call, tensor)]
