@@ -281,8 +281,9 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         if before.shape != now.shape or not _is_far(value.terms, before):
             continue
         wanted = value.exact != before
-        is_further = (now - value.exact).abs() > (value.exact - before).abs()
-        stays = wanted & ((now == before) | is_further)
+        stays = wanted & (now == before)
+        if not value.of_gradients:  # weights may be rounded at random, or with what was rounded away before
+            stays |= wanted & ((now - value.exact).abs() > (value.exact - before).abs())
         number, lost = int(wanted.sum()), int(stays.sum())
         is_held = bool(lost) and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others)
         lost = 0 if is_held else lost
