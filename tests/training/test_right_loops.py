@@ -456,3 +456,19 @@ def test_masters_that_take_scaled_copies_of_gradients_are_right(dtype: torch.dty
 
     found = nc.check_training(step)
     assert found, str(found)
+
+
+def test_a_forward_outside_of_the_region_is_told_behind_a_gradient_that_nobody_differentiates() -> None:
+    """Weights moved by a plain gradient of a loss in fp32 are not in fp32 on purpose."""
+    loop = Loop()
+
+    def step() -> None:
+        named = dict(loop.net.named_parameters())
+        with region(FP16):
+            output = loop.net(loop.x)
+        gradients = torch.autograd.grad(cross_entropy(output.float(), loop.y), list(named.values()))
+        moved = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+        loop.backward(cross_entropy(functional_call(loop.net, moved, (loop.x,)), loop.y))
+        loop.step()
+
+    assert "forward outside of the region" in nc.check_training(step).kinds

@@ -53,6 +53,7 @@ class Variables:
         self._numbers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._seen: set[int] = set()
+        self._classes: set[int] = set()
         inner = function
         while isinstance(inner, partial):
             inner = inner.func
@@ -182,7 +183,10 @@ class Variables:
         own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
         slots = [name for name, value in own.items() if isinstance(value, MemberDescriptorType)]
         held = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
-        self._attributes.append((owner, held))
-        self._attributes.append((kind, {name: value for name, value in own.items() if isinstance(value, _PLAIN)}))
+        if held:
+            self._attributes.append((owner, held))
+        if id(kind) not in self._classes:  # the same of all its objects
+            self._classes.add(id(kind))
+            self._attributes.append((kind, {name: value for name, value in own.items() if isinstance(value, _PLAIN)}))
         for value in (*held.values(), *own.values()):
             self._look(value)

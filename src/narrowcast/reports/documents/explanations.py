@@ -206,8 +206,7 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = bool(on) and comparison.casts_ms > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += [*of_casts, *unhelped]
-    is_open = comparison is not None and comparison.differences.verdict != NOT_COMPARED and not is_sound
-    if comparison is not None and is_open and not comparison.differences.tried:
+    if comparison is not None and not (is_sound or differences.tried or differences.verdict == NOT_COMPARED):
         todos += comparisons.error_todos(comparison.worst)[:1]
     if comparison is None and failure is None and not result.has_stand_in:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"

@@ -332,9 +332,10 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
         if not stay or (stay <= least and stay < wanted):
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
+        or_stray = "" if most.is_weight else ", or move the wrong way or too far"
         what = (
             f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where "
-            f"they were, or move the wrong way or too far{where}: what is added is less than half a unit of "
+            f"they were{or_stray}{where}: what is added is less than half a unit of "
         )
         if most.is_weight:
             findings.append((

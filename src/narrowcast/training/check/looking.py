@@ -243,7 +243,7 @@ class LoopObserver(Observer):
             results = [] if in_hook() else call.results
             self._gradients.backward(results)
             self._backwards.gave(results)
-            self._outside.goes_on_in_fp32(call)
+            self._outside.are_intentional(call.results if call.notes.get("trains") else [])
             if self._fp16 is not None or any(t.dtype is torch.float16 for t in call.results):
                 self._underflow.look(call)
         if call.id.direction == FORWARD and (not self._is_stepping or call.notes.get("trains")):  # or in a closure

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowcast.analysis.record.advice import listed_kinds
-from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.policy import Kind, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
@@ -107,26 +106,24 @@ class OutsideRegions:
         return bool(self._intentional)
 
     def goes_on_in_fp32(self, call: SeenCall) -> None:
-        """Note values in fp32 on purpose: cast to it by the user, gradients that are differentiated, and what is
-        computed from these outside a region.
-        """
+        """Note values that are in fp32 on purpose: cast to it by the user, or computed from these outside a region."""
         if call.plan is not None:
             return
         inputs = tensors_in(call.args, call.kwargs)
-        if call.id.direction == BACKWARD and call.notes.get("trains"):
-            for tensor in call.results:
-                self._intentional.put(tensor, True)
         is_cast = call.facts.op is dispatch.TO_COPY
         if is_cast and inputs and inputs[0].dtype in LOW and call.result.dtype is torch.float32:
-            for tensor in call.results:
-                self._intentional.put(tensor, True)
+            self.are_intentional(call.results)
         self.copied(inputs, call.results)
 
     def copied(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """Note results that are computed, or copied, from values that are in fp32 on purpose."""
         if any(self._intentional.get(t) for t in inputs):
-            for tensor in results:
-                self._intentional.put(tensor, True)
+            self.are_intentional(results)
+
+    def are_intentional(self, tensors: list[torch.Tensor]) -> None:
+        """Note values that are in fp32 on purpose, as gradients that are differentiated are."""
+        for tensor in tensors:
+            self._intentional.put(tensor, True)
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
