@@ -275,7 +275,8 @@ def test_a_layer_that_one_program_does_not_train_is_a_difference_after_one_step(
 
     found = nc.diff(step("", 1), step(kind, pieces))
     assert found.verdict == ("values differ" if kind else ("alike", "round-off")[pieces > 1]), str(found)
-    assert any("b leaves 2.weight" in note for note in found.notes) is bool(kind), found.notes
+    assert [(one.run, one.name) for one in found.untrained] == [("b", "2.weight"), ("b", "2.bias")] * bool(kind)
+    assert ("Inspect how b trains 2.weight of a and 1 more parameter" in " ".join(str(found).split())) is bool(kind)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

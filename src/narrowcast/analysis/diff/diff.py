@@ -17,8 +17,10 @@ from narrowcast.analysis.diff.ends import (
     look_at_ends,
     tell_nan,
 )
-from narrowcast.analysis.diff.gradients import common_factor, moved_by_one_alone
+from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
+from narrowcast.analysis.diff.moved import trained_by_one_alone
+from narrowcast.analysis.diff.new_values import front_of
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -100,6 +102,7 @@ def diff(
         first = _compared([[run.before_first_step() for run in side] for side in runs], names, None)
         if first.verdict == VALUES_DIFFER:
             first.notes.insert(0, _FIRST_STEP)
+            first.untrained = result.untrained
             return first
     return result
 
@@ -125,15 +128,15 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     apart = compare_ends(result, judging, pairs, left_out)
     result.output_difference = apart
     tell_nan(result, judging, pairs)
+    result.untrained = trained_by_one_alone(judging.values, pairs, judging.places)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
     result.unsure = unsure_calls(judging, pairs, result.rows)
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
+    result.front = front_of(judging, [*result.alone, *result.unsure])
     leave_open(result, judging, left_out, apart)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
-    if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
-        result.notes.insert(0, left)
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)

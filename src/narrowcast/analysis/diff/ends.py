@@ -18,10 +18,10 @@ from narrowcast.analysis.diff.gradients import (
     gradients,
     gradients_are_alike,
     in_one_alone,
-    moved_apart,
     shares,
     trains_the_same,
 )
+from narrowcast.analysis.diff.moved import moved_apart
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     GRADIENTS,

@@ -10,9 +10,7 @@ from itertools import product
 from narrowcast.analysis.diff.aligned_values import GAIN, NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.pieces import Piece, distance, together
-from narrowcast.analysis.diff.sides import Side
 from narrowcast.core.ledger.identity import FORWARD
-from narrowcast.output.words import counted
 from narrowcast.reports.results.run_differences import GradientRow, RunRow
 
 UPDATES = "updates"
@@ -121,79 +119,13 @@ def divides_by_sizes(values: Values) -> bool:
     return any(name not in _OF_SGD for row in rows for name in row)
 
 
-def moved_apart(values: Values) -> float:
-    """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
-    parts of the way that all of them went together; NaN if not all that either run moved are those of the other.
-    """
-    off, way = 0.0, 0.0
-    for start, end, other in _moved(values) or ():
-        off = math.hypot(off, _apart(end, other))
-        way = math.hypot(way, _apart(start, end))
-    return off / way if way > 0 else math.nan
-
-
-def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
-    """Return the weights that steps have moved: where they began, and to which either run has led them. One that a run
-    leaves where it is, frozen or in no optimizer, ends there. None if not all that either moved are in the other.
-    """
-    sides = values.sides
-    moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in sides]
-    left, found = dict(moved[1]), []
-    for name, row in moved[0].items():
-        start, end = sides[0].value(name), sides[0].piece(0, row["value"])
-        same = [name] if name in left else [n for n in left if _are_equal(start, sides[1].value(n))]
-        if same and _are_equal(start, sides[1].value(same[0])):
-            found.append((start, end, sides[1].piece(0, left.pop(same[0])["value"])))
-        elif not same and _has(sides[1], name, start):
-            found.append((start, end, start))
-        else:
-            return None
-    starts = {name: sides[1].value(name) for name in left}
-    if not all(_has(sides[0], name, start) for name, start in starts.items()):
-        return None
-    return found + [(start, start, sides[1].piece(0, left[name]["value"])) for name, start in starts.items()]
-
-
-def moved_by_one_alone(values: Values) -> str:
-    """Return which parameters one run moves and the other, that has them, leaves where they are; empty for none."""
-    moved = [
-        {
-            name
-            for name, row in side.runs[0].parameters.items()
-            if row.get("before", row.get("value")) != row.get("value")
-        }
-        for side in values.sides
-    ]
-    for own, others, side, which in zip(moved, moved[::-1], values.sides[::-1], "ba", strict=True):
-        left = [name for name in side.runs[0].parameters if name in own and name not in others]
-        if others and left:
-            more = f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
-            return f"{which} leaves {left[0]}{more} where they are: frozen, detached, or in no optimizer."
-    return ""
-
-
-def _has(side: Side, name: str, start: Piece) -> bool:
-    """Return whether a run has a parameter of that name and value."""
-    return name in side.runs[0].parameters and _are_equal(start, side.value(name))
-
-
-def weights_moved(values: Values) -> float:
-    """Return how far apart the weights are to which the steps of both runs have led; 0 if that is not known, or far."""
-    apart = max((distance(end, other).relative for _, end, other in _moved(values) or ()), default=0.0)
-    return apart if apart <= NEAR else 0.0
-
-
-def _are_equal(a: Piece, b: Piece) -> bool:
+def are_equal(a: Piece, b: Piece) -> bool:
+    """Return whether two tensors are one, but for rounding in fp32."""
     return a.elements == b.elements and distance(a, b).relative <= _SAME
 
 
-def _apart(a: Piece, b: Piece) -> float:
-    """Return the distance of two tensors, in their own unit; infinity if that is not known."""
-    apart = distance(a, b)
-    return apart.relative * max(_norm(a), _norm(b)) if apart.is_known else math.inf
-
-
-def _norm(piece: Piece) -> float:
+def norm(piece: Piece) -> float:
+    """Return the size of a tensor (L2)."""
     return piece.rms * math.sqrt(piece.elements)
 
 
@@ -228,7 +160,7 @@ def apart_as_a_whole(values: Values, rows: Sequence[GradientRow]) -> float:
 
 def shares(values: Values, rows: Sequence[GradientRow]) -> list[tuple[GradientRow, float]]:
     """Return each row with its size (L2) in the first run, relative to that of all gradients together."""
-    sizes = [math.hypot(*(_norm(_gradient(values, name)) for name in row.a)) for row in rows]
+    sizes = [math.hypot(*(norm(_gradient(values, name)) for name in row.a)) for row in rows]
     whole = math.hypot(*sizes)
     return [(row, size / whole if whole else 0.0) for row, size in zip(rows, sizes, strict=True)]
 
@@ -242,7 +174,7 @@ def common_factor(values: Values, rows: Sequence[GradientRow]) -> float:
     if not all(row.measured_by for row in rows):  # one run alone has a gradient
         return 0.0
     for row in rows:
-        sizes = [math.hypot(*(_norm(_gradient(values, x, n)) for x in names)) for n, names in enumerate((row.a, row.b))]
+        sizes = [math.hypot(*(norm(_gradient(values, x, n)) for x in names)) for n, names in enumerate((row.a, row.b))]
         factor = sizes[1] / sizes[0] if sizes[0] else 0.0
         if not abs(row.difference - abs(factor - 1) / max(1.0, factor)) <= _OF_ONE_DIRECTION:
             return 0.0
@@ -301,6 +233,11 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
     than zero: a difference of 1. compared: the rows of the others.
     """
     rows: list[GradientRow] = []
+    left = [sum(_gradient(values, name, n).elements for name, row in side.runs[0].parameters.items()
+                if "gradient" in row and not any(name in (one.a, one.b)[n] for one in compared))
+            for n, side in enumerate(values.sides)]  # fmt: skip
+    if left[0] == left[1]:
+        return []  # one may be the others, flattened
     for n, (side, other) in enumerate((values.sides, values.sides[::-1])):
         there, known = other.runs[0].parameters, {name for row in compared for name in (row.a, row.b)[n]}
         for name, row in side.runs[0].parameters.items():
@@ -310,7 +247,7 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
             if "gradient" not in row or "gradient" in there.get(name, {}) or not side.piece(0, row["gradient"]).rms > 0:
                 continue
-            frozen = (_are_equal(side.value(name), other.value(x)) for x in there if "gradient" not in there[x])
+            frozen = (are_equal(side.value(name), other.value(x)) for x in there if "gradient" not in there[x])
             if reads or name in there or any(frozen):
                 rows.append(GradientRow((name,), (name,), 1.0, "", 0.0))
     return rows
@@ -345,5 +282,5 @@ def _are_arranged_otherwise(values: Values, names: Sequence[Sequence[str]], band
 
 def _is_replica(values: Values, run: int, name: str, of: str) -> bool:
     """Return whether two parameters of a run have one value, and one gradient."""
-    same_value = _are_equal(values.sides[run].value(name), values.sides[run].value(of))
-    return same_value and _are_equal(_gradient(values, name, run), _gradient(values, of, run))
+    same_value = are_equal(values.sides[run].value(name), values.sides[run].value(of))
+    return same_value and are_equal(_gradient(values, name, run), _gradient(values, of, run))

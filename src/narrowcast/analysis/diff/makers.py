@@ -10,6 +10,7 @@ from narrowcast.analysis.diff.pieces import is_whole
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.formats import FORMATS
+from narrowcast.reports.results.run_records import CallRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,11 @@ class Makers:
     def of(self, number: int) -> Bundle | None:
         """Return the call that made a tensor."""
         call = self._side.maker(0, number)
-        return None if call is None else self._of[id(call)]
+        return None if call is None else self.bundle(call)
+
+    def bundle(self, call: CallRecord) -> Bundle:
+        """Return what a call of the first rank's run is part of."""
+        return self._of[id(call)]
 
     def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
         """Return the calls that made these tensors, back to calls that have a partner."""

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.gradients import weights_moved
 from narrowcast.analysis.diff.makers import Makers, Upstream
+from narrowcast.analysis.diff.moved import weights_moved
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     OF_OTHERS,

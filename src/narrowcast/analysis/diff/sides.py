@@ -151,6 +151,10 @@ class Side:
                 return call, [result for _, result in call.outputs].index(n)
         return None
 
+    def origin(self, rank: int, number: int) -> int:
+        """Return the tensor that another is, before casts and what was written to its memory."""
+        return list(self._before(rank, number))[-1]
+
     def _makers_of(self, rank: int, number: int) -> Iterator[CallRecord]:
         return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
 
@@ -269,7 +273,7 @@ class Side:
         """Return the numbers of weights and buffers that a call reads, before casts, without scalars."""
         tensors = self.runs[placed.rank].tensors
         read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
-        return tuple(list(self._before(placed.rank, number))[-1] for number in read)
+        return tuple(self.origin(placed.rank, number) for number in read)
 
     def _bundle(self, position: int, by_turn: dict[int, list[RankCall]]) -> Bundle:
         module_calls = tuple(tuple(placed) for _, placed in sorted(by_turn.items()))

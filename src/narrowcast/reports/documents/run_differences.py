@@ -25,6 +25,7 @@ _AGREE = 0.1
 """Gradients that are further apart are not said to agree."""
 LINES, _LAST = 10, 2
 """Of how many lines of a file calls without a partner are named in advice, and of how many files; how many are last."""
+_NOWHERE = "the first with values that the other run has nowhere"
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
@@ -150,13 +151,16 @@ def _todos(result: RunDifferences) -> list[Todo]:
     """Return advice on where to look, and what to change: at calls of one run alone, at the first call in another
     value, and at the first in another format; else at what is left that differs.
     """
-    value, format, todos = result.first_value, result.first_format, []
+    value, format, todos, untrained = result.first_value, result.first_format, list[Todo](), _untrained(result)
     if result.alone:
         apart = max(one.apart for one in result.alone)
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
         is_sure = not result.unsure
         what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
-        parts = [*_lines_alone(result, [*result.alone, *result.unsure]), *_readers(result)]
+        listed = [*result.alone, *result.unsure]
+        parts = [*_lines_alone(result, result.front or listed), *_readers(result)]
+        if result.front:
+            effect += f"; {_NOWHERE}, of {counted(len(listed), 'call')}"
         todos.append(Todo(what, f"what comes of it differs{effect}: {'; '.join(parts)}"))
     if value is not None:
         at = _names(value.a)
@@ -167,6 +171,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         todos.append(Todo(what, why, path=value.a[0].module_path))
         if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
             todos.reverse()  # the forward comes first
+    todos = [*untrained, *todos]
     if not todos and result.tokens is not None and result.tokens.is_beyond:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
@@ -179,7 +184,7 @@ def _todos(result: RunDifferences) -> list[Todo]:
         why += "look at the loss's scale, clipping, a backward of your own, and averages over steps or ranks"
         why += "".join(f"; the forward ends at {_both_places(row)}" for row in _forward(result)[-1:])
         todos.append(Todo("Inspect how gradients are made", why))
-    if result.weights_apart and not result.alone:
+    if result.weights_apart and not (result.alone or untrained):
         largest = max((row.difference for row in result.gradients if math.isfinite(row.difference)), default=0.0)
         agree = (
             "gradients agree" if largest < _AGREE else f"gradients, up to {number_text(largest)} apart, may be rounded"
@@ -195,6 +200,21 @@ def _todos(result: RunDifferences) -> list[Todo]:
     is_open = result.verdict not in (ALIKE, ROUND_OFF)
     if not todos and is_open and len(result.unaligned) > len(result.rows) and has_modules:
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
+    return todos
+
+
+def _untrained(result: RunDifferences) -> list[Todo]:
+    """Return advice about parameters that one run alone trains."""
+    todos = []
+    for run, trainer in ("ab", "ba"):
+        left = [one for one in result.untrained if one.run == run]
+        if left:
+            first, more = left[0], f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
+            of = f"{first.of} of {trainer}"
+            name = of if first.name in ("", first.of) else f"{first.name} ({of})"
+            why = f"{trainer} moves what {run} leaves as it is: frozen, detached, or in no optimizer"
+            why += f" (read first at {Path(first.place).name})" if first.place else ""
+            todos.append(Todo(f"Inspect how {run} trains {name}{more}", why))
     return todos
 
 
@@ -353,6 +373,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
         texts.append(f"{counted(producers, 'call', 'make')} a difference, {_passed_on(result)}")
     elif result.outputs_apart:
         texts.append(f"outputs are {number_text(result.outputs_apart)} apart")
+    elif result.untrained:
+        texts.append(f"one run alone trains {counted(len(result.untrained), 'parameter')}")
     elif result.weights_apart:
         texts.append(f"weights are {number_text(result.weights_apart)} of their way apart after the steps")
     elif result.outputs_unexplained:

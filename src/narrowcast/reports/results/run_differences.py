@@ -86,6 +86,18 @@ class Unaligned:
 
 
 @dataclass(frozen=True, slots=True)
+class Untrained:
+    """A parameter that one run trains alone. run: the other, which leaves it as it is. name: there; empty if it is the
+    parameter of no module. of: its name in the run that trains it. place: the first line that reads it.
+    """
+
+    run: str
+    name: str
+    of: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDifference:
     """How far apart the log-probabilities of the same tokens are: b minus a, in nats.
 
@@ -138,12 +150,14 @@ class RunDifferences(Result):
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
     unaligned: calls of either run without a partner. unsure: calls among those that make a difference that order alone
-    has paired: their partners may be others. tokens: of language models that kept log-probabilities.
+    has paired: their partners may be others. front: where these are on many lines, the first that give values which the
+    other run has nowhere. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
     output_difference: that of outputs, whatever explains it; NaN where these could not be compared.
     outputs_unexplained: the same of outputs that are very far apart, and rounding or choices may explain that, or not.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
+    untrained: parameters that one run trains and the other leaves as they are.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
@@ -156,6 +170,7 @@ class RunDifferences(Result):
     rows: list[RunRow] = field(default_factory=list)
     unaligned: list[Unaligned] = field(default_factory=list)
     unsure: list[Unaligned] = field(default_factory=list)
+    front: list[Unaligned] = field(default_factory=list)
     gradients: list[GradientRow] = field(default_factory=list)
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
@@ -165,6 +180,7 @@ class RunDifferences(Result):
     output_difference: float = math.nan
     outputs_unexplained: float = 0.0
     weights_apart: float = 0.0
+    untrained: list[Untrained] = field(default_factory=list)
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -216,6 +232,7 @@ class RunDifferences(Result):
             or any(row.is_beyond for row in self.gradients)
             or self.outputs_apart
             or self.weights_apart
+            or self.untrained
         ):
             return VALUES_DIFFER
         passed_on = (row.difference for row in self.rows if row.verdict == INHERITED)

@@ -1,0 +1,136 @@
+"""Which parameters the steps of two runs move, and to where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from narrowcast.analysis.diff.aligned_values import NEAR, Values
+from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.gradients import are_equal, norm
+from narrowcast.analysis.diff.pieces import Piece, distance
+from narrowcast.analysis.diff.places import Places
+from narrowcast.analysis.diff.sides import Side
+from narrowcast.reports.results.run_differences import Untrained
+
+
+def moved_apart(values: Values) -> float:
+    """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
+    parts of the way that all of them went together; NaN if not all that either run moved are those of the other.
+    """
+    off, way = 0.0, 0.0
+    for start, end, other in _moved(values) or ():
+        off = math.hypot(off, _apart(end, other))
+        way = math.hypot(way, _apart(start, end))
+    return off / way if way > 0 else math.nan
+
+
+def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
+    """Return the weights that steps have moved: where they began, and to which either run has led them. One that a run
+    leaves where it is, frozen or in no optimizer, ends there. None if not all that either moved are in the other.
+    """
+    sides = values.sides
+    moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in sides]
+    left, found = dict(moved[1]), []
+    for name, row in moved[0].items():
+        start, end = sides[0].value(name), sides[0].piece(0, row["value"])
+        same = [name] if name in left else [n for n in left if are_equal(start, sides[1].value(n))]
+        if same and are_equal(start, sides[1].value(same[0])):
+            found.append((start, end, sides[1].piece(0, left.pop(same[0])["value"])))
+        elif not same and _has(sides[1], name, start):
+            found.append((start, end, start))
+        else:
+            return None
+    starts = {name: sides[1].value(name) for name in left}
+    if not all(_has(sides[0], name, start) for name, start in starts.items()):
+        return None
+    return found + [(start, start, sides[1].piece(0, left[name]["value"])) for name, start in starts.items()]
+
+
+def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Places) -> list[Untrained]:
+    """Return the parameters that one run trains and the other, which computes with the same values, leaves as they are.
+    What is trained under other names, fused or flattened, is none.
+    """
+    trained = [_trained(side) for side in values.sides]
+    found: list[Untrained] = []
+    for own, other in ((0, 1), (1, 0)):
+        alone, others = _without_equal(values.sides[own], trained[own], values.sides[other], trained[other])
+        moved = (name for name in alone if not _is_zero(values.sides[own], name))
+        known = {name: _same_untrained(values, pairs, places, own, name, trained[other]) for name in moved}
+        left = {name: one for name, one in known.items() if one is not None}
+        fused = sum(values.sides[own].value(name).elements for name in alone if name not in left)
+        if trained[other] and sum(values.sides[other].value(name).elements for name in others) <= fused:
+            found += left.values()
+    return found
+
+
+def _trained(side: Side) -> list[str]:
+    """Return the parameters that have a gradient and are moved, or would be if it were not zero."""
+    rows = [(name, row) for name, row in side.runs[0].parameters.items() if "gradient" in row]
+    return [name for name, row in rows if row.get("before", row["value"]) != row["value"] or _is_zero(side, name)]
+
+
+def _is_zero(side: Side, name: str) -> bool:
+    return not side.piece(0, side.runs[0].parameters[name]["gradient"]).rms > 0
+
+
+def _without_equal(own: Side, names: Sequence[str], other: Side, others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what is left of both when each is taken out with one of the same value, of the same name if there is."""
+    alone, left = list[str](), list(others)
+    for name in names:
+        same = [x for x in sorted(left, key=lambda x: x != name) if are_equal(own.value(name), other.value(x))]
+        if same:
+            left.remove(same[0])
+        else:
+            alone.append(name)
+    return alone, left
+
+
+def _same_untrained(
+    values: Values, pairs: Sequence[Aligned], places: Places, own: int, name: str, trained: Sequence[str]
+) -> Untrained | None:
+    """Return what the other run leaves of a parameter that one trains: a parameter of the same value; or what a call of
+    it reads, made by no call and of that value, where its pair reads the parameter. None if it has neither.
+    """
+    side, other, run = values.sides[own], values.sides[1 - own], "ba"[own]
+    value, rows = side.value(name), other.runs[0].parameters
+    for x in sorted((x for x in rows if x not in trained), key=lambda x: x != name):
+        if (x == name or value.low < value.high) and are_equal(value, other.value(x)):
+            number = rows[x].get("before", rows[x]["value"])
+            readers = (y for y in other.bundles if any(_share_memory(other, n, number) for _, n in y.call.inputs))
+            return Untrained(run, x, name, next((places.of(1 - own, [y]) for y in readers), ""))
+    number = side.runs[0].parameters[name]["before"]
+    for pair in pairs:
+        both = (pair.a[0], pair.b[0])
+        for argument, read in both[own].call.inputs:
+            names = values.names(pair, argument)
+            there = dict(both[1 - own].call.inputs).get(names[1 - own], -1)
+            is_outside = there >= 0 and _share_memory(side, read, number) and other.maker(0, there) is None
+            is_outside = is_outside and not any(_share_memory(other, there, rows[x]["value"]) for x in trained)
+            if is_outside and are_equal(value, other.piece(0, other.origin(0, there))):
+                return Untrained(run, "", name, places.of(1 - own, both[1 - own : 2 - own]))
+    return None
+
+
+def _share_memory(side: Side, *numbers: int) -> bool:
+    """Return whether tensors, before casts, lie in one memory, as a weight does and its transpose."""
+    origins = (side.origin(0, number) for number in numbers)
+    lies_in = {o: side.runs[0].tensors[o].lies_in for o in origins}
+    return len({o if n < 0 else n for o, n in lies_in.items()}) == 1
+
+
+def _has(side: Side, name: str, start: Piece) -> bool:
+    """Return whether a run has a parameter of that name and value."""
+    return name in side.runs[0].parameters and are_equal(start, side.value(name))
+
+
+def weights_moved(values: Values) -> float:
+    """Return how far apart the weights are to which the steps of both runs have led; 0 if that is not known, or far."""
+    apart = max((distance(end, other).relative for _, end, other in _moved(values) or ()), default=0.0)
+    return apart if apart <= NEAR else 0.0
+
+
+def _apart(a: Piece, b: Piece) -> float:
+    """Return the distance of two tensors, in their own unit; infinity if that is not known."""
+    apart = distance(a, b)
+    return apart.relative * max(norm(a), norm(b)) if apart.is_known else math.inf

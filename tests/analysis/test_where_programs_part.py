@@ -1,0 +1,125 @@
+"""`nc.diff` of loops that are written otherwise: few lines where they part, and parameters that one alone trains."""
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+
+def line_of(made, mark):
+    """The number of the line of a function that ends in a mark."""
+    lines, first = inspect.getsourcelines(made)
+    return next(first + n for n, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}"))
+
+
+def lines_named(difference):
+    """The numbers of the lines of this file in the first advice, but those after which, and at which it is read."""
+    text = " ".join(str(difference).split())
+    first = re.split(r" \d\. (?=[A-Z])", text)[1]
+    first = re.sub(r"; after [^;)]*|; first read by .*", "", first)
+    return {int(n) for ns in re.findall(r"test_where_programs_part\.py:(\d+(?:, \d+)*)", first) for n in ns.split(", ")}
+
+
+def models():
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 5)).requires_grad_(False)
+    student = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 5))
+    return teacher, student, nn.Parameter(torch.tensor(2.0))
+
+
+def distilled():
+    """A step with losses of torch, over a whole batch."""
+    teacher, student, scale = models()
+    optimizer = torch.optim.AdamW([*student.parameters(), scale], 0.01)
+    x, y = torch.randn(30, 12), torch.randint(0, 5, (30,))
+    with nc.capture() as run:
+        logits = student(x) * scale.exp()
+        soft = F.kl_div(F.log_softmax(logits / 3, -1), F.softmax(teacher(x) / 3, -1), reduction="batchmean") * 9
+        (F.cross_entropy(logits, y) + soft).backward()
+        optimizer.step()
+    return run
+
+
+def distilled_by_hand(fault=""):
+    """The same in three micro-batches, without modules and with a loss that is written out."""
+    teacher, student, scale = models()
+    first, last = student[0], student[2]
+    held = [*first.parameters(), *last.parameters(), scale]
+    if fault == "frozen":
+        first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(held[:-1] if fault == "in no optimizer" else held, 0.01)
+    x, y = torch.randn(30, 12), torch.randint(0, 5, (30,))
+    with nc.capture() as run:
+        for xs, ys in zip(x.chunk(3), y.chunk(3), strict=True):
+            hidden = F.gelu(F.linear(xs, teacher[0].weight, teacher[0].bias))
+            target = F.linear(hidden, teacher[2].weight, teacher[2].bias)
+            h = F.gelu(F.linear(xs, first.weight, first.bias))
+            h = h.detach() if fault == "detached" else h
+            logits = F.linear(h, last.weight, last.bias) * scale.exp()
+            p = (target / (1 if fault == "temperature" else 3)).softmax(-1)  # temperature
+            log_q = (logits / 3).log_softmax(-1)
+            soft = (p * (p.log() - log_q)).sum(-1).mean()
+            soft = soft * (3 if fault == "factor" else 9)  # factor
+            if fault == "direction":
+                soft = 9 * (log_q.exp() * (log_q - p.log())).sum(-1).mean()  # direction
+            ((F.cross_entropy(logits, ys) + soft) / 3).backward()
+        optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("fault", ["", "temperature", "factor", "direction"])
+def test_where_loops_part_is_named_with_few_lines(fault):
+    """Nearly all calls are without a partner; those with values that the other run has are not named."""
+    found = nc.diff(distilled(), distilled_by_hand(fault))
+    if not fault:
+        assert found.verdict == "round-off" and not found.front and not found.untrained, str(found)
+        return
+    named = {n for n in lines_named(found) if n > distilled_by_hand.__code__.co_firstlineno}
+    assert found.verdict == "values differ" and found.front, str(found)
+    assert line_of(distilled_by_hand, fault) in named and len(named) <= 8, str(found)
+
+
+@pytest.mark.parametrize("fault", ["frozen", "detached", "in no optimizer"])
+def test_a_parameter_that_one_run_alone_trains_is_named_first(fault, tmp_path):
+    """Also where no module has it and one step is compared: forward, loss and other gradients are the same."""
+    found = nc.diff(distilled(), distilled_by_hand(fault))
+    left, line = ["Sequential.0.weight", "Sequential.0.bias"], -3
+    if fault == "in no optimizer":
+        left, line = ["parameter 8"], -1
+    assert found.verdict == "values differ" and [one.of for one in found.untrained] == left, str(found)
+    assert f"1. Inspect how b trains {left[0]} of a" in " ".join(str(found).split()), str(found)
+    first = line_of(distilled_by_hand, "temperature")
+    assert {int(one.place.rpartition(":")[2]) - first for one in found.untrained} == {line}
+    assert nc.load(found.save(tmp_path / "found")).untrained == found.untrained
+    assert nc.diff(distilled_by_hand(fault), distilled()).untrained[0].run == "a"
+
+
+def stepped(is_flat):
+    """Two steps of SGD on one tensor of all parameters, in an own loop, or on each of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    backbone, x, y = copy.deepcopy(model).requires_grad_(False), torch.randn(10, 8), torch.arange(10) % 3
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()]).requires_grad_()
+    optimizer = torch.optim.SGD([flat] if is_flat else model.parameters(), 0.1)
+    with nc.capture() as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            pieces = flat.split([shape.numel() for shape in shapes.values()])
+            given = {n: p.view(shape) for (n, shape), p in zip(shapes.items(), pieces, strict=True)}
+            logits = torch.func.functional_call(model, given, (x,)) if is_flat else model(x)
+            F.cross_entropy(logits + backbone(x), y).backward()
+            optimizer.step()
+    return run
+
+
+def test_parameters_that_are_trained_as_one_are_trained():
+    """The model's own stay where they are, and a frozen copy has their values in both runs."""
+    found = nc.diff(stepped(False), stepped(True))
+    assert found.verdict in ("alike", "round-off") and not found.untrained, str(found)
