@@ -49,7 +49,7 @@ class Values:
     def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, Distance]) -> None:
         self.sides = (a, b)
         self.round_off = RoundOff(a, b)
-        self._as_read = as_read
+        self._as_read, self._growths = as_read, dict[tuple[int, int, int], float]()
         self.results = cache(self._results)
         self._are_swapped = cache(self._are_nearer_swapped)
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
@@ -94,9 +94,13 @@ class Values:
         """Return how many times errors grow in one call of the first rank, in the result at that position."""
         if position >= len(call.outputs):
             return 1.0
-        inputs = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
-        result = self.sides[side].piece(0, call.outputs[position][1])
-        return growth(call.id.op, position, inputs, result, result.rms, call.id.direction == BACKWARD)
+        key = side, id(call), position
+        if key not in self._growths:
+            inputs = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
+            result = self.sides[side].piece(0, call.outputs[position][1])
+            is_backward = call.id.direction == BACKWARD
+            self._growths[key] = growth(call.id.op, position, inputs, result, result.rms, is_backward)
+        return self._growths[key]
 
     def growth_in_rows(self, pair: Aligned) -> float:
         """Return by how much errors of rows may grow relative to the largest element, in the first rank's run of a."""

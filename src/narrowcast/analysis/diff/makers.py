@@ -36,6 +36,7 @@ class Makers:
             if one.rank == 0
         )
         self._of = {id(call): bundle for call, bundle in placed}
+        self._makers: dict[Bundle, list[Bundle | None]] = {}
 
     def of(self, number: int) -> Bundle | None:
         """Return the call that made a tensor."""
@@ -59,8 +60,14 @@ class Makers:
                 known[bundle] = None
                 continue
             alone[bundle] = None
-            waiting += [self.of(number) for number in self.read(bundle)]
+            waiting += self._before(bundle)
         return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
+
+    def _before(self, bundle: Bundle) -> list[Bundle | None]:
+        """Return the calls that made what a call read, kept: upstream of many calls are the same ones."""
+        if bundle not in self._makers:
+            self._makers[bundle] = [self.of(number) for number in self.read(bundle)]
+        return self._makers[bundle]
 
     def last(self, bundle: Bundle) -> int:
         """Return the number of a call's first result in its first module call, after the last cast of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -34,8 +35,9 @@ class RoundOff:
 
     def __init__(self, a: Side, b: Side) -> None:
         self._sides = (a, b)
+        self.of_call = cache(self._of_call)
 
-    def of_call(self, side: int, bundle: Bundle) -> float:
+    def _of_call(self, side: int, bundle: Bundle) -> float:
         """Return the rounding bound of one call's result."""
         return band_of_formats([_coarsest(_formats_of(self._sides[side].runs[0], bundle))])
 

@@ -126,8 +126,12 @@ class Side:
 
     def has_moved(self, number: int) -> bool:
         """Return whether a tensor of the first rank's run is a parameter after a step."""
-        first = self._moved
-        return bool(first) and number not in first and not first.isdisjoint(self._before(0, number))
+        return number in self._after_steps
+
+    @cached_property
+    def _after_steps(self) -> frozenset[int]:
+        first, numbers = self._moved, range(len(self.runs[0].tensors)) if self._moved else ()
+        return frozenset(n for n in numbers if n not in first and not first.isdisjoint(self._before(0, n)))
 
     @cached_property
     def _moved(self) -> frozenset[int]:

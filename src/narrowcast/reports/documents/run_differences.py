@@ -249,8 +249,8 @@ def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str
     texts = []
     by_run = {run: [one for one in alone if one.run == run] for run in "ab"}
     for run, calls in by_run.items():
-        of_calls = {one.place for one in calls}
-        places = _places({*of_calls, *(line for one in calls for line in one.views)}, of_calls)
+        of_calls = dict.fromkeys(one.place for one in calls)
+        places = _places(dict.fromkeys([*of_calls, *(line for one in calls for line in one.views)]), of_calls)
         before = _row_of(result, run, calls[0].after) if calls else None
         if before is not None:
             own = Path(before.place_a if run == "a" else before.place_b).name
