@@ -295,3 +295,46 @@ class TestRuns:
         found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), under="bf16", isolate=0)
         assert found.not_finite is None and found.reference_not_finite.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25
+
+
+class TestRunsOfOneProgramInTwoFormats:
+    """What a program does beside its calls is in the run, so that it explains what differs."""
+
+    def test_statistics_that_a_norm_has_moved_are_read_as_they_are(self):
+        """Batch normalisation writes to them, and says so neither in its schema nor by a version."""
+
+        def run(low):
+            torch.manual_seed(0)
+            models = [nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)) for _ in range(2)]
+            x = torch.randn(32, 8)
+            with nc.capture() as run, torch.no_grad():
+                for model in models:
+                    with nc.autocast("cpu", torch.bfloat16, enabled=low):
+                        model(x)
+                mean = sum(model.state_dict()["1.running_mean"] * 0.5 for model in models)
+            return run, mean
+
+        (plain, mean), (low, _) = run(False), run(True)
+        last = plain.calls[-1]
+        assert plain.tensors[last.outputs[0][1]].rms == pytest.approx(float(mean.square().mean().sqrt()), rel=1e-6)
+        assert all(plain.tensors[number].rms > 0 for _, number in last.inputs)
+        assert nc.diff(low, plain).verdict == "formats differ", nc.diff(low, plain)
+
+    def test_tokens_that_are_drawn_by_other_probabilities_may_be_others(self):
+        """Drawn, squeezed, filled up and put behind the prompt, as by a model's `generate`."""
+
+        def run(low):
+            torch.manual_seed(0)
+            embed, layer, head = nn.Embedding(200, 32), nn.Linear(32, 64), nn.Linear(64, 200)
+            ids = torch.randint(0, 200, (128, 3))
+            with nc.capture() as run, torch.no_grad():
+                for _ in range(6):
+                    with nc.autocast("cpu", torch.bfloat16, enabled=low):
+                        logits = head(layer(embed(ids[:, -1])).relu())
+                    drawn = torch.multinomial((20 * logits.float()).softmax(-1), 1).squeeze(1)
+                    ids = torch.cat([ids, (drawn * (ids[:, 0] >= 0))[:, None]], 1)
+            return run, ids
+
+        (plain, ids), (low, others) = run(False), run(True)
+        assert not ids.equal(others), "the tokens are the same ones, and nothing is shown"
+        assert nc.diff(low, plain).verdict == "formats differ", nc.diff(low, plain)

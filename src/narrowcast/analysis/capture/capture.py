@@ -230,7 +230,7 @@ class Capturing:
 class _Capture(Observer):
     """Enters each call into a run."""
 
-    sees_views = True
+    sees_views = sees_draws = True
 
     def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...], times: bool) -> None:
         super().__init__(policies)
@@ -309,9 +309,10 @@ class _Capture(Observer):
             self._run.elapsed_ns.append(self._now() - call.notes["began"])
             number = len(self._run.calls)
             self._run.cast_elapsed_ns += [(number, *cast) for cast in call.notes.get("casts", ())]
-        written = list(written_tensors(call.facts, call.args, call.kwargs)) if call.facts.writes else []
-        for tensor in written:  # ops on lists have no results, and leave versions alone
+        overwritten = written_tensors(call.facts, call.args, call.kwargs)
+        for tensor in overwritten:  # ops on lists, and norms their running statistics, leave versions alone
             self._table.written(tensor)
+        written = overwritten if call.facts.writes else []
         may_fill = self._may_fill and call.id.direction == FORWARD
         read = tensors_in(call.args, call.kwargs)
         self._filling.note(len(self._run.calls), read, written, [] if written else call.results, may_fill)

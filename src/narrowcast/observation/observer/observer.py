@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
+from narrowcast.core.ops.facts import is_named
 from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.frontends.compiled.stepwise import is_program, run_program
 from narrowcast.frontends.eager.call_hook import ask_at_calls
@@ -81,6 +82,8 @@ class Observer(WatchingMode):
     """Whether `gives` is called for the ops inside of calls that are decided: casts, and what the op is made of."""
     sees_views = False
     """Whether `viewed` is called."""
+    sees_draws = False
+    """Whether numbers that are drawn by others, as tokens by their probabilities, are calls: they have no format."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__([], policies)
@@ -269,7 +272,8 @@ class Observer(WatchingMode):
         """Return the call of an op that no kernel has decided about, if it is not part of another."""
         func = facts.op
         is_cast = func is TO_COPY or (func is COPY and args[0].dtype is not args[1].dtype)
-        if not (is_cast or facts.computes or (facts.writes and func is not COPY)):
+        is_call = is_cast or facts.computes or (facts.writes and func is not COPY)
+        if not (is_call or (self.sees_draws and is_named(facts.id, "computation.draws"))):
             return None
         return self._seen(facts, args, kwargs, is_cast)
 
