@@ -512,20 +512,22 @@ def test_a_loss_that_is_never_finite_is_told(is_wide: bool) -> None:
     assert ("a loss that is never finite" in kinds) is not is_wide
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-def test_a_scaler_made_in_each_step_is_told_where_all_steps_are_skipped(updates: int) -> None:
-    """One for each step, or for each epoch of several: weights do not move, and the scale begins anew."""
+@pytest.mark.parametrize(
+    ("updates", "scale", "is_wrong"), [(1, 64.0, True), (1, 2.0**40, True), (3, 2.0**40, True), (3, 64.0, False)]
+)
+def test_a_scaler_made_in_each_step_is_told_where_its_scale_matters(updates: int, scale: float, is_wrong: bool) -> None:
+    """One for each optimizer step, or for an inner run of several, which is wrong where steps are skipped."""
     loop = Loop()
 
     def step() -> None:
-        loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         for _ in range(updates):
             loop.optimizer.zero_grad()
-            loop.scaler.scale(loop.loss()).backward()
+            loop.scaler.scale(loop.loss(dtype=torch.float16)).backward()
             loop.scaler.step(loop.optimizer)
             loop.scaler.update()
 
-    assert "a scaler made in each step" in nc.check_training(step).kinds
+    assert ("a scaler made in each step" in nc.check_training(step).kinds) is is_wrong
 
 
 # -- written in parts, and inside of a forward -------------------------------------------------------------------------

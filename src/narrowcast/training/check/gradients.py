@@ -270,7 +270,8 @@ class Updates:
     def judge(self, were_there: bool) -> Found | None:
         """Return a finding if all steps are skipped, or each has a new scaler. were_there: weights existed before."""
         is_new_in_each = self._updates >= _TWICE and not self._of_known
-        if were_there and (is_new_in_each or (len(self._firsts) >= _TWICE and not any(self._firsts))):
+        begins_anew = len(self._firsts) >= _TWICE and not any(self._firsts)  # as an inner run of several steps does
+        if were_there and (is_new_in_each or (begins_anew and self.skipped)):
             of = f"each of {self._updates} updates" if is_new_in_each else "the first update of each step"
             return (
                 "a scaler made in each step",
