@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import narrowcast as nc
 
-X, Y = torch.randn(32, 16), torch.randint(0, 4, (32,))
+_GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(32, 16, generator=_GENERATOR), torch.randint(0, 4, (32,), generator=_GENERATOR)
 
 
 def net():
