@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.reports.results.run_differences import RunRow
 
 
 def line_of(made, mark):
@@ -123,3 +125,55 @@ def test_parameters_that_are_trained_as_one_are_trained():
     """The model's own stay where they are, and a frozen copy has their values in both runs."""
     found = nc.diff(stepped(False), stepped(True))
     assert found.verdict in ("alike", "round-off") and not found.untrained, str(found)
+
+
+class Around(nn.Module):
+    """A linear layer, and what is summed over neighbours after it, in the module or by the program."""
+
+    def __init__(self, sums):
+        super().__init__()
+        self.lin, self.sums = nn.Linear(8, 8), sums
+
+    def forward(self, x, edges):
+        h = self.lin(x)
+        return torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]) if self.sums else h
+
+
+def stepped_over_a_graph(is_by_hand, low):
+    torch.manual_seed(0)
+    layers = [Around(True) for _ in range(2)]
+    if is_by_hand:
+        layers = [layer.lin for layer in layers]
+    x, edges = torch.randn(12, 8), torch.randint(0, 12, (2, 40))
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], 0.01)
+    with nc.capture() as run:
+        with nc.autocast("cpu", torch.bfloat16, enabled=low):
+            for layer in layers:
+                if is_by_hand:
+                    h = layer(x)
+                    summed = torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])
+                else:
+                    summed = layer(x, edges)
+                x = summed.relu()
+        x.float().square().mean().backward()
+        optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_what_layers_and_modules_around_them_return_is_no_pair(low):
+    """One program calls layers, the other modules that do more; gradients are the same."""
+    found = nc.diff(stepped_over_a_graph(True, low), stepped_over_a_graph(False, low))
+    assert found.verdict in ("alike", "round-off"), str(found)
+
+
+def test_calls_of_other_kinds_do_not_differ_in_format():
+    """A sum in a low model's backward beside a softmax's in an fp32 loss, which order may pair, are two calls."""
+
+    def row(*ops):
+        calls = [(CallId("", op, 1, 1, "backward"),) for op in ops]
+        return RunRow(*calls, "", "", "fp32", "bf16", "order", "round-off", 0.0, 0.0, 0.0, "sketches")
+
+    assert not row("aten._log_softmax_backward_data.default", "aten.add.Tensor").differs_in_format
+    assert row("aten.addmm.default", "aten.linear.default").differs_in_format
+    assert row("aten.mul.Tensor", "aten.mul.Tensor").differs_in_format

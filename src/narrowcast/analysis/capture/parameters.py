@@ -14,7 +14,7 @@ from narrowcast.observation.observer.door import Door
 from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.statistics.statistics import Statistics
-from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run import UNNAMED, Run
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
@@ -125,12 +125,12 @@ class Parameters:
                     self._note(parameter)
         names = self._names | (names_of_parameters(roots) if self._stepped or self._optimizers else {})
         for key, numbers in self._stepped.items():
-            name = names.setdefault(key, f"parameter {len(names)}")  # of no module that was called
+            name = names.setdefault(key, f"{UNNAMED}{len(names)}")  # of no module that was called
             self._run.parameters[name] = numbers
             if key in self._first:
                 self._run.first_gradients[name] = self._first[key]
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-                row = self._run.parameters.setdefault(names.setdefault(id(parameter), f"parameter {len(names)}"), {})
+                row = self._run.parameters.setdefault(names.setdefault(id(parameter), f"{UNNAMED}{len(names)}"), {})
                 row.update({name: self._table.number(value) for name, value in moments.items()})

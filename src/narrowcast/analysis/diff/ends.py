@@ -34,8 +34,8 @@ from narrowcast.analysis.diff.outcomes import (
     band_of_all,
     is_in_another_order,
     other_way,
-    returned,
 )
+from narrowcast.analysis.diff.returned import returned
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.without_partner import leave_out_compensated, note_alone, note_first_alone
@@ -71,15 +71,17 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     most = min(_FAR_OF_GRADIENTS, steps * WIDEST)
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
-    is_same = _trains_alike(result, judging, parameters) and judging.are_returned_alike()
-    are_gradients_alike = is_same or gradients_are_alike(judging.values, result.gradients, parameters, band)
+    judging.returned.are_gradients_alike = gradients_are_alike(judging.values, result.gradients, parameters, band)
+    is_same = _trains_alike(result, judging, parameters) and judging.returned.are_alike()
+    are_gradients_alike = is_same or judging.returned.are_gradients_alike
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
     ends = [replace(one, band=max(one.band, min(most, steps * one.band))) for one in ends]
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
         ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        if are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest)):
+        is_ordered = are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest))
+        if is_ordered or (is_same and judging.returned.are_gradients_alike):
             ends = [EndDifference(0.0, judging.widest), *(one for one in ends if one.is_later)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired), most)
@@ -119,7 +121,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
-    return max([0.0 if judging.are_alike_as_a_whole else judging.returned_apart(), *apart])
+    return max([0.0 if judging.are_alike_as_a_whole else judging.returned.apart(), *apart])
 
 
 def _trains_alike(result: RunDifferences, judging: Judging, parameters: Sequence[Sequence[str]]) -> bool:
@@ -200,7 +202,7 @@ def _note_what_is_not_undone(judging: Judging, effects: Effects, rows: Mapping[A
         return note_first_alone(judging, [*own], [*own.values()], FORWARD, 0.0)
 
     numbers = [side.runs[0].returned for side in judging.values.sides]
-    if not (note_first(UNDONE) or note_alone(judging, numbers, judging.returned_apart())):
+    if not (note_first(UNDONE) or note_alone(judging, numbers, judging.returned.apart())):
         note_first((ABSORBED,))
 
 

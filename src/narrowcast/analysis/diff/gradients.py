@@ -233,9 +233,11 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
     than zero: a difference of 1. compared: the rows of the others.
     """
     rows: list[GradientRow] = []
-    left = [sum(_gradient(values, name, n).elements for name, row in side.runs[0].parameters.items()
-                if "gradient" in row and not any(name in (one.a, one.b)[n] for one in compared))
-            for n, side in enumerate(values.sides)]  # fmt: skip
+    left = [0, 0]
+    for n, side in enumerate(values.sides):
+        known = {name for one in compared for name in (one.a, one.b)[n]}
+        names = (name for name, row in side.runs[0].parameters.items() if "gradient" in row and name not in known)
+        left[n] = sum(_gradient(values, name, n).elements for name in names)
     if left[0] == left[1]:
         return []  # one may be the others, flattened
     for n, (side, other) in enumerate((values.sides, values.sides[::-1])):

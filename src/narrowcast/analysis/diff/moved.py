@@ -11,6 +11,7 @@ from narrowcast.analysis.diff.gradients import are_equal, norm
 from narrowcast.analysis.diff.pieces import Piece, distance
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.sides import Side
+from narrowcast.reports.results.run import UNNAMED
 from narrowcast.reports.results.run_differences import Untrained
 
 
@@ -34,10 +35,15 @@ def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
     left, found = dict(moved[1]), []
     for name, row in moved[0].items():
         start, end = sides[0].value(name), sides[0].piece(0, row["value"])
-        same = [name] if name in left else [n for n in left if are_equal(start, sides[1].value(n))]
-        if same and are_equal(start, sides[1].value(same[0])):
-            found.append((start, end, sides[1].piece(0, left.pop(same[0])["value"])))
-        elif not same and _has(sides[1], name, start):
+        same = [n for n in left if are_equal(start, sides[1].value(n))]
+        if name in same and not name.startswith(UNNAMED):
+            same = [name]
+        if same:
+            ends = {n: sides[1].piece(0, left[n]["value"]) for n in same}
+            nearest = min(ends, key=lambda n: _apart(end, ends[n]))
+            del left[nearest]
+            found.append((start, end, ends[nearest]))
+        elif name not in left and _has(sides[1], name, start):
             found.append((start, end, start))
         else:
             return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from narrowcast.analysis.diff.aligned_values import Values
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.analysis.diff.effects import ABSORBED, GOES_ON, REARRANGED, SHOWS, UNDONE
-from narrowcast.analysis.diff.pieces import SKETCHES, TENSORS, UNLIKE, together
+from narrowcast.analysis.diff.pieces import UNLIKE, together
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.documents.rules import alike_module
@@ -124,13 +124,13 @@ class Outcomes:
         """Return the differences due to calls without a partner that the outputs do not rule out as faults: of a
         backward none. effects: what comes of each. In low formats rounding explains what no call's bound exceeds.
         """
+        if is_low:
+            of_unpaired = {bundle: one for bundle, one in of_unpaired.items() if one > self._widest}
         if not self.are_alike:
             return of_unpaired
         of_backward = {bundle for bundle in of_backward if effects[bundle] != ABSORBED}
         if self.are_exact and not is_low:
             return {bundle: one for bundle, one in of_unpaired.items() if bundle in of_backward}
-        if is_low:
-            of_unpaired = {bundle: one for bundle, one in of_unpaired.items() if one > self._widest}
         if not (self._are_others or self._are_equal):  # what reads unrelated values is no pair
             return {bundle: one for bundle, one in of_unpaired.items() if one <= UNLIKE or bundle in of_backward}
         least = _PLAIN * (self._band if self._are_others else self._widest)
@@ -173,19 +173,6 @@ class Outcomes:
             for row in rows
         )
         return [other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
-
-
-def returned(values: Values) -> list[tuple[int, int]]:
-    """Return the numbers of what both models returned, if they returned as much."""
-    a, b = (side.runs[0].returned for side in values.sides)
-    return list(zip(a, b, strict=True)) if len(a) == len(b) else []
-
-
-def difference_as_returned(values: Values, numbers: tuple[int, int]) -> float | None:
-    """Return the difference of two tensors of one shape; None of others, and where statistics alone show it."""
-    shapes = {side.runs[0].tensors[n].shape for side, n in zip(values.sides, numbers, strict=True)}
-    seen = values.between(*numbers)
-    return seen.relative if len(shapes) == 1 and seen.by in (SKETCHES, TENSORS) else None
 
 
 def nearest(values: Values, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:

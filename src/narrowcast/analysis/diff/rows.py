@@ -19,16 +19,15 @@ from narrowcast.analysis.diff.outcomes import (
     WIDEST,
     EndDifference,
     band_of_all,
-    difference_as_returned,
     nearest,
-    returned,
 )
 from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
 from narrowcast.analysis.diff.places import Places
+from narrowcast.analysis.diff.returned import Returned
 from narrowcast.analysis.diff.round_off import BAND
 from narrowcast.analysis.diff.sides import Bundle, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
-from narrowcast.core.ops.facts import NORM, SOFTMAX
+from narrowcast.core.ops.facts import NORM, SOFTMAX, op_kind
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
@@ -62,6 +61,7 @@ class Judging:
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]
         self.widest = min(max(bands, default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
+        self.returned = Returned(values, self.makers, self.paired, self._of_pairs, self._by, self.widest)
 
     def row(self, pair: Aligned) -> RunRow:
         """Return the row of a pair."""
@@ -290,8 +290,10 @@ class Judging:
         paired, note them. Of programs that are written differently (are_others) only what the models returned is
         the outcome, where all of that can be compared: what else nothing reads is no result of theirs.
         """
-        returned = self._returned(with_losses) if are_others else []
-        ends = [[x for x in dict.fromkeys([*m.ends, *m.returned]) if with_losses or not x.is_loss] for m in self.makers]
+        as_returned = self.returned.one_by_one(with_losses) if are_others else []
+        others = self.returned.others()
+        last_of = [dict.fromkeys([*m.ends, *m.returned]) for m in self.makers]
+        ends = [[x for x in of if (with_losses or not x.is_loss) and x not in others] for of in last_of]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
         for a, b in nearest(self.values, *left):
@@ -328,10 +330,12 @@ class Judging:
                 apart = {INHERITED: row.difference, NOT_COMPARED: math.nan}.get(row.verdict, math.inf)
                 outcomes.append(EndDifference(apart, self.widest, is_later=is_later))
         compared = [one for one in outcomes if not math.isnan(one.difference)]
-        return returned or compared or [EndDifference(math.inf)] * len(outcomes)
+        return as_returned or compared or [EndDifference(math.inf)] * len(outcomes)
 
     def _is_later(self, pair: Aligned) -> bool:
-        return all(m.is_later(bundles[0]) for m, bundles in zip(self.makers, (pair.a, pair.b), strict=True))
+        """Return whether a pair comes after the last backward, and is no step in place by low gradients."""
+        both, is_low = zip(self.makers, (pair.a[0], pair.b[0]), strict=True), self.widest >= BAND_OF_LOW
+        return all(m.is_later(x) and not (is_low and op_kind(x.id.op).in_place) for m, x in both)
 
     def _is_another(self, pair: Aligned, left: Sequence[Sequence[Bundle]]) -> bool:
         """Return whether the result of a call is that of an output of the other run which has no partner, or a loss
@@ -343,37 +347,6 @@ class Judging:
         both += [Aligned((x,), pair.b, "") for x in (*left[0], *losses[0])]
         apart = (self.values.results(other) for other in both)
         return any(seen.relative <= self.widest and not seen.is_part for seen in apart)
-
-    def _returned(self, with_losses: bool = True) -> list[EndDifference]:
-        """Compare what both models returned, one by one; nothing unless all of it can be compared."""
-        found = list[EndDifference]()
-        for numbers in returned(self.values):
-            if not with_losses and self.values.sides[0].piece(0, numbers[0]).elements == 1:
-                continue
-            difference = difference_as_returned(self.values, numbers)
-            if difference is None or None in self._made(numbers):
-                return []
-            found.append(EndDifference(difference, band_of_all(self.widest, OUTPUTS), self.widest))
-        return found
-
-    def are_returned_alike(self) -> bool:
-        """Return whether what both models returned is alike, or of other calls: they were called in other numbers."""
-        times = {max(len(x.module_calls) for x in side.bundles) for side in self.values.sides}
-        return len(times) > 1 or all(one.difference <= one.band for one in self._returned())
-
-    def returned_apart(self) -> float:
-        """Return how far apart is what the models returned in one shape, and no compared pair of calls made."""
-        largest = 0.0
-        for numbers in returned(self.values):
-            made = zip(self.paired, self._made(numbers), strict=True)
-            a, b = (None if bundle is None else of.get(bundle) for of, bundle in made)
-            if a is None or a is not b or not self._by.get(a):
-                largest = max(largest, difference_as_returned(self.values, numbers) or 0.0)
-        return largest
-
-    def _made(self, numbers: tuple[int, int]) -> list[Bundle | None]:
-        """Return the calls that made two tensors."""
-        return [makers.of(number) for makers, number in zip(self.makers, numbers, strict=True)]
 
     def _as_returned(self, pair: Aligned, otherwise: float) -> float:
         """Return the difference of a pair's results as models returned them, perhaps in one shape."""

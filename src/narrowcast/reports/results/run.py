@@ -18,6 +18,8 @@ from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
 ENDING = ".json.gz"
+UNNAMED = "parameter "
+"""With a number the name of a parameter that no module has which was called."""
 _OF_STEPS: dict[str, Any] = {"steps": 0, "calls_before_step": 0, "first_gradients": {}}
 """What only files of runs with steps of an optimizer hold, as it is in others."""
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.result import Result
@@ -52,13 +53,16 @@ class RunRow:
     @property
     def differs_in_format(self) -> bool:
         """Whether the two compute in other formats. A sum of gradients has those of what it adds, complex numbers have
-        none, and calls that cannot be compared may be no pair; of different ops the coarsest format counts.
+        none, and calls that cannot be compared may be no pair, nor may ops of no one family in a backward; of
+        different ops the coarsest format counts.
         """
         if self.verdict == NOT_COMPARED or self.a[0].is_sum_of_gradients or not (self.format_a and self.format_b):
             return False
         if [one.op for one in self.a] == [one.op for one in self.b]:
             return set(self.format_a.split(",")) != set(self.format_b.split(","))
-        return _coarsest(self.format_a) != _coarsest(self.format_b)
+        families = {op_kind(one.op).family for one in (*self.a, *self.b)}
+        is_one = len(families) == 1 and "" not in families
+        return (is_one or self.a[0].direction != BACKWARD) and _coarsest(self.format_a) != _coarsest(self.format_b)
 
 
 def _coarsest(formats: str) -> float:
