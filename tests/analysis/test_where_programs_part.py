@@ -177,3 +177,26 @@ def test_calls_of_other_kinds_do_not_differ_in_format():
     assert not row("aten._log_softmax_backward_data.default", "aten.add.Tensor").differs_in_format
     assert row("aten.addmm.default", "aten.linear.default").differs_in_format
     assert row("aten.mul.Tensor", "aten.mul.Tensor").differs_in_format
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_moments_of_a_parameter_that_the_run_has_not_seen(frozen):
+    """An optimizer keeps them of a parameter without a gradient, whose value is in no run."""
+
+    def run(frozen):
+        torch.manual_seed(0)
+        first, last, other = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(3, 3))
+        optimizer = torch.optim.Adam([*first.parameters(), *last.parameters(), other])
+        x = torch.randn(5, 8)
+        (last(first(x)).square().mean() + other.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first.requires_grad_(not frozen)
+        with nc.capture() as run:
+            last(first(x)).square().mean().backward()
+            optimizer.step()
+        return run
+
+    runs = run(False), run(frozen)
+    assert any(list(row) == ["exp_avg", "exp_avg_sq"] for row in runs[1].parameters.values()), runs[1].parameters
+    assert [one.name for one in nc.diff(*runs).untrained] == ["Linear.weight", "Linear.bias"] * frozen

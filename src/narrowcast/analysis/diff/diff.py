@@ -19,7 +19,7 @@ from narrowcast.analysis.diff.ends import (
 )
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.moved import trained_by_one_alone
+from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
 from narrowcast.analysis.diff.new_values import front_of
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
@@ -137,6 +137,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.front = front_of(judging, [*result.alone, *result.unsure])
     leave_open(result, judging, left_out, apart)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
+    if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
+        result.notes.insert(0, left)
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
         result.notes.insert(0, f"every gradient of b is {factor:.3g} times that of a: {_OF_A_FACTOR}")
     comments = tuple(f"only in {one.run}: {one.id}" for one in result.unaligned if not one.why)

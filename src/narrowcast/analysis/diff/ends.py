@@ -63,10 +63,9 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     """
     sides = judging.values.sides
     leave_out_compensated(judging, result.rows)
-    unpaired = judging.counts_of_unpaired(left_out)
+    unpaired, steps = judging.counts_of_unpaired(left_out), _steps(result, sides)
     has_low = _has_low(result) and judging.widest >= BAND_OF_LOW
     are_others = are_written_otherwise(pairs, result.rows, unpaired, has_low)
-    steps = _steps(result, sides)
     band = min(_FAR_OF_GRADIENTS, steps * band_of_all(judging.widest, GRADIENTS, are_others))
     most = min(_FAR_OF_GRADIENTS, steps * WIDEST)
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
@@ -80,8 +79,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
         ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
         judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        is_ordered = are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest))
-        if is_ordered or (is_same and judging.returned.are_gradients_alike):
+        if _are_alike_as_a_whole(result, judging, is_same, are_others):
             ends = [EndDifference(0.0, judging.widest), *(one for one in ends if one.is_later)]
             judging.are_alike_as_a_whole = True
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired), most)
@@ -122,6 +120,13 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned.apart(), *apart])
+
+
+def _are_alike_as_a_whole(result: RunDifferences, judging: Judging, is_same: bool, are_others: bool) -> bool:
+    """Return whether programs do the same, whatever they compute on the way. is_same: weights have moved alike."""
+    is_known = is_same and judging.returned.are_gradients_alike
+    is_ordered = are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest))
+    return is_known or is_ordered
 
 
 def _trains_alike(result: RunDifferences, judging: Judging, parameters: Sequence[Sequence[str]]) -> bool:

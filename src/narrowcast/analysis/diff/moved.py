@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from narrowcast.analysis.diff.aligned_values import NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
@@ -11,6 +11,7 @@ from narrowcast.analysis.diff.gradients import are_equal, norm
 from narrowcast.analysis.diff.pieces import Piece, distance
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.sides import Side
+from narrowcast.output.words import counted
 from narrowcast.reports.results.run import UNNAMED
 from narrowcast.reports.results.run_differences import Untrained
 
@@ -61,8 +62,9 @@ def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Place
     found: list[Untrained] = []
     for own, other in ((0, 1), (1, 0)):
         alone, others = _without_equal(values.sides[own], trained[own], values.sides[other], trained[other])
-        moved = (name for name in alone if not _is_zero(values.sides[own], name))
-        known = {name: _same_untrained(values, pairs, places, own, name, trained[other]) for name in moved}
+        moved = [name for name in alone if not _is_zero(values.sides[own], name)]
+        readers = _readers(values.sides[own], pairs, own) if moved else {}
+        known = {name: _same_untrained(values, readers, places, own, name, trained[other]) for name in moved}
         left = {name: one for name, one in known.items() if one is not None}
         fused = sum(values.sides[own].value(name).elements for name in alone if name not in left)
         if trained[other] and sum(values.sides[other].value(name).elements for name in others) <= fused:
@@ -92,42 +94,63 @@ def _without_equal(own: Side, names: Sequence[str], other: Side, others: Sequenc
     return alone, left
 
 
+def _readers(side: Side, pairs: Sequence[Aligned], own: int) -> dict[int, list[tuple[Aligned, str]]]:
+    """Return the pairs whose call of this run reads what lies in a memory, and the argument's name, by that memory."""
+    readers: dict[int, list[tuple[Aligned, str]]] = {}
+    for pair in pairs:
+        for argument, number in (pair.a[0], pair.b[0])[own].call.inputs:
+            readers.setdefault(_memory(side, number), []).append((pair, argument))
+    return readers
+
+
 def _same_untrained(
-    values: Values, pairs: Sequence[Aligned], places: Places, own: int, name: str, trained: Sequence[str]
-) -> Untrained | None:
+    values: Values, readers: Mapping[int, Sequence[tuple[Aligned, str]]], places: Places, own: int, name: str,
+    trained: Sequence[str],
+) -> Untrained | None:  # fmt: skip
     """Return what the other run leaves of a parameter that one trains: a parameter of the same value; or what a call of
     it reads, made by no call and of that value, where its pair reads the parameter. None if it has neither.
     """
     side, other, run = values.sides[own], values.sides[1 - own], "ba"[own]
     value, rows = side.value(name), other.runs[0].parameters
-    for x in sorted((x for x in rows if x not in trained), key=lambda x: x != name):
+    for x in sorted((x for x in rows if x not in trained and "value" in rows[x]), key=lambda x: x != name):
         if (x == name or value.low < value.high) and are_equal(value, other.value(x)):
-            number = rows[x].get("before", rows[x]["value"])
-            readers = (y for y in other.bundles if any(_share_memory(other, n, number) for _, n in y.call.inputs))
-            return Untrained(run, x, name, next((places.of(1 - own, [y]) for y in readers), ""))
-    number = side.runs[0].parameters[name]["before"]
-    for pair in pairs:
-        both = (pair.a[0], pair.b[0])
-        for argument, read in both[own].call.inputs:
-            names = values.names(pair, argument)
-            there = dict(both[1 - own].call.inputs).get(names[1 - own], -1)
-            is_outside = there >= 0 and _share_memory(side, read, number) and other.maker(0, there) is None
-            is_outside = is_outside and not any(_share_memory(other, there, rows[x]["value"]) for x in trained)
-            if is_outside and are_equal(value, other.piece(0, other.origin(0, there))):
-                return Untrained(run, "", name, places.of(1 - own, both[1 - own : 2 - own]))
+            memory = _memory(other, rows[x]["value"])
+            read = (y for y in other.bundles if any(_memory(other, n) == memory for _, n in y.call.inputs))
+            return Untrained(run, x, name, next((places.of(1 - own, [y]) for y in read), ""))
+    known = {_memory(other, rows[x]["value"]) for x in trained}
+    for pair, argument in readers.get(_memory(side, side.runs[0].parameters[name]["before"]), ()):
+        bundle = (pair.b[0], pair.a[0])[own]
+        there = dict(bundle.call.inputs).get(values.names(pair, argument)[1 - own], -1)
+        is_outside = there >= 0 and other.maker(0, there) is None and _memory(other, there) not in known
+        if is_outside and are_equal(value, other.piece(0, other.origin(0, there))):
+            return Untrained(run, "", name, places.of(1 - own, [bundle]))
     return None
 
 
-def _share_memory(side: Side, *numbers: int) -> bool:
-    """Return whether tensors, before casts, lie in one memory, as a weight does and its transpose."""
-    origins = (side.origin(0, number) for number in numbers)
-    lies_in = {o: side.runs[0].tensors[o].lies_in for o in origins}
-    return len({o if n < 0 else n for o, n in lies_in.items()}) == 1
+def moved_by_one_alone(values: Values) -> str:
+    """Return which parameters one run moves without a gradient, as a copy of others, and the other, that has them,
+    leaves where they are; empty for none.
+    """
+    rows = [side.runs[0].parameters for side in values.sides]
+    moved = [{x for x, row in of.items() if row.get("before", row.get("value")) != row.get("value")} for of in rows]
+    for own, other in ((0, 1), (1, 0)):
+        left = [x for x in rows[other] if x in moved[own] - moved[other] and "gradient" not in rows[own][x]]
+        if moved[other] and left:
+            more = f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
+            return f"{'ba'[own]} leaves {left[0]}{more} where they are, which no gradient moves."
+    return ""
+
+
+def _memory(side: Side, number: int) -> int:
+    """Return where a tensor lies, before casts, by the first tensor there: a weight's is that of its transpose."""
+    origin = side.origin(0, number)
+    lies_in = side.runs[0].tensors[origin].lies_in
+    return origin if lies_in < 0 else lies_in
 
 
 def _has(side: Side, name: str, start: Piece) -> bool:
     """Return whether a run has a parameter of that name and value."""
-    return name in side.runs[0].parameters and are_equal(start, side.value(name))
+    return "value" in side.runs[0].parameters.get(name, {}) and are_equal(start, side.value(name))
 
 
 def weights_moved(values: Values) -> float:

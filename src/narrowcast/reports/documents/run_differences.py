@@ -155,7 +155,8 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if result.alone:
         apart = max(one.apart for one in result.alone)
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
-        is_sure = not result.unsure
+        known = {(one.run, one.id) for one in result.alone}
+        is_sure = not result.unsure and known.issuperset((one.run, one.id) for one in result.front)
         what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
         listed = [*result.alone, *result.unsure]
         parts = [*_lines_alone(result, result.front or listed), *_readers(result)]
