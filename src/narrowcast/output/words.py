@@ -15,6 +15,11 @@ def counted(count: int, one: str, verb: str = "") -> str:
     return f"{count} {one}s {verb}".rstrip()
 
 
+def and_more(count: int, one: str) -> str:
+    """Return ` and 2 more calls`, for what stands after the first of them; nothing for none."""
+    return f" and {counted(count, f'more {one}')}" if count > 0 else ""
+
+
 def did_you_mean(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str:
     """Return a phrase that names the nearest known word, or nothing."""
     import difflib

@@ -18,6 +18,7 @@ from narrowcast.analysis.diff.gradients import (
     gradients,
     gradients_are_alike,
     in_one_alone,
+    named_in,
     shares,
     trains_the_same,
 )
@@ -95,7 +96,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         _note_what_is_not_undone(judging, effects, by_pair)
     result.rows = outcomes.forward(result.rows, has_low, of_rows)
     of_alone = _of_each_alone(judging, effects)
-    compared = [{name for row in result.gradients for name in (row.a, row.b)[n]} for n in range(2)]
+    compared = named_in(result.gradients)
     of_row = _least_of_row(result, judging) if has_low else 0.0
     shows_no_backward = outcomes.are_alike and _shows_no_backward(result, sides, compared, of_row)
     if shows_no_backward:

@@ -80,11 +80,16 @@ def _by_updates(values: Values, row: GradientRow) -> GradientRow:
     return replace(row, difference=apart, measured_by=UPDATES) if apart <= row.round_off_bound else row
 
 
+def named_in(rows: Sequence[GradientRow]) -> tuple[set[str], set[str]]:
+    """Return the names of the parameters of either run whose gradients these rows compare."""
+    return {name for row in rows for name in row.a}, {name for row in rows for name in row.b}
+
+
 def trains_the_same(values: Values, rows: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
     """Return whether steps have made the same of all weights, by gradients that are the same, but for the order of sums
     in fp32. parameters: names of those with a gradient; what one run alone has, such as a replica, does not count.
     """
-    compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
+    compared = named_in(rows)
     others = (side.runs[0].parameters for side in values.sides[::-1])
     are_all = all(
         name in known or name not in there
@@ -233,21 +238,21 @@ def in_one_alone(values: Values, compared: Sequence[GradientRow]) -> list[Gradie
     than zero: a difference of 1. compared: the rows of the others.
     """
     rows: list[GradientRow] = []
-    left = [0, 0]
-    for n, side in enumerate(values.sides):
-        known = {name for one in compared for name in (one.a, one.b)[n]}
-        names = (name for name, row in side.runs[0].parameters.items() if "gradient" in row and name not in known)
-        left[n] = sum(_gradient(values, name, n).elements for name in names)
-    if left[0] == left[1]:
+    both = list(zip(values.sides, named_in(compared), strict=True))
+    alone = [
+        [name for name, row in side.runs[0].parameters.items() if "gradient" in row and name not in known]
+        for side, known in both
+    ]
+    elements = [sum(_gradient(values, name, n).elements for name in names) for n, names in enumerate(alone)]
+    if elements[0] == elements[1]:
         return []  # one may be the others, flattened
-    for n, (side, other) in enumerate((values.sides, values.sides[::-1])):
-        there, known = other.runs[0].parameters, {name for row in compared for name in (row.a, row.b)[n]}
-        for name, row in side.runs[0].parameters.items():
-            if name in known:
-                continue
+    for side, other, names in zip(values.sides, values.sides[::-1], alone, strict=True):
+        there = other.runs[0].parameters
+        for name in names:
+            row = side.runs[0].parameters[name]
             path, _, leaf = name.rpartition(".")
             reads = any(leaf == argument for x in other.by_path.get(path, ()) for argument, _ in x.call.inputs)
-            if "gradient" not in row or "gradient" in there.get(name, {}) or not side.piece(0, row["gradient"]).rms > 0:
+            if "gradient" in there.get(name, {}) or not side.piece(0, row["gradient"]).rms > 0:
                 continue
             frozen = (are_equal(side.value(name), other.value(x)) for x in there if "gradient" not in there[x])
             if reads or name in there or any(frozen):
@@ -264,7 +269,7 @@ def gradients_are_alike(
     """
     if not rows or any(row.is_beyond for row in rows):
         return False
-    compared = ({n for row in rows for n in row.a}, {n for row in rows for n in row.b})
+    compared = named_in(rows)
     left = [
         [name for name in names if name not in known and not any(_is_replica(values, n, name, of) for of in known)]
         for n, (names, known) in enumerate(zip(parameters, compared, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from narrowcast.analysis.diff.pieces import is_whole
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -36,7 +36,7 @@ class Makers:
             if one.rank == 0
         )
         self._of = {id(call): bundle for call, bundle in placed}
-        self._makers: dict[Bundle, list[Bundle | None]] = {}
+        self._before = cache(self._makers_of)  # upstream of many calls are the same ones
 
     def of(self, number: int) -> Bundle | None:
         """Return the call that made a tensor."""
@@ -63,11 +63,9 @@ class Makers:
             waiting += self._before(bundle)
         return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
 
-    def _before(self, bundle: Bundle) -> list[Bundle | None]:
-        """Return the calls that made what a call read, kept: upstream of many calls are the same ones."""
-        if bundle not in self._makers:
-            self._makers[bundle] = [self.of(number) for number in self.read(bundle)]
-        return self._makers[bundle]
+    def _makers_of(self, bundle: Bundle) -> list[Bundle | None]:
+        """Return the calls that made what a call read."""
+        return [self.of(number) for number in self.read(bundle)]
 
     def last(self, bundle: Bundle) -> int:
         """Return the number of a call's first result in its first module call, after the last cast of it."""

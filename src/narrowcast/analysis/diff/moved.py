@@ -11,7 +11,7 @@ from narrowcast.analysis.diff.gradients import are_equal, norm
 from narrowcast.analysis.diff.pieces import Piece, distance
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.sides import Side
-from narrowcast.output.words import counted
+from narrowcast.output.words import and_more
 from narrowcast.reports.results.run import UNNAMED
 from narrowcast.reports.results.run_differences import Untrained
 
@@ -75,7 +75,11 @@ def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Place
 def _trained(side: Side) -> list[str]:
     """Return the parameters that have a gradient and are moved, or would be if it were not zero."""
     rows = [(name, row) for name, row in side.runs[0].parameters.items() if "gradient" in row]
-    return [name for name, row in rows if row.get("before", row["value"]) != row["value"] or _is_zero(side, name)]
+    return [name for name, row in rows if _has_moved(row) or _is_zero(side, name)]
+
+
+def _has_moved(row: Mapping[str, int]) -> bool:
+    return "before" in row and row["before"] != row["value"]
 
 
 def _is_zero(side: Side, name: str) -> bool:
@@ -86,11 +90,12 @@ def _without_equal(own: Side, names: Sequence[str], other: Side, others: Sequenc
     """Return what is left of both when each is taken out with one of the same value, of the same name if there is."""
     alone, left = list[str](), list(others)
     for name in names:
-        same = [x for x in sorted(left, key=lambda x: x != name) if are_equal(own.value(name), other.value(x))]
-        if same:
-            left.remove(same[0])
-        else:
+        value, first = own.value(name), [name] if name in left else []
+        same = next((x for x in (*first, *left) if are_equal(value, other.value(x))), None)
+        if same is None:
             alone.append(name)
+        else:
+            left.remove(same)
     return alone, left
 
 
@@ -132,11 +137,11 @@ def moved_by_one_alone(values: Values) -> str:
     leaves where they are; empty for none.
     """
     rows = [side.runs[0].parameters for side in values.sides]
-    moved = [{x for x, row in of.items() if row.get("before", row.get("value")) != row.get("value")} for of in rows]
+    moved = [{name for name, row in of.items() if _has_moved(row)} for of in rows]
     for own, other in ((0, 1), (1, 0)):
         left = [x for x in rows[other] if x in moved[own] - moved[other] and "gradient" not in rows[own][x]]
         if moved[other] and left:
-            more = f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
+            more = and_more(len(left) - 1, "parameter")
             return f"{'ba'[own]} leaves {left[0]}{more} where they are, which no gradient moves."
     return ""
 

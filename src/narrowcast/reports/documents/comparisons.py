@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from narrowcast.formats import FORMATS
-from narrowcast.output.words import counted, number_text, or_infinity
+from narrowcast.output.words import and_more, counted, number_text, or_infinity
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import (
     Document,
@@ -253,7 +253,7 @@ def _lines(places: Iterable[tuple[str, int]]) -> str:
     first, shown = every[0][0], [place(*every[0])]
     shown += [str(line) if file == first else place(file, line) for file, line in every[1:LINES_SHOWN]]
     left = len(every) - len(shown)
-    return ", ".join(shown) + (f" and {counted(left, 'more line')}" if left else "")
+    return ", ".join(shown) + and_more(left, "line")
 
 
 def _reached(remedy: Remedy) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.output.words import counted, number_text, or_infinity
+from narrowcast.output.words import and_more, counted, number_text, or_infinity
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
@@ -210,7 +210,7 @@ def _untrained(result: RunDifferences) -> list[Todo]:
     for run, trainer in ("ab", "ba"):
         left = [one for one in result.untrained if one.run == run]
         if left:
-            first, more = left[0], f" and {counted(len(left) - 1, 'more parameter')}" if left[1:] else ""
+            first, more = left[0], and_more(len(left) - 1, "parameter")
             of = f"{first.of} of {trainer}"
             name = of if first.name in ("", first.of) else f"{first.name} ({of})"
             why = f"{trainer} moves what {run} leaves as it is: frozen, detached, or in no optimizer"
@@ -256,7 +256,7 @@ def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str
         if before is not None:
             own = Path(before.place_a if run == "a" else before.place_b).name
             places.append(f"after {own if all(by_run.values()) else _both_places(before)}")
-        more = f" and {counted(len(calls) - 1, 'more call')}" if len(calls) > 1 else ""
+        more = and_more(len(calls) - 1, "call")
         texts += [f"{calls[0].id}{more} of {run} ({'; '.join(_shortened(places))})"] if calls else []
     return texts
 
