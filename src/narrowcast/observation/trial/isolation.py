@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,12 +165,39 @@ def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] 
         if of_script is not None:
             memo.update({id(script): of_script(script) for script in scripts_in(model)})
     for shared_by in (lambda _: [], _not_to_copy):
-        copied = None
+        copied, known = None, memo | {id(held): held for held in shared_by(model)}
         with suppress(Exception), _ReplaceTensors(stand_in):
-            copied = copy.deepcopy(everything, memo | {id(held): held for held in shared_by(model)})
+            _copy_modules(model, known)
+            copied = copy.deepcopy(everything, known)
         if copied is not None and isinstance(copied[0], type(model)):  # else a class answers for what it does not have
             return copied
     return model, *tree_map_only(torch.Tensor, stand_in, (args, kwargs))
+
+
+_ATOMS = (bool, int, float, str, type(None))
+_HOLDERS = (dict, OrderedDict, set)
+
+
+def _copy_modules(model: Any, memo: dict[int, Any]) -> None:
+    """Copy a model's modules into the memo of a deep copy, as that would, which takes five times as long: a module has
+    twenty attributes, nearly all of them numbers or empty. Those whose class says how it is copied are left to it.
+    """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    plain = [m for m in modules if id(m) not in memo and _is_copied_by_its_attributes(type(m))]
+    memo.update((id(module), type(module).__new__(type(module))) for module in plain)
+    for module in plain:
+        attributes = vars(memo[id(module)])
+        for name, held in vars(module).items():
+            if type(held) in _HOLDERS and not held and id(held) not in memo:
+                memo[id(held)] = type(held)()
+            attributes[name] = held if type(held) in _ATOMS else copy.deepcopy(held, memo)
+
+
+@cache
+def _is_copied_by_its_attributes(kind: type[torch.nn.Module]) -> bool:
+    """Return whether a deep copy of such a module is a new object with copies of its attributes, and nothing else."""
+    ways = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+    return all(getattr(kind, w, None) is getattr(torch.nn.Module, w, None) for w in ways)
 
 
 def _not_to_copy(model: Any) -> list[Any]:
