@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--verb NAME ...] [--calls N ...] [--limit SECONDS]
 
-The model is a residual network of narrow blocks (layer norm, linear, gelu, linear, sum: five calls each), so that what is
-added for each call shows and kernels do not. Every figure is of a process of its own: seconds of the verb's first use on
-this model (after one on a model of one block), and the growth of the process's largest resident set. `plain` and the
-rows of torch are what one does without us: one forward, torch.export, torch.compile.
+The model is a residual network of narrow blocks (layer norm, linear, gelu, linear, sum: five calls each), so that what
+is added for each call shows and kernels do not. Every figure is of a process of its own: seconds of the first use
+on this model (after one on a model of one block), and the growth of the largest resident set. `plain` and the
+rows of torch are what one does without Narrowcast: one forward, torch.export, torch.compile.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def captured(model: nn.Module, x: torch.Tensor, low: bool) -> nc.Run:
     return run
 
 
-def compiled(make: Callable[[nn.Module], Callable[[torch.Tensor], object]]) -> Callable[[nn.Module, torch.Tensor], None]:
+def compiled(
+    make: Callable[[nn.Module], Callable[[torch.Tensor], object]],
+) -> Callable[[nn.Module, torch.Tensor], None]:
     """Return the first call of what this makes of a model."""
 
     def run(model: nn.Module, x: torch.Tensor) -> None:
@@ -107,7 +109,9 @@ VERBS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "explain, print": lambda model, x: str(nc.explain(model, x, under="bf16")),
     "watch, print": watched,
     "capture, print": lambda model, x: str(captured(model, x, low=True)),
-    "two captures, diff, print": lambda model, x: str(nc.diff(captured(model, x, low=False), captured(model, x, low=True))),
+    "two captures, diff, print": lambda model, x: str(
+        nc.diff(captured(model, x, low=False), captured(model, x, low=True))
+    ),
     "compare, print": lambda model, x: str(nc.compare(model, x, under="bf16")),
     "torch.export": torch_exported,
     "export": lambda model, x: nc.export(model, (x,), dtype="bf16"),
@@ -126,7 +130,10 @@ def measured(verb: str, calls: int) -> dict[str, float]:
     start = time.perf_counter()
     run(model, x)
     seconds = time.perf_counter() - start
-    return {"s": round(seconds, 3), "MiB": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)}
+    return {
+        "s": round(seconds, 3),
+        "MiB": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1),
+    }
 
 
 def main() -> None:

@@ -507,6 +507,17 @@ class TestWatch:
             torch.zeros(2, 3).masked_fill(torch.ones(2, 3, dtype=torch.bool), float("-inf")).softmax(-1)
         assert w.first.what == "nan" and "intentional" in w.first.sentence
 
+    def test_nan_of_an_infinite_number_is_a_finding(self):
+        """Zero times infinity is NaN: a mask that is multiplied is none; one that is filled in, or chosen, is."""
+        keep, scores = torch.tensor([[1.0, 0.0, 1.0]]), torch.zeros(1, 3)
+        with nc.watch() as w:
+            (scores + (1 - keep) * -float("inf")).softmax(-1)
+        assert w.first.what == "nan" and w.first.id.op == "aten.mul.Tensor"
+        with nc.watch() as w:
+            torch.where(keep > 0, scores, scores - float("inf")).softmax(-1)
+            torch.where(keep > 0, scores, (1 - keep) * -float("inf")).softmax(-1)
+        assert w.first is None, "the NaN of it is not chosen"
+
     def test_a_policy_may_allow_it(self, tmp_path):
         """A rule with `allow_nonfinite` changes no format, hence no digest, and its calls are no findings."""
         text = 'name = "p"\n[[rule]]\nop = "aten.log"\nallow_nonfinite = true\n'

@@ -389,3 +389,18 @@ def test_buffers_of_scripts_and_gradients_that_nobody_has_asked_for_are_put_back
     assert int(script.num_batches_tracked) == 0
     assert script.running_var.tolist() == [1.0] * 4
     assert weight.grad is not None and weight.grad.tolist() == [1.0] * 4
+
+
+def test_gradients_of_plain_tensors_are_as_before_where_the_step_makes_its_optimizer():
+    """An optimizer that is first met after the backward has tensors whose gradients that made: they had none."""
+    weight, data = torch.ones(4, 1, requires_grad=True), torch.ones(16, 4)
+
+    def step() -> None:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(2):
+            (data @ weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    nc.check_training(step, steps=1)
+    assert weight.grad is None and bool((weight == 1).all())

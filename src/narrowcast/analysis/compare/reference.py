@@ -25,10 +25,9 @@ from narrowcast.observation.statistics.statistics import checksum, sample_of
 from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import (
     came_in,
+    intended,
     is_finite,
     is_floating,
-    mask_like,
-    numbers_not_finite,
     returned,
 )
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
@@ -163,7 +162,7 @@ def _rounds(call: SeenCall, dtype: torch.dtype) -> bool:
 
 def _made_by(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:
     """Return what made the results of a call not finite."""
-    if numbers_not_finite(call) or mask_like(call, results):
+    if intended(call, results):
         return MEANT
     if judged is not None and judged.overflows:
         return MADE

@@ -22,7 +22,7 @@ from narrowcast.analysis.diff.gradients import (
     shares,
     trains_the_same,
 )
-from narrowcast.analysis.diff.moved import moved_apart
+from narrowcast.analysis.diff.moved import have_trained_alike, moved_apart
 from narrowcast.analysis.diff.outcomes import (
     BAND_OF_LOW,
     GRADIENTS,
@@ -34,12 +34,17 @@ from narrowcast.analysis.diff.outcomes import (
     are_written_otherwise,
     band_of_all,
     is_in_another_order,
-    other_way,
 )
 from narrowcast.analysis.diff.returned import returned
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.analysis.diff.without_partner import leave_out_compensated, note_alone, note_first_alone
+from narrowcast.analysis.diff.without_partner import (
+    leave_out_before_steps,
+    leave_out_compensated,
+    leave_out_of_gradients,
+    note_alone,
+    note_first_alone,
+)
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.output.words import number_text
 from narrowcast.reports.documents.rules import is_low
@@ -72,17 +77,14 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     result.gradients = gradients(judging.values, pairs, band, judging.widest)
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     judging.returned.are_gradients_alike = gradients_are_alike(judging.values, result.gradients, parameters, band)
-    is_same = _trains_alike(result, judging, parameters) and judging.returned.are_alike()
+    is_same = judging.returned.are_alike() and _trains_alike(result, judging, parameters)
     are_gradients_alike = is_same or judging.returned.are_gradients_alike
     are_others |= are_gradients_alike and not any(row.difference for row in result.gradients)
     ends = judging.outputs(result.rows, are_others, not are_gradients_alike)
     ends = [replace(one, band=max(one.band, min(most, steps * one.band))) for one in ends]
-    if are_gradients_alike:  # a loss in other parts, or scaled, trains alike, and what is not known is no difference
-        ends = [*(one for one in ends if math.isfinite(one.difference)), EndDifference(0.0, judging.widest)]
-        judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
-        if _are_alike_as_a_whole(result, judging, is_same, are_others):
-            ends = [EndDifference(0.0, judging.widest), *(one for one in ends if one.is_later)]
-            judging.are_alike_as_a_whole = True
+    if are_gradients_alike:
+        judging.are_alike_as_a_whole = _are_alike_as_a_whole(result, judging, is_same, are_others)
+        ends = _of_alike_programs(result, judging, pairs, ends)
     outcomes = Outcomes(ends, are_others, judging.widest, all(unpaired), most)
     if not are_gradients_alike and outcomes.are_alike:
         are_gradients_alike = _leave_out_other_weights(result, judging)
@@ -100,7 +102,7 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     of_row = _least_of_row(result, judging) if has_low else 0.0
     shows_no_backward = outcomes.are_alike and _shows_no_backward(result, sides, compared, of_row)
     if shows_no_backward:
-        _leave_out_of_gradients(result, judging, pairs)
+        leave_out_of_gradients(result, judging, pairs)
     of_backward = set() if shows_no_backward else _of_backward(judging)
     judging.unpaired = outcomes.alone(judging.unpaired, of_backward, has_low, of_alone)
     result.rows, judging.unpaired = outcomes.first(result.rows, judging.unpaired, of_rows, rearranged, of_alone)
@@ -117,21 +119,41 @@ def compare_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
         result.rows, judging.unpaired = outcomes.backward(result.rows, judging.unpaired, (), 0.0)
         if of_row:
             result.gradients = gradients(judging.values, pairs, of_row, judging.widest)
+    if judging.have_trained_alike:  # what is left in `grad` may be of another loss, for which one run asks none
+        result.gradients = [row for row in result.gradients if not row.is_beyond]
     apart = [one.difference for one in ends if math.isfinite(one.difference)]
     if not (apart or result.gradients or returned(judging.values)):
         return math.nan
     return max([0.0 if judging.are_alike_as_a_whole else judging.returned.apart(), *apart])
 
 
+def _of_alike_programs(
+    result: RunDifferences, judging: Judging, pairs: Sequence[Aligned], ends: Sequence[EndDifference]
+) -> list[EndDifference]:
+    """Return the outputs that say whether programs differ whose gradients are alike, or that have trained alike: a loss
+    in other parts, or scaled, trains alike, and what is not known is no difference. Leave out what is none either.
+    """
+    judging.unpaired = {x: d for x, d in judging.unpaired.items() if not (x.is_loss or x.id.is_sum_of_gradients)}
+    if judging.have_trained_alike:
+        leave_out_before_steps(result, judging, pairs)
+    known = [one for one in ends if math.isfinite(one.difference)]
+    if judging.are_alike_as_a_whole:
+        return [EndDifference(0.0, judging.widest), *(one for one in known if one.is_later)]
+    return [*known, EndDifference(0.0, judging.widest)]
+
+
 def _are_alike_as_a_whole(result: RunDifferences, judging: Judging, is_same: bool, are_others: bool) -> bool:
     """Return whether programs do the same, whatever they compute on the way. is_same: weights have moved alike."""
-    is_known = is_same and judging.returned.are_gradients_alike
+    is_known = judging.have_trained_alike or (is_same and judging.returned.are_gradients_alike)
     is_ordered = are_others and (is_same or is_in_another_order(judging.values, result.rows, judging.widest))
     return is_known or is_ordered
 
 
 def _trains_alike(result: RunDifferences, judging: Judging, parameters: Sequence[Sequence[str]]) -> bool:
-    """Return whether weights have moved alike, or gradients move them alike."""
+    """Return whether weights have moved alike, or gradients move them alike; note whether that is all of training."""
+    judging.have_trained_alike = have_trained_alike(judging.values, result.gradients, judging.widest)
+    if judging.have_trained_alike:
+        return True
     most = max(SAME_STEP, band_of_all(judging.widest, OUTPUTS))
     return moved_apart(judging.values) <= most or trains_the_same(judging.values, result.gradients, parameters)
 
@@ -170,21 +192,6 @@ def _of_backward(judging: Judging) -> set[Bundle]:
     backward = {bundle for bundle in judging.unpaired if bundle.id.direction == BACKWARD}
     read_by = {bundle: {pair.a[0].id.direction for pair in judging.read_by.get(bundle, ())} for bundle in backward}
     return {bundle for bundle in backward if read_by[bundle] != {FORWARD}}
-
-
-def _leave_out_of_gradients(result: RunDifferences, judging: Judging, pairs: Sequence[Aligned]) -> None:
-    """Leave out the calls of a forward that compute with what a backward made: norms of gradients, one by one in the
-    order of either's parameters, and factors that clip.
-    """
-    found = set[Bundle]()
-    for side, makers in zip(judging.values.sides, judging.makers, strict=True):
-        for bundle in side.bundles:
-            made_by = map(makers.of, makers.read(bundle)) if bundle.id.direction == FORWARD else ()
-            if any(x is not None and (x.id.direction == BACKWARD or x in found) for x in made_by):
-                found.add(bundle)
-    judging.unpaired = {bundle: one for bundle, one in judging.unpaired.items() if bundle not in found}
-    result.rows = [other_way(row) if pair.a[0] in found and row.verdict == DIFFERS else row
-                   for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip
 
 
 def _are_most(side: Side, names: Collection[str]) -> bool:

@@ -108,8 +108,23 @@ class Makers:
         return id(bundle.module_calls[-1][0].call)
 
     def is_later(self, bundle: Bundle) -> bool:
-        """Return whether a call, in its last module call, comes after every call of a backward, of which there are."""
-        return self._last_call(bundle) in self._later
+        """Return whether a call, in its last module call, comes after every call of a backward, of which there are, and
+        computes with no gradient, as what clips these does.
+        """
+        return self._last_call(bundle) in self._later and bundle not in self.of_gradients
+
+    @cached_property
+    def of_gradients(self) -> frozenset[Bundle]:
+        """The calls of a forward that compute with what a backward made: norms of gradients, and factors that clip. A
+        weight that steps have moved is none.
+        """
+        found = set[Bundle]()
+        for bundle in self.bundles:
+            numbers = self.read(bundle) if bundle.id.direction == FORWARD else ()
+            made_by = (self.of(number) for number in numbers if not self._side.has_moved(number))
+            if any(x is not None and (x.id.direction == BACKWARD or x in found) for x in made_by):
+                found.add(bundle)
+        return frozenset(found)
 
     @cached_property
     def _later(self) -> frozenset[int]:

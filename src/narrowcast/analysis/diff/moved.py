@@ -3,37 +3,94 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from narrowcast.analysis.diff.aligned_values import NEAR, Values
 from narrowcast.analysis.diff.alignment import Aligned
-from narrowcast.analysis.diff.gradients import are_equal, norm
-from narrowcast.analysis.diff.pieces import Piece, distance
+from narrowcast.analysis.diff.gradients import SAME_STEP, are_equal, named_in, norm
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
+from narrowcast.analysis.diff.pieces import UNLIKE, Piece, distance, in_any_order
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.sides import Side
 from narrowcast.output.words import and_more
 from narrowcast.reports.results.run import UNNAMED
-from narrowcast.reports.results.run_differences import Untrained
+from narrowcast.reports.results.run_differences import GradientRow, Untrained
+
+MEANS = ("exp_avg", "momentum_buffer")
+"""The states in which optimizers of torch's keep a mean of gradients."""
+_MEANS, _MEANS_OF_LOW, _WAY_OF_LOW = 4, 0.025, 0.15
+"""In low formats means of gradients of sound programs were 0.02 apart at most, and 3.3 widest rounding bounds of a call
+in fp16; those of 60 programs with a fault that trains 0.055 and more. Adam's steps by them are further apart: 0.095.
+"""
 
 
 def moved_apart(values: Values) -> float:
     """Return how far apart the weights are to which the steps of both runs have led, whatever gradients these kept, in
     parts of the way that all of them went together; NaN if not all that either run moved are those of the other.
     """
+    return _part_of_the_way(_moved(values) or ())
+
+
+def have_trained_alike(values: Values, gradients: Sequence[GradientRow], widest: float) -> bool:
+    """Return whether the steps of both runs have led to the same weights, by the same gradients, if the optimizers keep
+    a mean of these; however the programs are written, and whatever is left in `grad` after the last step. gradients:
+    rows of those that are left; what is rounding alone, as of a bias before a norm, leads anywhere. widest: the widest
+    rounding bound of a call.
+    """
+    apart = max(SAME_STEP, min(_MEANS_OF_LOW, _MEANS * widest)) if widest >= BAND_OF_LOW else SAME_STEP
+    least = UNLIKE if widest >= BAND_OF_LOW else SAME_STEP
+    noise = named_in([row for row in gradients if least < row.difference <= row.round_off_bound])
+    moved = [one for one in _moved(values, noise) or () if noise[0].isdisjoint(one.a) and noise[1].isdisjoint(one.b)]
+    means = [both for one in moved for state in MEANS if (both := _both(values, one, state))]
+    off, size = (math.hypot(*sizes) for sizes in zip((0.0, 0.0), *map(_apart_in_any_order, means), strict=True))
+    has_low_means = bool(means) and widest >= BAND_OF_LOW
+    return off <= apart * size and _part_of_the_way(moved) <= (_WAY_OF_LOW if has_low_means else apart)
+
+
+def _both(values: Values, one: _Moved, state: str) -> tuple[Piece, Piece] | None:
+    """Return a state that both optimizers keep of a weight; None if it is not that."""
+    known = [[side.runs[0].parameters[name] for name in names]
+             for side, names in zip(values.sides, (one.a, one.b), strict=True)]  # fmt: skip
+    if not all(known) or any(state not in row for rows in known for row in rows):
+        return None
+    a, b = ([side.piece(0, row[state]) for row in rows] for side, rows in zip(values.sides, known, strict=True))
+    return (a[0], b[0]) if len(a) == len(b) == 1 else (in_any_order(a), in_any_order(b))
+
+
+def _apart_in_any_order(both: tuple[Piece, Piece]) -> tuple[float, float]:
+    """Return the distance of two tensors, of which one may be transposed, and the size of the first."""
+    return min(_apart(*both), _apart(*(in_any_order([piece]) for piece in both))), norm(both[0])
+
+
+def _part_of_the_way(moved: Iterable[_Moved]) -> float:
     off, way = 0.0, 0.0
-    for start, end, other in _moved(values) or ():
-        off = math.hypot(off, _apart(end, other))
-        way = math.hypot(way, _apart(start, end))
+    for one in moved:
+        off = math.hypot(off, _apart(one.end, one.other))
+        way = math.hypot(way, _apart(one.start, one.end))
     return off / way if way > 0 else math.nan
 
 
-def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
-    """Return the weights that steps have moved: where they began, and to which either run has led them. One that a run
-    leaves where it is, frozen or in no optimizer, ends there. None if not all that either moved are in the other.
+class _Moved(NamedTuple):
+    """A weight that steps have moved, or several that are fused in the other run: where it began, and to which either
+    run has led it. a, b: its names; none in a run that leaves it where it is.
+    """
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    start: Piece
+    end: Piece
+    other: Piece
+
+
+def _moved(values: Values, noise: tuple[Collection[str], Collection[str]] = ((), ())) -> list[_Moved] | None:
+    """Return the weights that steps have moved. One that a run leaves where it is, frozen or in no optimizer, ends
+    there. None if not all that either moved are in the other. noise: those of either run which rounding alone moves,
+    so that their copies may end anywhere, too.
     """
     sides = values.sides
     moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in sides]
-    left, found = dict(moved[1]), []
+    left, found, alone = dict(moved[1]), list[_Moved](), list[str]()
     for name, row in moved[0].items():
         start, end = sides[0].value(name), sides[0].piece(0, row["value"])
         same = [n for n in left if are_equal(start, sides[1].value(n))]
@@ -43,15 +100,50 @@ def _moved(values: Values) -> list[tuple[Piece, Piece, Piece]] | None:
             ends = {n: sides[1].piece(0, left[n]["value"]) for n in same}
             nearest = min(ends, key=lambda n: _apart(end, ends[n]))
             del left[nearest]
-            found.append((start, end, ends[nearest]))
+            found.append(_Moved((name,), (nearest,), start, end, ends[nearest]))
         elif name not in left and _has(sides[1], name, start):
-            found.append((start, end, start))
+            found.append(_Moved((name,), (), start, end, start))
         else:
+            alone.append(name)
+    others = [name for name in left if not _has(sides[0], name, sides[1].value(name))]
+    for name in left:
+        if name not in others:
+            start = sides[1].value(name)
+            found.append(_Moved((), (name,), start, start, sides[1].piece(0, left[name]["value"])))
+    return _with_fused(values, found, (alone, others), noise)
+
+
+def _with_fused(
+    values: Values, found: list[_Moved], left: tuple[Sequence[str], ...], noise: tuple[Collection[str], ...]
+) -> list[_Moved] | None:
+    """Return these, and what is left of the weights that either run moved, as one: transposed, fused, or divided in the
+    other run. None if it is not that. What no gradient moves, as an average, may be any tensor of the other run.
+    """
+    sides, trained = values.sides, list[tuple[str, ...]]()
+    for n, names in enumerate(left):
+        rows = sides[n].runs[0].parameters
+        trained.append(tuple(name for name in names if "gradient" in rows[name]))
+        rounded = [sides[n].value(name) for name in noise[n]]
+        copies = (name for name in names if "gradient" not in rows[name]
+                  and not any(are_equal(sides[n].value(name), one) for one in rounded))  # fmt: skip
+        if not all(_is_anywhere(sides[n], name, sides[1 - n]) for name in copies):
             return None
-    starts = {name: sides[1].value(name) for name in left}
-    if not all(_has(sides[0], name, start) for name, start in starts.items()):
-        return None
-    return found + [(start, start, sides[1].piece(0, left[name]["value"])) for name, start in starts.items()]
+    if all(trained):
+        starts, ends = ([in_any_order([side.piece(0, side.runs[0].parameters[name][state]) for name in names])
+                         for side, names in zip(sides, trained, strict=True)]
+                        for state in ("before", "value"))  # fmt: skip
+        if are_equal(*starts):
+            return [*found, _Moved(trained[0], trained[1], starts[0], *ends)]
+    return None if any(trained) else found
+
+
+def _is_anywhere(side: Side, name: str, other: Side) -> bool:
+    """Return whether a tensor of another run is what steps have made of a parameter, but for rounding."""
+    row = side.runs[0].parameters[name]
+    start, end = side.piece(0, row["before"]), side.piece(0, row["value"])
+    most, tensors = SAME_STEP * _apart(start, end), other.runs[0].tensors
+    alike = (other.piece(0, n) for n, facts in enumerate(tensors) if facts.elements == end.elements)
+    return any(_apart(end, piece) <= most for piece in alike)
 
 
 def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Places) -> list[Untrained]:
@@ -160,7 +252,7 @@ def _has(side: Side, name: str, start: Piece) -> bool:
 
 def weights_moved(values: Values) -> float:
     """Return how far apart the weights are to which the steps of both runs have led; 0 if that is not known, or far."""
-    apart = max((distance(end, other).relative for _, end, other in _moved(values) or ()), default=0.0)
+    apart = max((distance(one.end, one.other).relative for one in _moved(values) or ()), default=0.0)
     return apart if apart <= NEAR else 0.0
 
 

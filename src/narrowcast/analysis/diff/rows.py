@@ -55,7 +55,7 @@ class Judging:
         self._by: dict[Aligned, str] = {}
         self._read: dict[Aligned, float] = {}
         self._largest, self._of_forward, self._measured, self._jumped = 0.0, 0.0, 0.0, 0.0
-        self.has_seen_choices, self.are_alike_as_a_whole = False, False
+        self.has_seen_choices = self.are_alike_as_a_whole = self.have_trained_alike = False
         self.places, self._of_steps = Places(values.sides), weights_moved(values)
         alone = [(n, x) for n, side in enumerate(values.sides) for x in side.bundles if x not in self.paired[n]]
         bands = [*map(values.bound_shown, pairs), *(self._round_off.of_call(n, x) for n, x in alone)]

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 
 from narrowcast.analysis.diff.alignment import BY_HAND, Aligned, are_of_one_weight, is_by_values
 from narrowcast.analysis.diff.effects import CANCELS
-from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, UNEXPLAINED
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW, OF_OTHERS, UNEXPLAINED, other_way
 from narrowcast.analysis.diff.pieces import UNLIKE
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
-from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow
 from narrowcast.reports.results.verdicts import ROUND_OFF
 
 _MOST_GROWTH = 100.0
@@ -118,3 +118,25 @@ def note_alone(judging: Judging, numbers: Sequence[Sequence[int]], difference: f
     for bundle in alone:
         judging.read_by.setdefault(bundle, []).extend(reader)
     return bool(alone)
+
+
+def leave_out_before_steps(result: RunDifferences, judging: Judging, pairs: Sequence[Aligned]) -> None:
+    """Leave out every difference but those of calls after the last step: both programs have trained the same."""
+
+    def is_later(pair: Aligned) -> bool:
+        return all(m.is_later(x[0]) for m, x in zip(judging.makers, (pair.a, pair.b), strict=True))
+
+    result.rows = [other_way(row) if row.verdict == DIFFERS and not is_later(pair) else row
+                   for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip
+    alone = judging.unpaired.items()
+    judging.unpaired = {x: one for x, one in alone if any(m.is_later(x) for m in judging.makers)}
+
+
+def leave_out_of_gradients(result: RunDifferences, judging: Judging, pairs: Sequence[Aligned]) -> None:
+    """Leave out the calls of a forward that compute with what a backward made, one by one in the order of either's
+    parameters.
+    """
+    found = judging.makers[0].of_gradients | judging.makers[1].of_gradients
+    judging.unpaired = {bundle: one for bundle, one in judging.unpaired.items() if bundle not in found}
+    result.rows = [other_way(row) if pair.a[0] in found and row.verdict == DIFFERS else row
+                   for pair, row in zip(pairs, result.rows, strict=True)]  # fmt: skip

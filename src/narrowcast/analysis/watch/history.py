@@ -304,7 +304,7 @@ def judged(
                 yield put_off, Verdict.SPREAD, ""
                 continue
             why = "NaN computed from intentional infinities"
-        elif put_off.numbers:
+        elif put_off.numbers and not read.has_nan(bad):
             yield put_off, Verdict.MEANT, put_off.numbers
             continue
         elif is_masked and put_off.may_be_exact:

@@ -175,7 +175,7 @@ class WatchCalls(Observer):
         if bad := self._bad_inputs(call) or list(inside):
             self._pass_on(call, bad, results)
             return
-        why = finiteness.numbers_not_finite(call) or finiteness.mask_like(call, results) or self._is_allowed(call)
+        why = finiteness.intended(call, results) or self._is_allowed(call)
         if why:
             self._count_intentional(why)
             self._carry(results, [self._history.cause(why)], call)

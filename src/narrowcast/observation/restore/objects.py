@@ -68,8 +68,9 @@ class LivingObjects:
         self.scalers = [one for one in living if isinstance(one, torch.amp.GradScaler)]
         self._scalers = [Attributes(scaler, self._own) for scaler in self.scalers]
         for one in living:
-            if isinstance(one, Parameter):
-                self._add_parameter(one)
+            if isinstance(one, torch.Tensor):
+                if isinstance(one, Parameter) or _may_have_gradient(one):
+                    self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that represents another
@@ -82,8 +83,7 @@ class LivingObjects:
         tensors, or of a gradient, only once it was asked for.
         """
         tensors, self._tensors = self._tensors, []
-        owned = [t for t in tensors if (has_storage(t) or isinstance(t, Parameter)) and t.requires_grad and is_leaf(t)]
-        return tensors + [t.grad for t in owned if t.grad is not None]
+        return tensors + [t.grad for t in tensors if _may_have_gradient(t) and t.grad is not None]
 
     def meet(self, one: Any) -> None:
         """Restore later a model that is called, with what is in it, an optimizer that is about to step, a parameter."""
@@ -138,6 +138,11 @@ class LivingObjects:
         if is_uninitialized(module):
             return
         self._kept[id(module)] = module, Attributes(vars(module))
+
+
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    """Return whether a backward adds to a tensor's gradient: a parameter's, or a plain tensor's."""
+    return (has_storage(tensor) or isinstance(tensor, Parameter)) and tensor.requires_grad and is_leaf(tensor)
 
 
 def _instances_of(classes: tuple[type[T], ...]) -> list[T]:

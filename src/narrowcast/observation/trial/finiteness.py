@@ -271,15 +271,21 @@ def only_passed_on(inputs: list[torch.Tensor], results: list[torch.Tensor]) -> b
 # -- infinities that are meant -----------------------------------------------------------------------------------------
 
 
+def intended(call: SeenCall, results: list[torch.Tensor]) -> str:
+    """Return why infinite results are intentional. NaN, as of 0 times an infinite number, is not."""
+    has_nan = any(bool(t.isnan().any()) for t in results)
+    return "" if has_nan else numbers_not_finite(call) or _mask_like(call, results)
+
+
 def numbers_not_finite(call: SeenCall) -> str:
     """Return why an infinite result is intentional: an infinite number was passed, as masks are filled with one."""
     numbers = [v for v in tree_leaves((call.args, call.kwargs)) if isinstance(v, float)]
     return "filled in as a number" if any(math.isinf(v) for v in numbers) else ""
 
 
-def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
+def _mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
     """Return why an infinite result is intentional: it is all -inf where an argument has its format's lowest value."""
-    if any(bool(torch.isnan(t).any()) or bool((t == math.inf).any()) for t in results):
+    if any(bool((t == math.inf).any()) for t in results):
         return ""
     for name, tensor in inputs_of(call):
         if tensor.numel() and is_lowest(float(tensor.detach().min()), tensor):

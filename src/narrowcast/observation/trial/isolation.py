@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -182,8 +181,9 @@ def _copy_modules(model: Any, memo: dict[int, Any]) -> None:
     """Copy a model's modules into the memo of a deep copy, as that would, which takes five times as long: a module has
     twenty attributes, nearly all of them numbers or empty. Those whose class says how it is copied are left to it.
     """
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    plain = [m for m in modules if id(m) not in memo and _is_copied_by_its_attributes(type(m))]
+    modules = [*model.modules()] if isinstance(model, torch.nn.Module) else []
+    kinds = {kind for kind in set(map(type, modules)) if _is_copied_by_its_attributes(kind)}
+    plain = [module for module in modules if id(module) not in memo and type(module) in kinds]
     memo.update((id(module), type(module).__new__(type(module))) for module in plain)
     for module in plain:
         attributes = vars(memo[id(module)])
@@ -193,7 +193,6 @@ def _copy_modules(model: Any, memo: dict[int, Any]) -> None:
             attributes[name] = held if type(held) in _ATOMS else copy.deepcopy(held, memo)
 
 
-@cache
 def _is_copied_by_its_attributes(kind: type[torch.nn.Module]) -> bool:
     """Return whether a deep copy of such a module is a new object with copies of its attributes, and nothing else."""
     ways = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
