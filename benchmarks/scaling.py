@@ -114,9 +114,9 @@ VERBS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     ),
     "compare, print": lambda model, x: str(nc.compare(model, x, under="bf16")),
     "torch.export": torch_exported,
-    "export": lambda model, x: nc.export(model, (x,), dtype="bf16"),
+    "export": lambda model, x: nc.export(model, (x,), under="bf16"),
     "torch.compile": compiled(torch_compiled),
-    "compile, fast": compiled(lambda model: nc.compile(model, dtype="bf16", goal="fast")),
+    "compile, fast": compiled(lambda model: nc.compile(model, under="bf16", goal="fast")),
 }
 
 

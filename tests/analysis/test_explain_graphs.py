@@ -249,3 +249,26 @@ def test_what_was_exported_is_explained_as_it_runs(tmp_path):
     assert computed == {"bf16", "fp32"} and found.ledger.totals().casts == 0
     assert "with its own casts" in found.note and "policy: none" in str(found)
     assert nc.explain(loaded, (x,), under="bf16").ledger.totals().casts > 0
+
+
+class FromData(nn.Module):
+    """A scale that the first batch sets, in code that a compiled model runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(4))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(-x.std(0).log())
+                self.is_ready.fill_(True)
+        return x * self.scale.exp()
+
+
+def test_weights_that_compiled_code_writes_to_are_as_before():
+    """No call is seen that writes to them: what is compiled has weights of its own."""
+    model = nn.Sequential(FromData(), nn.Linear(4, 4))
+    nc.explain(model, torch.randn(16, 4) * 3, under="bf16", front_end="compile")
+    assert bool((model[0].scale == 0).all()) and not model[0].is_ready

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import permutations, product
 
-from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned, range_difference
+from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
@@ -23,6 +23,7 @@ from narrowcast.analysis.diff.pieces import (
     stacked,
 )
 from narrowcast.analysis.diff.round_off import BAND_OF_FP32, LEAST_BAND, RoundOff, band_of_formats
+from narrowcast.analysis.diff.same_weights import range_difference
 from narrowcast.analysis.diff.sides import Bundle, RankCall, Side, has_bias, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops import named, op_kind
@@ -167,9 +168,8 @@ class Values:
         one, other = (_joined([bundle.weight for bundle in bundles]) for bundles in (a, b))
         if one is None or other is None or one.elements != other.elements:
             return ()
-        difference = range_difference(one, other)
-        is_far = difference > band_of_formats([one.format, other.format])
-        return (_row_of("weight", one.format, other.format, difference),) if is_far else ()
+        far, band = range_difference(one, other), band_of_formats([one.format, other.format])
+        return (_row_of("weight", one.format, other.format, far),) if far > band else ()
 
     def between(self, a: int, b: int) -> Distance:
         """Compare two tensors, by their numbers in the first ranks' runs."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowcast.analysis.diff.pieces import Piece, distance, stacked
+from narrowcast.analysis.diff.pieces import stacked
+from narrowcast.analysis.diff.same_weights import by_lowest, near_to, range_difference, same_weight, weight_distance
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
-from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import MappingLine, RunMapping
 
 BY_HAND, BY_PATH, BY_WEIGHTS, BY_ORDER, BY_VALUES = "mapping", "path", "weights", "order", "values"
@@ -20,8 +19,6 @@ INTERCHANGEABLE = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
 """Families whose members may be the same call under different names; pointwise ops are not."""
 _CLOSE = 0.05
 """By how much of the largest magnitude the ranges of equal values may differ, faults upstream included."""
-_ROUNDED = 16.0
-"""Rounding moves the mean and the root mean square of a weight this many times less than single elements, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +172,12 @@ class _Aligner:
 
     def by_weights(self) -> None:
         """Pair products with the same weight, also where one run has several fused in one."""
+        waiting = by_lowest(self._free_b)
         for a in [x for x in self._free_a if x.weight is not None]:
-            candidates = [b for b in self._free_b if _same_direction(a, b) and _same_weight(a.weight, b.weight)]
+            near = [b for b in near_to(a, waiting) if b in self._free_b]
+            candidates = [b for b in near if _same_direction(a, b) and same_weight(a.weight, b.weight)]
             if candidates:
-                self._pair([a], [min(candidates, key=lambda b: _weight_distance(a.weight, b.weight))], BY_WEIGHTS)
+                self._pair([a], [min(candidates, key=lambda b: weight_distance(a.weight, b.weight))], BY_WEIGHTS)
         for parts in _siblings(self._free_a):
             self._fused(parts, list(self._free_b), True, _same_weights)
         for parts in _siblings(self._free_b):
@@ -203,7 +202,7 @@ _IsFused = Callable[[Sequence[Bundle], Bundle], bool]
 def _same_weights(parts: Sequence[Bundle], whole: Bundle) -> bool:
     """Return whether the weights of the parts, concatenated by rows, are that of the whole."""
     weight = stacked([p.weight for p in parts if p.weight is not None])
-    return _same_direction(parts[0], whole) and _same_weight(weight, whole.weight)
+    return _same_direction(parts[0], whole) and same_weight(weight, whole.weight)
 
 
 def _same_size(parts: Sequence[Bundle], whole: Bundle) -> bool:
@@ -214,20 +213,6 @@ def _same_size(parts: Sequence[Bundle], whole: Bundle) -> bool:
 
 def _same_direction(a: Bundle, b: Bundle) -> bool:
     return a.id.direction == b.id.direction and a.family == b.family
-
-
-def _same_weight(a: Piece | None, b: Piece | None) -> bool:
-    if a is None or b is None or a.elements != b.elements:
-        return False
-    most = 1e-6 if a.format == b.format else 2 * max(FORMATS[p.format].epsilon for p in (a, b))
-    moments = max(abs(a.mean - b.mean), abs(a.rms - b.rms)) if a.is_whole and b.is_whole else 0.0
-    return range_difference(a, b) <= most and moments <= max(most / _ROUNDED, 1e-6) * a.rms
-
-
-def _weight_distance(a: Piece | None, b: Piece | None) -> float:
-    """Return the distance of two weights; infinity if their rows do not match (one is transposed)."""
-    result = distance(a, b)
-    return result.relative if result.is_known else math.inf
 
 
 def _siblings(free: Iterable[Bundle]) -> list[list[Bundle]]:
@@ -266,12 +251,6 @@ def _has_range(x: Bundle) -> bool:
     return x.low < x.high
 
 
-def range_difference(a: Bundle | Piece, b: Bundle | Piece) -> float:
-    """Return the difference of the smallest and the largest values, relative to the largest magnitude."""
-    largest = max(abs(a.low), abs(a.high), abs(b.low), abs(b.high))
-    return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
-
-
 def is_by_values(pair: Aligned) -> bool:
     """Return whether calls of two ops are a pair by their values alone: no module but the root has both."""
     a, b = pair.a[0], pair.b[0]
@@ -285,7 +264,7 @@ def are_of_one_weight(pair: Aligned) -> bool:
         stacked([x.weight for x in side]) if all(x.weight is not None for x in side) else None  # type: ignore[misc]
         for side in (pair.a, pair.b)
     )
-    return _same_weight(a, b)
+    return same_weight(a, b)
 
 
 def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:

@@ -50,8 +50,10 @@ def have_trained_alike(values: Values, gradients: Sequence[GradientRow], widest:
 
 def _both(values: Values, one: _Moved, state: str) -> tuple[Piece, Piece] | None:
     """Return a state that both optimizers keep of a weight; None if it is not that."""
-    known = [[side.runs[0].parameters[name] for name in names]
-             for side, names in zip(values.sides, (one.a, one.b), strict=True)]  # fmt: skip
+    known = [
+        [side.runs[0].parameters[name] for name in names]
+        for side, names in zip(values.sides, (one.a, one.b), strict=True)
+    ]
     if not all(known) or any(state not in row for rows in known for row in rows):
         return None
     a, b = ([side.piece(0, row[state]) for row in rows] for side, rows in zip(values.sides, known, strict=True))
@@ -124,14 +126,21 @@ def _with_fused(
         rows = sides[n].runs[0].parameters
         trained.append(tuple(name for name in names if "gradient" in rows[name]))
         rounded = [sides[n].value(name) for name in noise[n]]
-        copies = (name for name in names if "gradient" not in rows[name]
-                  and not any(are_equal(sides[n].value(name), one) for one in rounded))  # fmt: skip
+        copies = (
+            name
+            for name in names
+            if "gradient" not in rows[name] and not any(are_equal(sides[n].value(name), one) for one in rounded)
+        )
         if not all(_is_anywhere(sides[n], name, sides[1 - n]) for name in copies):
             return None
     if all(trained):
-        starts, ends = ([in_any_order([side.piece(0, side.runs[0].parameters[name][state]) for name in names])
-                         for side, names in zip(sides, trained, strict=True)]
-                        for state in ("before", "value"))  # fmt: skip
+        starts, ends = (
+            [
+                in_any_order([side.piece(0, side.runs[0].parameters[name][state]) for name in names])
+                for side, names in zip(sides, trained, strict=True)
+            ]
+            for state in ("before", "value")
+        )
         if are_equal(*starts):
             return [*found, _Moved(trained[0], trained[1], starts[0], *ends)]
     return None if any(trained) else found
@@ -201,9 +210,13 @@ def _readers(side: Side, pairs: Sequence[Aligned], own: int) -> dict[int, list[t
 
 
 def _same_untrained(
-    values: Values, readers: Mapping[int, Sequence[tuple[Aligned, str]]], places: Places, own: int, name: str,
+    values: Values,
+    readers: Mapping[int, Sequence[tuple[Aligned, str]]],
+    places: Places,
+    own: int,
+    name: str,
     trained: Sequence[str],
-) -> Untrained | None:  # fmt: skip
+) -> Untrained | None:
     """Return what the other run leaves of a parameter that one trains: a parameter of the same value; or what a call of
     it reads, made by no call and of that value, where its pair reads the parameter. None if it has neither.
     """

@@ -42,11 +42,11 @@ def isolated(
 ) -> Iterator[Isolated]:
     """Yield a function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
-    What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
-    without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
-    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules,
-    or a model whose hooks close over it) runs itself; the attributes and buffers of the modules that it calls are
-    restored.
+    What runs is a deep copy of model and arguments, in which weights are shared; or, where no call runs it (`through`),
+    copied: what that writes to is not seen; or fake tensors if `fake` (then without compute or memory; meta tensors and
+    devices that are not here become fake cpu tensors). So caches that a model fills while it runs stay in the copy. A
+    callable that cannot be copied (a function that closes over modules, or a model whose hooks close over it) runs
+    itself; the attributes and buffers of the modules that it calls are restored.
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
@@ -55,6 +55,8 @@ def isolated(
     callable that runs itself.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    if stand_in is None and through is not None:  # compiled code writes to weights unseen
+        stand_in = stand_ins(lambda tensor: tensor.detach().clone())
     stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
