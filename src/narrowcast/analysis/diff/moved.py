@@ -17,7 +17,7 @@ from narrowcast.output.words import and_more
 from narrowcast.reports.results.run import UNNAMED
 from narrowcast.reports.results.run_differences import GradientRow, Untrained
 
-MEANS = ("exp_avg", "momentum_buffer")
+_OF_MEANS = ("exp_avg", "momentum_buffer")
 """The states in which optimizers of torch's keep a mean of gradients."""
 _MEANS, _MEANS_OF_LOW, _WAY_OF_LOW = 4, 0.025, 0.15
 """In low formats means of gradients of sound programs were 0.02 apart at most, and 3.3 widest rounding bounds of a call
@@ -38,26 +38,28 @@ def have_trained_alike(values: Values, gradients: Sequence[GradientRow], widest:
     rows of those that are left; what is rounding alone, as of a bias before a norm, leads anywhere. widest: the widest
     rounding bound of a call.
     """
-    apart = max(SAME_STEP, min(_MEANS_OF_LOW, _MEANS * widest)) if widest >= BAND_OF_LOW else SAME_STEP
-    least = UNLIKE if widest >= BAND_OF_LOW else SAME_STEP
+    is_low = widest >= BAND_OF_LOW
+    apart = max(SAME_STEP, min(_MEANS_OF_LOW, _MEANS * widest)) if is_low else SAME_STEP
+    least = UNLIKE if is_low else SAME_STEP
     noise = named_in([row for row in gradients if least < row.difference <= row.round_off_bound])
     moved = [one for one in _moved(values, noise) or () if noise[0].isdisjoint(one.a) and noise[1].isdisjoint(one.b)]
-    means = [both for one in moved for state in MEANS if (both := _both(values, one, state))]
+    means = [both for one in moved for state in _OF_MEANS if (both := _both(values, one, state))]
     off, size = (math.hypot(*sizes) for sizes in zip((0.0, 0.0), *map(_apart_in_any_order, means), strict=True))
-    has_low_means = bool(means) and widest >= BAND_OF_LOW
-    return off <= apart * size and _part_of_the_way(moved) <= (_WAY_OF_LOW if has_low_means else apart)
+    return off <= apart * size and _part_of_the_way(moved) <= (_WAY_OF_LOW if means and is_low else apart)
 
 
 def _both(values: Values, one: _Moved, state: str) -> tuple[Piece, Piece] | None:
     """Return a state that both optimizers keep of a weight; None if it is not that."""
-    known = [
-        [side.runs[0].parameters[name] for name in names]
-        for side, names in zip(values.sides, (one.a, one.b), strict=True)
-    ]
-    if not all(known) or any(state not in row for rows in known for row in rows):
+    both = list(zip(values.sides, (one.a, one.b), strict=True))
+    if not all(names and all(state in side.runs[0].parameters[name] for name in names) for side, names in both):
         return None
-    a, b = ([side.piece(0, row[state]) for row in rows] for side, rows in zip(values.sides, known, strict=True))
+    a, b = (_pieces(side, names, state) for side, names in both)
     return (a[0], b[0]) if len(a) == len(b) == 1 else (in_any_order(a), in_any_order(b))
+
+
+def _pieces(side: Side, names: Sequence[str], state: str) -> list[Piece]:
+    """Return a state of parameters: their values, those before the steps, or what an optimizer keeps of them."""
+    return [side.piece(0, side.runs[0].parameters[name][state]) for name in names]
 
 
 def _apart_in_any_order(both: tuple[Piece, Piece]) -> tuple[float, float]:
@@ -135,10 +137,7 @@ def _with_fused(
             return None
     if all(trained):
         starts, ends = (
-            [
-                in_any_order([side.piece(0, side.runs[0].parameters[name][state]) for name in names])
-                for side, names in zip(sides, trained, strict=True)
-            ]
+            [in_any_order(_pieces(side, names, state)) for side, names in zip(sides, trained, strict=True)]
             for state in ("before", "value")
         )
         if are_equal(*starts):
