@@ -213,3 +213,29 @@ def test_a_rule_that_leaves_most_values_infinite_is_not_advised():
 
     found = first(entropy)
     assert not found.rules and "keep its inputs off that value" in found.advice, found.advice
+
+
+class Halved(torch.autograd.Function):
+    """Its backward overflows in fp16."""
+
+    @staticmethod
+    def forward(ctx, v):
+        return v.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g.half() * 1e9).float()
+
+
+def test_an_overflow_in_a_custom_backward_is_not_said_of_an_op_without_a_gradient():
+    """The product of what is detached follows the Function, and makes no node of autograd: no rule is about it."""
+    v = torch.ones(4, requires_grad=True)
+
+    def step():
+        spikes = Halved.apply(v)
+        state = v - 0.3 * spikes.detach()
+        (spikes * state.detach()).sum().backward()
+
+    found = first(step)
+    assert found.id.op == "aten.mul.Tensor" and found.line == Halved.backward.__code__.co_firstlineno + 2
+    assert found.forward is None and not found.rules

@@ -203,7 +203,7 @@ def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
 def test_json_has_everything():
     """With schema names."""
     data = json.loads(nc.explain(Net(), (x,)).to_json())
-    assert data["schema"] == "narrowcast.explanation/3"
+    assert data["schema"] == "narrowcast.explanation/4"
     assert data["ledger"]["calls"] and data["ledger"]["casts"]
 
 

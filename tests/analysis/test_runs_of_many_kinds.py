@@ -287,14 +287,55 @@ class TestRuns:
         """The verdict is "not finite", and the multiplication that exceeds fp16 is on the first screen."""
         found = nc.compare(lambda x: (x @ x) * 60000, (torch.ones(4, 4),), under="fp16", isolate=0)
         assert found.verdict == "not finite" and found.runs > 8
-        assert found.not_finite.op == "aten.mul.Tensor" and found.not_finite.value == "infinity"
+        assert found.not_finite.id.op == "aten.mul.Tensor" and found.not_finite.what == "infinity"
         assert "; first infinity in the fp16 result of aten.mul.Tensor" in " ".join(str(found).split())
 
     def test_where_a_reference_begins_to_be_nan_is_said(self, x):
         """The logarithm makes NaN in fp32 as well, so it is reported for the reference and not for the run."""
         found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), under="bf16", isolate=0)
-        assert found.not_finite is None and found.reference_not_finite.startswith("nan in the fp32 result of aten.log")
+        assert found.not_finite is None
+        assert found.reference_not_finite.text.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25
+
+    @pytest.mark.parametrize(
+        ("function", "backward"), [(lambda x: (x - x).log() * 0.0, False), (lambda x: (x - x).sqrt(), True)]
+    )
+    def test_what_fp32_does_not_compute_is_not_compared_and_its_call_is_advised_on(self, function, backward):
+        """An output of nothing but NaN, or a gradient that is infinite, in fp32 as well: its op and line are named."""
+        x = torch.ones(4, requires_grad=backward)
+        found = nc.compare(function, (x,), under="fp16", backward=backward)
+        assert found.verdict == "not compared"
+        own, line = found.reference_not_finite, function.__code__.co_firstlineno
+        assert (own.file, own.line) == (__file__, line)
+        assert f"{__file__}:{line}" in f"{found.todos[0].what} {found.todos[0].why}"
+        assert "not finite in the reference either" in " ".join(str(found).split())
+
+    def test_parameters_that_lose_their_gradients_are_a_fault(self):
+        """torch.export loses the backward of a Function: parameters before it get no gradient, and are named."""
+        model, x = nn.Sequential(nn.Linear(4, 8), _Steps(), nn.Linear(8, 2)), torch.randn(16, 4)
+        made = nc.export(model, (x,), under="bf16").module()
+        found = nc.compare(made, (x,), reference=model, backward=lambda y: y.float().square().mean())
+        assert found.verdict == "fault"
+        assert found.todos[0].what == "Find out why 0.weight has no gradient"
+        same = nc.compare(model, (x,), under="bf16", backward=lambda y: y.float().square().mean())
+        assert same.verdict == "round-off"
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (v,) = ctx.saved_tensors
+        return g / (1 + v.abs()) ** 2
+
+
+class _Steps(nn.Module):
+    def forward(self, v):
+        return _Step.apply(v)
 
 
 class TestRunsOfOneProgramInTwoFormats:

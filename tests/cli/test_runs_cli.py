@@ -198,7 +198,7 @@ def test_a_saved_explanation_is_shown_again(cli, target, tmp_path):
     assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
     code, text, _ = cli("show", saved, "--json")
     assert code == 0 and json.loads(text) == json.loads(saved.read_text())
-    saved.write_text(saved.read_text().replace("narrowcast.explanation/3", "narrowcast.explanation/0"))
+    saved.write_text(saved.read_text().replace("narrowcast.explanation/4", "narrowcast.explanation/0"))
     code, out, err = cli("show", saved)
     assert code == 2 and out == "" and "explanation/0" in err and "Write it again" in err
 

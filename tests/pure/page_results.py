@@ -11,7 +11,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule, Site
 from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement.place import PlacedCall, Placement
-from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
+from narrowcast.reports.results.differences import CallError, Differences, GradientError, OutputError
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
 from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Largest, Watching
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
@@ -279,7 +279,7 @@ def a_placed():
 def not_finite():
     """The comparison of a run whose output is not finite."""
     found = differences()
-    found.not_finite = NotFinite(LINEAR, "layer.1", FILE, 5, "fp16", "infinity")
+    found.not_finite = Finding(CallId("layer.1", LINEAR), FILE, 5, "infinity", "format", "fp16", "it is too large")
     found.verdict = "not finite"
     return found
 

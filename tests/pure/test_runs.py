@@ -10,7 +10,7 @@ import pytest
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.formats import fp32
-from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
+from narrowcast.reports.results.differences import CallError, Differences, GradientError, OutputError
 from narrowcast.reports.results.findings import Finding, InspectedStep, Watching
 from narrowcast.reports.results.headroom import PER_ROW, PER_TENSOR, UNSCALED
 from narrowcast.reports.results.run import Run
@@ -229,7 +229,7 @@ class TestSaved:
         ]
         gradients = [GradientError("weight", "fp32", math.nan, 0.9, 0.0, "not finite")]
         found = Differences("model", "cpu", "native", "bf16", "fp32", rows, gradients=gradients, verdict="fault")
-        found.not_finite = NotFinite("aten.mm.default", "x", "m.py", 2, "fp16", "nan")
+        found.not_finite = Finding(mm, "m.py", 2, "nan", "op", "fp16", "0 by 0")
         found.save(tmp_path / "c.json")
         again = load(tmp_path / "c.json")
         assert again.rows[1] == rows[1] and math.isnan(again.gradients[0].relative_error)
@@ -292,7 +292,7 @@ class TestSaved:
         found.save(tmp_path / "f.json")
         assert load(tmp_path / "f.json").rows == found.rows
 
-    @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/2"}', "[]"])
+    @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/3"}', "[]"])
     def test_anything_else_is_refused(self, tmp_path, text):
         """Plain text, incomplete records, lists and missing files all raise one message about saved results."""
         (tmp_path / "x.json").write_text(text)

@@ -165,7 +165,7 @@ class Advising:
         blamed = [row.forward or row.id for row in rows]
         blamed[len(result.faults[:1]) : 0] = [growth.id] if growth is not None else []
         if (first := result.not_finite) is not None:  # which may have no partner
-            own = CallId(first.module_path, first.op, 1)
+            own = CallId(first.id.module_path, first.id.op, 1)
             blamed[:0] = [own] * all((one.module_path, one.op) != (own.module_path, own.op) for one in blamed)
         return list(dict.fromkeys(blamed))[:_BLAMED]
 

@@ -85,8 +85,7 @@ def compare(
     Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
     two where one is not finite, to find where, and at most 14 where an error is too large, to find what helps
     (`remedy`): rules, or lines in fp32 whose code asks for a low format itself. The model is unchanged afterwards:
-    weights that it changes itself are restored. Raises RunError for a model that returns no tensor, or a reference
-    whose output is nothing but NaN.
+    weights that it changes itself are restored. Raises RunError for a model that returns no tensor.
     """
     check_arguments("compare", reference, by)
     trial = Trial.of("compare", model, inputs, backward)
@@ -152,7 +151,7 @@ class _Comparing:
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         expected = self._run_reference(reference)
         if not self._accepts_any:
-            check_reference(expected, self._result.reference)
+            check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
@@ -235,19 +234,23 @@ class _Comparing:
             ) from error  # fmt: skip
 
     def _find_not_finite(self, expected: Outcome) -> None:
-        """Find, where an output is not finite, the first call that makes it so here, and not in the reference."""
-        result, floating = self._result, [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
-        is_itself = any(not bool(torch.isfinite(t).all()) for t in floating)
-        if is_itself:
+        """Find, where outputs or gradients are not finite, the first call that makes them so here, and not in the
+        reference.
+        """
+        result, floating = self._result, [t for t in tensors_of(expected.output) if t.is_floating_point()]
+        is_itself = any(not bool(dense(t).isfinite().all()) for t in (*floating, *expected.gradients.values()))
+        if is_itself and result.verdict != verdicts.NOT_COMPARED:
             result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")
         is_here = has_nan(expected.output) or any(math.isnan(error.sqnr_db) for error in result.outputs)
+        is_here = is_here or any(gradient.verdict == verdicts.NOT_FINITE for gradient in result.gradients)
         if not (is_itself or is_here):
             return
         reference, here = watch(at="op"), watch(at="op")
         self._run(self._other, self._around, reference, self.dtype)
         if is_here:
             self._run(self._trial, self._region, here)
-        result.not_finite, result.reference_not_finite = first_not_finite(reference.found, here.found, is_itself)
+        result.not_finite = first_not_finite(reference.found, here.found)
+        result.reference_not_finite = reference.found.first if is_itself else None
 
     def _move(
         self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False
@@ -339,13 +342,10 @@ class _Comparing:
         is_beyond = is_beyond or bool(result.compiled) or verdicts.FAULT in of_calls
         is_off = bool(worst or result.differing)
         result.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
-        lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
+        lost = judging.about_lost(expected)
         if lost and result.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
             result.verdict = verdicts.NOT_COMPARED
-            self._note(
-                f"Gradients are not finite in the reference, too ({lost[0]}, in all {len(lost)}): nothing is said of "
-                "them. nc.watch() around forward and backward names the call that makes them."
-            )
+            self._note(lost)
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         says_nothing = (verdicts.EXACT,) if worst or self._trial.backward else (verdicts.EXACT, verdicts.ROUND_OFF)
         is_low = result.verdict in says_nothing and judging.is_low_in_both(result.rows, self._trial.is_made)

@@ -22,16 +22,24 @@ from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.trial.output_errors import (
     MASKED,
     decibels,
+    dense,
     difference,
     error_of,
     flat,
     gradient_error,
     output_errors,
 )
-from narrowcast.observation.trial.trial import Outcome
+from narrowcast.observation.trial.trial import Outcome, has_numbers, tensors_of
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import OUTPUT_FACTOR, CallError, Differences, GradientError, OutputError
+from narrowcast.reports.results.differences import (
+    NO_GRADIENT,
+    OUTPUT_FACTOR,
+    CallError,
+    Differences,
+    GradientError,
+    OutputError,
+)
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon
@@ -50,6 +58,20 @@ _CAST_AGAIN = (
 ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
 )
+
+
+def about_lost(expected: Outcome) -> str:
+    """Return the note that the reference has nothing to compare with: no output but NaN, or a gradient that is not
+    finite; nothing where it has.
+    """
+    lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
+    outputs = [dense(t) for t in tensors_of(expected.output) if has_numbers(t) and t.numel()]
+    if outputs and all(bool(t.isnan().all()) for t in outputs):
+        return "The output is nothing but NaN in the reference, too: nothing is compared with it."
+    if lost:
+        names = f"{lost[0]}, in all {len(lost)}"
+        return f"Gradients are not finite in the reference, too ({names}): nothing is said of them."
+    return ""
 
 
 def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
@@ -270,11 +292,13 @@ def root_mean_square(gradient: torch.Tensor) -> float:
 def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str]) -> list[GradientError]:
     """Return a row for each parameter. underflow: those whose error is round-off if the loss is scaled."""
     largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
-    rows = [
-        judge_gradient(name, gradient, actual.gradients[name], bands.of_gradient(name), largest)
-        for name, gradient in expected.gradients.items()
-        if name in actual.gradients
-    ]
+    rows = []
+    for name, gradient in expected.gradients.items():
+        if (found := actual.gradients.get(name)) is not None:
+            rows.append(judge_gradient(name, gradient, found, bands.of_gradient(name), largest))
+        elif not actual.gradients.keys().isdisjoint(expected.gradients):  # else its parameters have other names
+            row = judge_gradient(name, gradient, torch.zeros_like(gradient), bands.of_gradient(name), largest)
+            rows.append(replace(row, format=NO_GRADIENT, underflow=0.0))
     lost = [g.verdict == verdicts.FAULT and g.parameter in underflow for g in rows]
     return [replace(g, verdict=verdicts.ROUND_OFF) if is_lost else g for g, is_lost in zip(rows, lost, strict=True)]
 

@@ -13,7 +13,7 @@ from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
-from narrowcast.observation.statistics.arguments import Named, others_as_text, tensors_by_name
+from narrowcast.observation.statistics.arguments import Named, largest_number, others_as_text, tensors_by_name
 from narrowcast.output.words import sizes
 from narrowcast.reports.results.graphs import OUTSIDE, FlowEdge, FlowStep, GraphFlow
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
@@ -24,7 +24,7 @@ _LEARNED = ("weight", "bias", "running_mean", "running_var")
 
 class EagerFlow(Observer):
     """Calls become steps, and what they read edges; casts, copies and views are on the edges. The calls of a module
-    that is called several times are one.
+    that is called several times are one. unchecked: what fake tensors do not show of a call, which raises or not.
     """
 
     runs_fakes = True
@@ -32,6 +32,7 @@ class EagerFlow(Observer):
     def __init__(self, policies: tuple[Policy, ...]) -> None:
         super().__init__(policies)
         self.flow = GraphFlow()
+        self.unchecked = ""
         self._steps: dict[tuple[str, str, int, str], int] = {}
         self._edges: set[tuple[int, int, str, str, str]] = set()
         self._made: dict[int, tuple[int, str]] = {}
@@ -57,6 +58,9 @@ class EagerFlow(Observer):
             return
         read = [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if t.dtype in FORMATS]
         results = [t for t in call.results if t.dtype in FORMATS]
+        largest = largest_number(call.facts, call.args, call.kwargs)
+        if small := [FORMATS[t.dtype] for t in results if largest > FORMATS[t.dtype].max]:
+            self.unchecked = f"Fake tensors do not show whether {call.id.op} takes {largest:g} in {small[0]}."
         planned = _planned(call)
         formats = [planned.get(id(tensor), str(FORMATS[tensor.dtype])) for _, tensor in read]
         step = self._step(call, read, formats, results)

@@ -211,7 +211,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
             recorded = recording(trial.kept_weights(), around=region)
             with trial.isolated(fake=True) as run, recorded as ledger, flow.observing(), region, layers as rnn:
                 run_whole(run)
-            why = _not_shown_by_fakes(ledger)
+            why = _not_shown_by_fakes(ledger) or flow.unchecked
             if not why or has_meta:
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 why = _sentences(why, _unlike(device_type, rnn, ledger))

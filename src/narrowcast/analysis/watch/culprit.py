@@ -22,7 +22,6 @@ from narrowcast.observation.trial import rerun
 from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of, is_floating, is_lowest, largest_of
 from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
-from narrowcast.reports.results.differences import NotFinite
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
 from narrowcast.runtime.regions.ruling import shadowed_region
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, short_type, tensors_in, written_tensors
@@ -375,22 +374,12 @@ def _name(call: SeenCall) -> str:
     return call.facts.id.split(".")[1].removesuffix("_")
 
 
-def first_not_finite(reference: Watching, here: Watching, is_itself: bool) -> tuple[NotFinite | None, str]:
-    """Return of two watched runs the first call with a finding here and none in the reference; and the first finding of
-    the reference as text, if its output is not finite.
-    """
+def first_not_finite(reference: Watching, here: Watching) -> Finding | None:
+    """Return of two watched runs the first finding of a call that has none in the reference."""
     known = set(map(_placed, reference.findings))
-    own = next((f for f in here.findings if _placed(f) not in known), None)
-    first = reference.first
-    return None if own is None else _as_row(own), _as_row(first).text if is_itself and first is not None else ""
+    return next((finding for finding in here.findings if _placed(finding) not in known), None)
 
 
 def _placed(finding: Finding) -> tuple[str, str, str, str, int]:
     """Return where a finding is: a region adds casts, so that those of the code have other numbers in it."""
     return finding.id.op, finding.id.module_path, finding.id.direction, finding.file, finding.line
-
-
-def _as_row(finding: Finding) -> NotFinite:
-    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
-    format = facts[0].format if facts else finding.formats
-    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)

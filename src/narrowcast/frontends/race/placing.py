@@ -35,8 +35,8 @@ from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.programs.passes.assign import assign_casts
 from narrowcast.programs.program import Program, Writes, print_program
-from narrowcast.reports.results.differences import site_text
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
+from narrowcast.reports.results.run_records import site_text
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.sweep import foreign_profile, keep, known_profile
 from narrowcast.runtime.sites.python_stack import warn_at

@@ -30,7 +30,7 @@ from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.graph_nodes import current_site, script_site, told_of_script_sites
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import OpFacts, op_facts
+from narrowcast.runtime.torch_bridge import OpFacts, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import (
     current_autograd_node,
     current_graph_task,
@@ -238,8 +238,10 @@ class Observer(WatchingMode):
                 return result
             seen.result = result
             if torch.is_grad_enabled() and seen.who.direction != BACKWARD:
+                number = next_sequence_number() - 1
                 # an op without a gradient makes no node: the last one is another's
-                self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
+                if number not in self._nodes and any(t.requires_grad for t in tensors_in(args, kwargs)):
+                    self._nodes[number] = (seen.id, seen.site, seen.policy)
         except Exception as error:
             self.door.caught(error, seen)
             return result

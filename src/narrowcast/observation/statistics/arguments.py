@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,20 @@ def results_by_name(results: list[torch.Tensor]) -> Named:
     if len(results) == 1:
         return [("result", results[0])]
     return [(f"result.{number}", tensor) for number, tensor in enumerate(results)]
+
+
+def largest_number(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the largest finite magnitude of the numbers that a call computes with; not of sizes or dimensions."""
+    given = [*enumerate(args), *kwargs.items()]
+    numbers = [abs(value) for key, value in given if type(value) in (int, float) and key in _scalars(facts.op)]
+    return max((number for number in numbers if number < math.inf), default=0.0)
+
+
+@cache
+def _scalars(op: OpOverload) -> frozenset[int | str]:
+    """Return positions and names of arguments that are numbers of any kind: torch's Scalar."""
+    rows = [(n, a.name) for n, a in enumerate(schema_of(op).arguments) if "number" in str(a.type)]
+    return frozenset(key for row in rows for key in row)
 
 
 def draws_numbers(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -25,9 +25,11 @@ from narrowcast.reports.documents.model import (
 )
 from narrowcast.reports.documents.rules import is_low, keeping, rule_of_call, rule_todo
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
+from narrowcast.reports.documents.watches import finding_todos
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import (
     ANOTHER_MODEL,
+    NO_GRADIENT,
     OUTPUT_FACTOR,
     CallError,
     Differences,
@@ -35,6 +37,7 @@ from narrowcast.reports.results.differences import (
     Growth,
     Remedy,
 )
+from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.verdicts import (
     AT_FAULT,
     EXACT,
@@ -111,12 +114,19 @@ def comparison_verdict(result: Differences) -> str:
         band += f", and up to {OUTPUT_FACTOR:.0f} times that is no fault"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     broken = [row.parameter for row in result.gradients if row.verdict == NOT_FINITE]
-    if result.verdict in (ROUND_OFF, NOT_COMPARED) and result.reference_not_finite:
-        first = f"; not finite, in the reference either: {result.reference_not_finite}"
+    if own := _own_fault(result):
+        if result.verdict == NOT_COMPARED:
+            return f"{result.verdict.capitalize()}: not finite in the reference either: {own.text}"
+        first = f"; not finite, in the reference either: {own.text}"
     elif result.verdict == NOT_FINITE and broken and not first:
         first = f"; {counted(len(broken), 'gradient', 'are')} not finite, the first of {broken[0]}"
     much = share_of_output(result)
     return f"{result.verdict.capitalize()}: {error}{band}{first or (much and f'; that is {much}')}"
+
+
+def _own_fault(result: Differences) -> Finding | None:
+    """Return what is not finite in the reference, where that alone is wrong."""
+    return result.reference_not_finite if result.verdict in (ROUND_OFF, NOT_COMPARED) else None
 
 
 def share_of_output(result: Differences) -> str:
@@ -129,7 +139,8 @@ def _notes(result: Differences) -> list[str]:
     """Return the notes; what the reference itself returns; and how little it helps to keep the worst call high, where
     no call makes most of the output's error.
     """
-    notes = [f"{result.reference} itself: {result.reference_not_finite}"] if result.reference_not_finite else []
+    own = None if _own_fault(result) else result.reference_not_finite
+    notes = [f"{result.reference} itself: {own.text}"] if own else []
     low = [row for row in result.worst if row.is_low]
     total = max((o.relative_error for o in result.outputs), default=0.0)
     is_one = result.remedy is not None or not low or low[0].verdict in AT_FAULT
@@ -164,6 +175,9 @@ def _todos(result: Differences) -> list[Todo]:
     """
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
+    if missing := [g.parameter for g in result.gradients if g.format == NO_GRADIENT and g.verdict == FAULT]:
+        have = f"{counted(len(missing), 'parameter', 'have')} none here, and one in the reference"
+        return [Todo(f"Find out why {missing[0]} has no gradient", f"{have}: what was made may lose a custom backward")]
     if alone := unmatched_todos(result):  # no rule helps
         return alone
     wrong = _first_fault(result)
@@ -171,12 +185,13 @@ def _todos(result: Differences) -> list[Todo]:
         return wrong
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
+    if result.verdict == NOT_COMPARED and result.reference_not_finite is not None:
+        return finding_todos(result.reference_not_finite)
     if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):
         return []  # the program's own formats are in both
-    if result.verdict == NOT_COMPARED:  # gradients are not finite
+    if result.verdict == NOT_COMPARED:
         reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
-        where = result.reference_not_finite or "nc.watch() around forward and backward names the call that makes them"
-        return [Todo(f"Fix what is not finite in {reference} either; no rule helps", where)]
+        return [Todo(f"Fix what is not finite in {reference} either", "nc.watch() saw no call that made it")]
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 
@@ -194,6 +209,8 @@ def advice_todos(result: Differences) -> list[Todo]:
         changes = [*_lines_to_change(remedy), *_rules_to_add(remedy)]
         region = Todo("Make it in a region (under=), of weights in fp32", _reached(remedy))
         return [*_unknown_ops(result), *_first_fault(result), *(changes or [region])]  # a cause before what helps
+    if result.not_finite is not None:
+        return finding_todos(result.not_finite)
     lost = max(result.gradients, key=lambda row: row.underflow, default=None)
     if lost is not None and lost.underflow > _MOSTLY and not lost.is_round_off_alone:
         why = f"{lost.underflow:.0%} of the gradient of {lost.parameter} underflow"

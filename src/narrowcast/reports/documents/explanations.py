@@ -75,8 +75,8 @@ def explanation_document(result: Explanation) -> Document:
 def _notes(result: Explanation) -> list[str]:
     """Return notes: what raised, what is a fault of ours, what is not finite, what takes time, what a goal chose."""
     failure, comparison = result.failure, result.comparison
-    first = comparison.reference_not_finite if comparison is not None else ""
-    notes = [f"fp32 itself is not finite: {first}" if first else "", result.note, *result.ledger.notes]
+    first = comparison.reference_not_finite if comparison is not None else None
+    notes = ["" if first is None else f"fp32 itself is not finite: {first.text}", result.note, *result.ledger.notes]
     if failure is not None:
         notes.append(f"{failure.text} What ran before is shown.")
     notes += [
@@ -111,8 +111,8 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         return f"It raises under {failure.policy}, and not in fp32: {failure.error} ({failure.op}, {at})", "bad"
     if comparison is not None and comparison.not_finite is not None:
         first = comparison.not_finite
-        module = first.module_path or "the root"
-        return f"Not finite, where fp32 is: {first.value} made by {first.op} in {module}", "bad"
+        module = first.id.module_path or "the root"
+        return f"Not finite, where fp32 is: {first.what} made by {first.id.op} in {module}", "bad"
     if comparison is not None:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         is_slower = ratio > SLOWER and comparison.is_clear

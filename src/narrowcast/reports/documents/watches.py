@@ -46,7 +46,7 @@ def watch_document(result: Watching) -> Document:
             "A scaler skips steps whose gradients overflow, and lowers its scale until they do not. If it skips all of "
             "them, the loss or the backward overflows by itself: nc.check_training(step) says which."
         )
-    page.todos = once([todo for finding in findings for todo in _todos(finding)])
+    page.todos = once([todo for finding in findings for todo in finding_todos(finding)])
     intentional = [[times, why] for why, times in result.intentional.items()]
     page.tables = finding_table([_with_values(node) for node in nodes], map(_first_rule, findings))
     page.tables += _gradient_table(result) + table(
@@ -82,7 +82,7 @@ def _first_rule(row: Finding) -> Shown:
     return row.rules[0].keys if row.rules else {}
 
 
-def _todos(row: Finding) -> list[Todo]:
+def finding_todos(row: Finding) -> list[Todo]:
     """Return a line for each rule that fixes the finding, or its advice."""
     at = place(row.file, row.line)
     sentence = row.sentence if row.made_by == TREND else f"{row.id}{at and f' ({at})'} makes {row.what}: {row.sentence}"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
+from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
@@ -17,6 +18,8 @@ SHOWN = 5
 
 ANOTHER_MODEL = "another model"
 """The reference, if it is neither fp32 nor fp64."""
+NO_GRADIENT = "no gradient"
+"""The format of a gradient that the reference alone has."""
 OUTPUT_FACTOR = 4.0
 """Propagated errors, and those of outputs, are beyond round-off from this many times the rounding bound on."""
 
@@ -35,29 +38,6 @@ class OutputError:
     sqnr_db: float
     relative_error: float
     largest_error: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotFinite:
-    """A call whose result holds `infinity` or `nan`; format: of the result."""
-
-    op: str
-    module_path: str
-    file: str
-    line: int
-    format: str
-    value: str
-
-    @property
-    def text(self) -> str:
-        """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
-        where = site_text(self.module_path, self.file, self.line)
-        return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
-
-
-def site_text(module_path: str, file: str, line: int) -> str:
-    """Return a place, ` in encoder, model.py:12`, as far as it is known."""
-    return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +162,14 @@ class Differences(Result):
     for around a model that brings its own casts, or none. rows: by call, in order. outputs, gradients: of the model;
     round_off_bound: how far its output moves by one unit in the last place of each call's formats. unmatched: calls
     that only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
-    not_finite: where an output is not finite and the reference's is, the first call that is to blame;
-    reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
+    not_finite: where an output or a gradient is not finite and the reference's is, the finding to blame;
+    reference_not_finite: the first of the reference itself, if its output or gradients are not. compiled: how far a
     compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0. remedy: what
     helps, found by runs; tried: how often the model ran for it; growth: where the error grows, if that was looked for.
     """
 
     WHAT: ClassVar[str] = "a comparison"
-    SCHEMA: ClassVar[str] = "narrowcast.compare/2"
+    SCHEMA: ClassVar[str] = "narrowcast.compare/3"
 
     subject: str
     device_type: str
@@ -206,8 +186,8 @@ class Differences(Result):
     environment: dict[str, Any] = field(default_factory=dict)
     runs: int = 0
     by: str = "op"
-    not_finite: NotFinite | None = None
-    reference_not_finite: str = ""
+    not_finite: Finding | None = None
+    reference_not_finite: Finding | None = None
     compiled: float = 0.0
     remedy: Remedy | None = None
     tried: int = 0

@@ -9,11 +9,13 @@ from typing import ClassVar
 
 from narrowcast.core.ledger import Tally
 from narrowcast.core.policy import Rule
-from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
+from narrowcast.reports.results.differences import SHOWN, CallError, Differences, OutputError
+from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference, GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import site_text
 from narrowcast.reports.results.verdicts import EXPLAINED, RAISES
 
 
@@ -124,13 +126,13 @@ class Comparison:
         return self.differences.worst[:SHOWN]
 
     @property
-    def not_finite(self) -> NotFinite | None:
-        """Where outputs are not, the first call in the region whose result is not finite, while it is in fp32."""
+    def not_finite(self) -> Finding | None:
+        """Where outputs are not finite and fp32's are, the first finding in the region."""
         return self.differences.not_finite
 
     @property
-    def reference_not_finite(self) -> str:
-        """The first NaN of fp32 itself, if its outputs have any."""
+    def reference_not_finite(self) -> Finding | None:
+        """The first finding of fp32 itself, if its outputs are not finite."""
         return self.differences.reference_not_finite
 
 
@@ -147,7 +149,7 @@ class Explanation(Result):
     """
 
     WHAT: ClassVar[str] = "an explanation"
-    SCHEMA: ClassVar[str] = "narrowcast.explanation/3"
+    SCHEMA: ClassVar[str] = "narrowcast.explanation/4"
 
     subject: str
     device_type: str

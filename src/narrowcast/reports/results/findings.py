@@ -11,7 +11,7 @@ from narrowcast.core.policy import Rule
 from narrowcast.core.policy.text import rule_in_line
 from narrowcast.errors import Origin, RunError
 from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.run_records import TensorFacts, tensor_text
+from narrowcast.reports.results.run_records import TensorFacts, site_text, tensor_text
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
 CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
@@ -52,6 +52,14 @@ class Finding:
         if self.made_by == OP:
             return f"{self.advice} Keep what made them in fp32: {rules}." if rules else self.advice
         return " ".join(filter(None, (f"Keep it in fp32: {rules}." if rules else "", self.advice)))
+
+    @property
+    def text(self) -> str:
+        """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
+        results = [facts for _, facts in self.outputs]
+        format = next((facts.format for facts in results if not facts.is_finite), self.formats)
+        where = site_text(self.id.module_path, self.file, self.line)
+        return f"{self.what} in the {format} result of {self.id.op.removesuffix('.default')}{where}"
 
     def save(self, folder: str | Path) -> Path:
         """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not

@@ -171,6 +171,11 @@ def rows_of(tensors: Iterable[TensorFacts], calls: Iterable[CallRecord]) -> dict
     return {**rows, "call_columns": list(CALL_COLUMNS), "calls": of_calls}
 
 
+def site_text(module_path: str, file: str, line: int) -> str:
+    """Return a place, ` in encoder, model.py:12`, as far as it is known."""
+    return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
+
+
 def tensor_text(tensor: TensorFacts) -> str:
     """Return a tensor as text: `fp16 [2, 8] -3.1..4.2 rms 0.9, 3% infinite`; no range where nothing is finite."""
     text = f"{tensor.format} {list(tensor.shape)}"
