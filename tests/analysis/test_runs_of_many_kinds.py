@@ -297,6 +297,13 @@ class TestRuns:
         assert found.reference_not_finite.text.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25
 
+    def test_an_overflow_that_a_quotient_hides_is_named_first(self):
+        """1 / sqrt(inf) is 0: the output is finite, and wrong. The square is to blame, not where the error grows."""
+        model, x = nn.Sequential(nn.Linear(16, 16), _Normed()), torch.randn(4, 16)
+        found = nc.compare(model, (x,), under="fp16")
+        assert found.verdict == "not finite" and found.not_finite.id.op == "aten.mul.Tensor"
+        assert found.todos[0].rule["op"] == "aten.mul.Tensor" and found.todos[0].path == "1"
+
     @pytest.mark.parametrize(
         ("function", "backward"), [(lambda x: (x - x).log() * 0.0, False), (lambda x: (x - x).sqrt(), True)]
     )
@@ -331,6 +338,12 @@ class _Step(torch.autograd.Function):
     def backward(ctx, g):
         (v,) = ctx.saved_tensors
         return g / (1 + v.abs()) ** 2
+
+
+class _Normed(nn.Module):
+    def forward(self, x):
+        x = 1000 * x
+        return x * ((x * x).sum(-1, keepdim=True) + 1e-5).rsqrt()
 
 
 class _Steps(nn.Module):

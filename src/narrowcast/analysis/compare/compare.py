@@ -234,15 +234,12 @@ class _Comparing:
             ) from error  # fmt: skip
 
     def _find_not_finite(self, expected: Outcome) -> None:
-        """Find, where outputs or gradients are not finite, the first call that makes them so here, and not in the
-        reference.
-        """
+        """Find the first call that makes what is not finite here, and is in the reference; and the reference's own."""
         result, floating = self._result, [t for t in tensors_of(expected.output) if t.is_floating_point()]
         is_itself = any(not bool(dense(t).isfinite().all()) for t in (*floating, *expected.gradients.values()))
         if is_itself and result.verdict != verdicts.NOT_COMPARED:
             result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")
-        is_here = has_nan(expected.output) or any(math.isnan(error.sqnr_db) for error in result.outputs)
-        is_here = is_here or any(gradient.verdict == verdicts.NOT_FINITE for gradient in result.gradients)
+        is_here = has_nan(expected.output) or result.verdict == verdicts.NOT_FINITE
         if not (is_itself or is_here):
             return
         reference, here = watch(at="op"), watch(at="op")

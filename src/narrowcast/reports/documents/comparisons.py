@@ -126,7 +126,7 @@ def comparison_verdict(result: Differences) -> str:
 
 def _own_fault(result: Differences) -> Finding | None:
     """Return what is not finite in the reference, where that alone is wrong."""
-    return result.reference_not_finite if result.verdict in (ROUND_OFF, NOT_COMPARED) else None
+    return result.reference_not_finite if result.verdict in (*SOUND, NOT_COMPARED) else None
 
 
 def share_of_output(result: Differences) -> str:
@@ -185,8 +185,8 @@ def _todos(result: Differences) -> list[Todo]:
         return wrong
     is_made = not result.policy
     faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
-    if result.verdict == NOT_COMPARED and result.reference_not_finite is not None:
-        return finding_todos(result.reference_not_finite)
+    if own := _own_fault(result):
+        return finding_todos(own)
     if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):
         return []  # the program's own formats are in both
     if result.verdict == NOT_COMPARED:

@@ -292,7 +292,7 @@ def _beside(row: RunRow) -> str:
 
 
 def _places(lines: Iterable[str], own: Collection[str]) -> list[str]:
-    """Return lines of code by file: `model.py:3, 4`; of many those of calls alone, which are `own`."""
+    """Return lines of code by file, as they run: `model.py:3, 4`; of many those of calls alone, which are `own`."""
     by_file: dict[str, dict[int, bool]] = {}
     for place in lines:
         file, _, line = Path(place).name.rpartition(":")
@@ -300,7 +300,7 @@ def _places(lines: Iterable[str], own: Collection[str]) -> list[str]:
             by_file.setdefault(file, {})[int(line)] = place in own
     texts = []
     for file, known in by_file.items():
-        kept = sorted(known) if len(known) <= LINES else sorted(line for line, is_own in known.items() if is_own)
+        kept = [*known] if len(known) <= LINES else [line for line, is_own in known.items() if is_own]
         texts += [f"{file}:{', '.join(_shortened([*map(str, kept)]))}"] if kept else []
     return texts
 
