@@ -272,6 +272,54 @@ def adversaries_by_hand(fault="", low=None):
     return run
 
 
+def normed():
+    """Three steps of Adam on a model with a norm of batches: its first bias has a gradient of rounding alone."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 24, 12)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, betas=(0.8, 0.9))
+    with nc.capture() as run:
+        for batch in x:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch), batch[:, :4].argmax(1)).backward()
+            optimizer.step()
+    return run
+
+
+def normed_by_hand(one_vector=False, rate=0.01):
+    """The same without Parameters: weights are tensors of a dict, or one vector, and each step makes new ones."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 24, 12)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shapes = {name: p.shape for name, p in weights.items()}
+    if one_vector:
+        weights = {"all": torch.cat([p.flatten() for p in weights.values()])}
+    means, squares = ({name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(2))
+
+    def logits(weights, batch):
+        if one_vector:
+            parts = weights["all"].split([shape.numel() for shape in shapes.values()])
+            weights = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        hidden = batch @ weights["0.weight"].mT + weights["0.bias"]
+        off = hidden - hidden.mean(0)
+        hidden = off / (off.square().mean(0) + 1e-5).sqrt() * weights["1.weight"] + weights["1.bias"]
+        return torch.tanh(hidden) @ weights["3.weight"].mT + weights["3.bias"]
+
+    with nc.capture() as run:
+        for step, batch in enumerate(x, 1):
+            weights = {name: p.detach().requires_grad_() for name, p in weights.items()}
+            scores = logits(weights, batch)
+            rows = torch.arange(24)
+            loss = (scores.exp().sum(1).log() - scores[rows, batch[:, :4].argmax(1)]).mean()
+            gradients = torch.autograd.grad(loss, list(weights.values()))
+            with torch.no_grad():
+                for (name, p), g in zip(list(weights.items()), gradients, strict=True):
+                    means[name] = 0.8 * means[name] + 0.2 * g
+                    squares[name] = 0.9 * squares[name] + 0.1 * g * g
+                    size = (squares[name] / (1 - 0.9**step)).sqrt() + 1e-8
+                    weights[name] = p - rate * means[name] / (1 - 0.8**step) / size
+    return run
+
+
 class TestLoopsThatTrainAlike:
     """Where all weights have moved alike, by gradients of one mean, what is computed on the way is no fault."""
 
@@ -287,3 +335,10 @@ class TestLoopsThatTrainAlike:
         found = nc.diff(adversaries(), adversaries_by_hand("decay"))
         assert found.verdict == "values differ"
         assert line_of(adversaries_by_hand, "fault") in lines_named(found)
+
+    @pytest.mark.parametrize("one_vector", [False, True])
+    def test_weights_without_parameters_are_found_by_their_values(self, one_vector):
+        """A run whose weights are plain tensors comes to those of the other; with another rate it does not."""
+        found = nc.diff(normed(), normed_by_hand(one_vector))
+        assert found.verdict == "round-off", found.to_text(every=True)
+        assert nc.diff(normed(), normed_by_hand(one_vector, rate=0.02)).verdict == "values differ"

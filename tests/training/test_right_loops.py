@@ -243,7 +243,51 @@ def closure_with_a_loss_in_fp32(loop: Loop) -> None:
     loop.optimizer.step(closure)
 
 
+class Gram(nn.Module):
+    """A loss of distances, without weights."""
+
+    def forward(self, e: torch.Tensor) -> torch.Tensor:
+        return torch.log1p((e @ e.T).square().sum())
+
+
+def distances_outside(loop: Loop) -> None:
+    """A matrix product of embeddings, which a bias has made fp32, is a part of a loss in fp32."""
+    weight, bias = loop.weights[0], torch.zeros(32)
+    with region(BF16):
+        e = loop.x @ weight.T + bias
+    loop.train_in_bf16(torch.log1p((e @ e.T).square().sum()) + Gram()(e))
+
+
+def two_optimizers_by_a_scaler(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.second.zero_grad()
+    loop.scaler.scale(both(loop)).backward()
+    for optimizer in (loop.optimizer, loop.second):
+        loop.scaler.unscale_(optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.step(loop.second)
+    loop.scaler.update()
+
+
+def two_optimizers_by_one_question(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.second.zero_grad()
+    loop.scaler.scale(both(loop)).backward()
+    for optimizer in (loop.optimizer, loop.second):
+        loop.scaler.unscale_(optimizer)
+    if all(bool(p.grad.isfinite().all()) for p in [*loop.weights, *loop.other.parameters()] if p.grad is not None):
+        loop.optimizer.step()
+        loop.second.step()
+    loop.scaler.update()
+
+
+def both(loop: Loop) -> torch.Tensor:
+    with region(FP16):
+        return cross_entropy(loop.net(loop.x), loop.y) + loop.other(loop.x).float().square().mean()
+
+
 RIGHT = [
+    distances_outside, two_optimizers_by_a_scaler, two_optimizers_by_one_question,
     each_optimizer_clipped, adversaries, saturated_hinge, reweighted, masked_and_averaged, clipped_at_a_scaled_limit,
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
     custom_function, evaluated_in_a_part, optimizer_with_products,
@@ -472,3 +516,31 @@ def test_a_forward_outside_of_the_region_is_told_behind_a_gradient_that_nobody_d
         loop.step()
 
     assert "forward outside of the region" in nc.check_training(step).kinds
+
+
+def one_optimizer_by_itself(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.second.zero_grad()
+    loop.scaler.scale(both(loop)).backward()
+    for optimizer in (loop.optimizer, loop.second):
+        loop.scaler.unscale_(optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.second.step()  # HERE
+    loop.scaler.update()
+
+
+def stepped_with_noise(loop: Loop) -> None:
+    loop.backward(loop.loss())
+    loop.scaler.unscale_(loop.optimizer)
+    for weight in loop.weights:
+        weight.grad.add_(torch.full_like(weight, 1e-4))
+    loop.optimizer.step()  # HERE
+    loop.scaler.update()
+
+
+@pytest.mark.parametrize("step", [one_optimizer_by_itself, stepped_with_noise], ids=lambda step: step.__name__)
+def test_a_step_beside_the_scaler_is_never_skipped(step: Callable[[Loop], None]) -> None:
+    """What the scaler asks of one optimizer says nothing of another; what is added to an infinity leaves it so."""
+    found = nc.check_training(step, (Loop(),))
+    assert found.kinds == ("a step that is never skipped",), str(found)
+    assert "# HERE" in Path(__file__).read_text().splitlines()[found.findings[0].line - 1]

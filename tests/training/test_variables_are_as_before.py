@@ -1,7 +1,9 @@
 """`nc.check_training` leaves the variables that a step assigns as it found them, wherever they are."""
 
+import importlib
 import itertools
 import random
+import textwrap
 from array import array
 from collections import deque
 from functools import partial
@@ -218,3 +220,74 @@ def test_what_a_step_adds_to_a_list_or_a_dict_stays_there():
     assert nc.check_training(step, steps=4)
     assert len(seen) == 4 and list(by_number) == [0, 1, 2, 3]
     assert list(replayed) == [1.0] and list(growing) == [2.0]
+
+
+class Momentum:
+    """An optimizer of one's own, whose states begin with its first step."""
+
+    def __init__(self, model):
+        self.parameters, self.means, self.seen = list(model.parameters()), {}, []
+
+    @torch.no_grad()
+    def step(self):
+        for n, p in enumerate(self.parameters):
+            self.means[n] = 0.9 * self.means[n] + p.grad if n in self.means else p.grad.clone()
+            p -= 0.1 * self.means[n]
+        self.seen.append(len(self.seen))
+
+
+def test_states_that_begin_in_a_step_are_removed():
+    """Of an object all that it holds, of a plain dict what has tensors: the next step begins without them."""
+    model, x = nn.Linear(4, 1), torch.arange(8.0).view(2, 4) / 8
+    own, averages = Momentum(model), {"weight": None}
+    state = (model, own, {"step": 0})
+
+    def step():
+        model, optimizer, clock = state
+        model.zero_grad()
+        with nc.autocast("cpu", "bf16"):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        clock["step"] += 1
+        averages["bias"] = [model.bias.detach().clone()]
+        averages["steps"] = clock["step"]
+        return loss.detach()
+
+    before = [p.detach().clone() for p in model.parameters()]
+    assert nc.check_training(step, steps=2)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert state[2] == {"step": 0} and own.means == {} and own.seen == []
+    assert averages == {"weight": None, "steps": 2}
+
+
+def test_objects_and_functions_of_other_files_of_the_project_are_as_before(tmp_path, monkeypatch):
+    """A trainer that is imported counts its steps, and a function of its file binds a variable of that."""
+    source = """
+        COUNT = 0
+
+        def count():
+            global COUNT
+            COUNT += 1
+
+        class Trainer:
+            def __init__(self, step):
+                self.inner, self.number, self.last = step, 0, None
+
+            def step(self):
+                self.number += 1
+                self.last = self.inner()
+                return self.last
+    """
+    (tmp_path / "own_trainer.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_trainer")
+    inner = parts()
+    trainer = own.Trainer(lambda: trained(*inner))
+
+    def step():
+        own.count()
+        return trainer.step()
+
+    assert nc.check_training(step, steps=2)
+    assert (trainer.number, trainer.last, own.COUNT) == (0, None, 0)

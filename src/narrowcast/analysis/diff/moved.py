@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from narrowcast.analysis.diff.aligned_values import NEAR, Values
@@ -23,6 +24,8 @@ _MEANS, _MEANS_OF_LOW, _WAY_OF_LOW = 4, 0.025, 0.15
 """In low formats means of gradients of sound programs were 0.02 apart at most, and 3.3 widest rounding bounds of a call
 in fp16; those of 60 programs with a fault that trains 0.055 and more. Adam's steps by them are further apart: 0.095.
 """
+_NOISE = 2.0**-20
+"""A gradient that is smaller, in parts of the largest, is what is left of a sum that cancels in fp32."""
 
 
 def moved_apart(values: Values) -> float:
@@ -42,19 +45,34 @@ def have_trained_alike(values: Values, gradients: Sequence[GradientRow], widest:
     apart = max(SAME_STEP, min(_MEANS_OF_LOW, _MEANS * widest)) if is_low else SAME_STEP
     least = UNLIKE if is_low else SAME_STEP
     noise = named_in([row for row in gradients if least < row.difference <= row.round_off_bound])
-    moved = [one for one in _moved(values, noise) or () if noise[0].isdisjoint(one.a) and noise[1].isdisjoint(one.b)]
-    means = [both for one in moved for state in _OF_MEANS if (both := _both(values, one, state))]
+    most = _WAY_OF_LOW if is_low else SAME_STEP
+    known = _moved(values, noise, most) or ()
+    moved = [one for one in known if noise[0].isdisjoint(one.a) and noise[1].isdisjoint(one.b)]
+    means = [both for one in moved for state in _OF_MEANS if (both := _both(values, one, state, most))]
     off, size = (math.hypot(*sizes) for sizes in zip((0.0, 0.0), *map(_apart_in_any_order, means), strict=True))
-    return off <= apart * size and _part_of_the_way(moved) <= (_WAY_OF_LOW if means and is_low else apart)
+    return off <= apart * size and _part_of_the_way(moved) <= (most if means else apart)
 
 
-def _both(values: Values, one: _Moved, state: str) -> tuple[Piece, Piece] | None:
-    """Return a state that both optimizers keep of a weight; None if it is not that."""
-    both = list(zip(values.sides, (one.a, one.b), strict=True))
-    if not all(names and all(state in side.runs[0].parameters[name] for name in names) for side, names in both):
+def _both(values: Values, one: _Moved, state: str, most: float) -> tuple[Piece, Piece] | None:
+    """Return a state that both optimizers keep of a weight, where a run without parameters may keep it anywhere, so far
+    apart in parts of its size; None if it is not that.
+    """
+    both = [(side, names) for side, names in zip(values.sides, (one.a, one.b), strict=True) if names]
+    kept = [_pieces(side, names, state) for side, names in both if _keep(side, names, state)]
+    if len(kept) == 2:
+        a, b = kept
+        return (a[0], b[0]) if len(a) == len(b) == 1 else (in_any_order(a), in_any_order(b))
+    others = [side for side in values.sides if not side.runs[0].parameters]
+    if not (kept and others):
         return None
-    a, b = (_pieces(side, names, state) for side, names in both)
-    return (a[0], b[0]) if len(a) == len(b) == 1 else (in_any_order(a), in_any_order(b))
+    (pieces,) = kept
+    piece = pieces[0] if len(pieces) == 1 else in_any_order(pieces)
+    there = _anywhere(piece, others[0], most * norm(piece))
+    return None if there is None else (piece, there)
+
+
+def _keep(side: Side, names: Sequence[str], state: str) -> bool:
+    return all(state in side.runs[0].parameters[name] for name in names)
 
 
 def _pieces(side: Side, names: Sequence[str], state: str) -> list[Piece]:
@@ -87,10 +105,13 @@ class _Moved(NamedTuple):
     other: Piece
 
 
-def _moved(values: Values, noise: tuple[Collection[str], Collection[str]] = ((), ())) -> list[_Moved] | None:
+def _moved(
+    values: Values, noise: tuple[Collection[str], Collection[str]] = ((), ()), most: float = SAME_STEP
+) -> list[_Moved] | None:
     """Return the weights that steps have moved. One that a run leaves where it is, frozen or in no optimizer, ends
     there. None if not all that either moved are in the other. noise: those of either run which rounding alone moves,
-    so that their copies may end anywhere, too.
+    so that their copies may end anywhere, too. most: how far apart, in parts of its way, a weight may be in a run that
+    has no parameters.
     """
     sides = values.sides
     moved = [{name: row for name, row in side.runs[0].parameters.items() if "before" in row} for side in sides]
@@ -114,6 +135,8 @@ def _moved(values: Values, noise: tuple[Collection[str], Collection[str]] = ((),
         if name not in others:
             start = sides[1].value(name)
             found.append(_Moved((), (name,), start, start, sides[1].piece(0, left[name]["value"])))
+    if not all(side.runs[0].parameters for side in sides):
+        return _without_parameters(values, (alone, others), most)
     return _with_fused(values, found, (alone, others), noise)
 
 
@@ -128,13 +151,11 @@ def _with_fused(
         rows = sides[n].runs[0].parameters
         trained.append(tuple(name for name in names if "gradient" in rows[name]))
         rounded = [sides[n].value(name) for name in noise[n]]
-        copies = (
-            name
-            for name in names
-            if "gradient" not in rows[name] and not any(are_equal(sides[n].value(name), one) for one in rounded)
-        )
-        if not all(_is_anywhere(sides[n], name, sides[1 - n]) for name in copies):
-            return None
+        for name in names:
+            start, end = sides[n].value(name), sides[n].piece(0, rows[name]["value"])
+            is_copy = "gradient" not in rows[name] and not any(are_equal(start, one) for one in rounded)
+            if is_copy and _anywhere(end, sides[1 - n], SAME_STEP * _apart(start, end)) is None:
+                return None
     if all(trained):
         starts, ends = (
             [in_any_order(_pieces(side, names, state)) for side, names in zip(sides, trained, strict=True)]
@@ -145,13 +166,36 @@ def _with_fused(
     return None if any(trained) else found
 
 
-def _is_anywhere(side: Side, name: str, other: Side) -> bool:
-    """Return whether a tensor of another run is what steps have made of a parameter, but for rounding."""
-    row = side.runs[0].parameters[name]
-    start, end = side.piece(0, row["before"]), side.piece(0, row["value"])
-    most, tensors = SAME_STEP * _apart(start, end), other.runs[0].tensors
-    alike = (other.piece(0, n) for n, facts in enumerate(tensors) if facts.elements == end.elements)
-    return any(_apart(end, piece) <= most for piece in alike)
+def _without_parameters(values: Values, left: tuple[Sequence[str], ...], most: float) -> list[_Moved] | None:
+    """Return the weights that one run moved, where the other has no parameters: plain tensors, which it trains itself,
+    each alone or some as one. None if it does not come to the same tensors. What rounding alone moves may be anywhere.
+    """
+    n = 0 if values.sides[0].runs[0].parameters else 1
+    side, other, rows = values.sides[n], values.sides[1 - n], values.sides[n].runs[0].parameters
+    sizes = {name: side.piece(0, rows[name]["gradient"]).rms for name in left[n] if "gradient" in rows[name]}
+    least = _NOISE * max(sizes.values(), default=0.0)
+    found, together = list[_Moved](), list[str]()
+    for name in left[n]:
+        start, end = side.value(name), side.piece(0, rows[name]["value"])
+        if (there := _anywhere(end, other, most * _apart(start, end))) is not None:
+            found.append(_Moved((name,), (), start, end, there))
+        elif sizes.get(name, math.inf) > least:
+            together.append(name)
+    if together:
+        start, end = (in_any_order(_pieces(side, together, state)) for state in ("before", "value"))
+        if (there := _anywhere(end, other, most * _apart(start, end))) is None:
+            return None
+        found.append(_Moved(tuple(together), (), start, end, there))
+    return found
+
+
+def _anywhere(piece: Piece, other: Side, most: float) -> Piece | None:
+    """Return the tensor of another run that is nearest to one of this; None if all are further from it."""
+    size, tensors = math.sqrt(piece.elements), other.runs[0].tensors
+    alike = (n for n, t in enumerate(tensors) if t.elements == piece.elements and abs(t.rms - piece.rms) * size <= most)
+    apart = [(_apart_in_any_order((piece, there))[0], there) for there in (other.piece(0, n) for n in alike)]
+    nearest = min(apart, key=itemgetter(0), default=(math.inf, piece))
+    return nearest[1] if nearest[0] <= most else None
 
 
 def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Places) -> list[Untrained]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,17 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from narrowcast.runtime.sites.python_stack import is_own_module
+from narrowcast.runtime.torch_bridge import tensors_in
+
 _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
 _MET = (Module, Parameter, Optimizer)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = (set, bytearray, array)
-_LOOKED_INTO = (list, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
-"""What is restored in containers, beside objects of the function's file."""
+_LOOKED_INTO = (list, tuple, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
+"""What is restored in containers, beside objects of the user's files."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 """Values of attributes of a class that a program replaces, as it counts."""
 _LARGEST = 1 << 26
@@ -35,10 +38,11 @@ _LARGEST = 1 << 26
 
 class Variables:
     """The variables of the functions around a function (`nonlocal`), those of its file that it assigns (`global`), and
-    the attributes of the object whose method it is, and of its class; of functions and objects of its file that it
-    uses, and of namespaces, too. Items of lists and dicts that they name are as before; what was added stays there, for
-    code that collects results. A deque, which steps replay, and a set hold what they held, and so do arrays; generators
-    of random numbers go back. An iterator goes on where it was left.
+    the attributes of the object whose method it is, and of its class; of functions and objects of the user's files that
+    it uses, and of namespaces, too. What objects hold is as before. Items of other lists and dicts are as before; what
+    was added stays there, for code that collects results, but for tensors in a dict, which are a state. A deque, which
+    steps replay, and a set hold what they held, and so do arrays; generators of random numbers go back. An iterator
+    goes on where it was left.
 
     met: modules, parameters and optimizers that they name, which are not looked into.
     """
@@ -46,13 +50,15 @@ class Variables:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.met: list[Any] = []
         self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
-        self._listed: list[tuple[list[Any] | deque[Any], list[Any]]] = []
+        self._listed: list[tuple[list[Any] | deque[Any], list[Any], bool]] = []
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._numbers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._seen: set[int] = set()
+        self._are_own: dict[str | None, bool] = {}
         self._classes: set[int] = set()
         inner = function
         while isinstance(inner, partial):
@@ -64,16 +70,19 @@ class Variables:
         """Bind them to what they were bound to."""
         for cell, content in self._cells:
             cell.cell_contents = content
-        for names, before, is_whole in self._named:
-            for name in [name for name in names if name not in before] if is_whole else ():
-                del names[name]
+        for names, name, value in self._globals:
+            names[name] = value
+        for names, before, is_state in self._named:
+            for name in [name for name in names if name not in before]:
+                if is_state or tensors_in(names[name]):
+                    del names[name]
             for name, value in before.items():
                 if names.get(name, names) is not value:
                     names[name] = value
-        for items, held in self._listed:
+        for items, held, is_state in self._listed:
             if len(items) == len(held) and all(map(is_, items, held)):
                 continue
-            while isinstance(items, deque) and len(items) > len(held):
+            while is_state and len(items) > len(held):
                 items.pop()
             for at, value in enumerate(held):
                 if at == len(items):
@@ -95,7 +104,8 @@ class Variables:
         for restore, state in self._generators:
             restore(state)
 
-    def _look(self, value: Any) -> None:
+    def _look(self, value: Any, is_state: bool = False) -> None:
+        """Note what a value holds. is_state: an object holds it, or something in one."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -125,13 +135,21 @@ class Variables:
         elif isinstance(value, np.random.RandomState):
             self._generators.append((value.set_state, value.get_state()))
         elif isinstance(value, list | deque):
-            self._listed.append((value, list(value)))
-            self._look_at_items(value)
+            self._listed.append((value, list(value), is_state or isinstance(value, deque)))
+            self._look_at_items(value, is_state)
         elif isinstance(value, dict):
-            self._named.append((value, dict(value), False))
-            self._look_at_items(value.values())
-        elif type(value).__module__ == self._file or isinstance(value, _NAMESPACES):
+            self._named.append((value, dict(value), is_state))
+            self._look_at_items(value.values(), is_state)
+        elif isinstance(value, tuple):
+            self._look_at_items(value, is_state)
+        elif self._is_own(type(value).__module__) or isinstance(value, _NAMESPACES):
             self._look_inside(value)
+
+    def _is_own(self, name: str | None) -> bool:
+        """Return whether a module is the function's, or another of the user's."""
+        if name not in self._are_own:
+            self._are_own[name] = name == self._file or is_own_module(name)
+        return self._are_own[name]
 
     def _look_at_hooks(self, owner: Any) -> None:
         """Look at the functions that a model or an optimizer calls besides."""
@@ -142,29 +160,36 @@ class Variables:
                         if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "narrowcast"):
                             self._look(hook)
 
-    def _look_at_items(self, items: Any) -> None:
-        """Look at the objects of the file in a container, and at containers; it may be long."""
+    def _look_at_items(self, items: Any, is_state: bool) -> None:
+        """Look at the objects of the user's files in a container, and at containers; it may be long."""
         for one in items:
-            if isinstance(one, (*_LOOKED_INTO, *_MET)) or type(one).__module__ == self._file:
-                self._look(one)
+            if isinstance(one, (*_LOOKED_INTO, *_MET)) or self._is_own(type(one).__module__):
+                self._look(one, is_state)
 
     def _look_around(self, function: FunctionType) -> None:
+        modules = list[ModuleType]()
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:  # it is empty
                 continue
             self._cells.append((cell, content))
+            modules += [content] if isinstance(content, ModuleType) else []
             self._look(content)
-        if function.__module__ != self._file:
+        if not self._is_own(function.__module__):
             return
         names = function.__globals__
         for step in dis.get_instructions(function):
             if step.opname in ("STORE_GLOBAL", "LOAD_GLOBAL") and step.argval in names:
                 value = names[step.argval]
                 if step.opname == "STORE_GLOBAL":
-                    self._named.append((names, {step.argval: value}, False))
+                    self._globals.append((names, step.argval, value))
+                modules += [value] if isinstance(value, ModuleType) else []
                 self._look(value)
+        for module in modules:
+            if self._is_own(module.__name__):
+                for name in function.__code__.co_names:
+                    self._look(vars(module).get(name))
 
     def _look_inside(self, owner: Any) -> None:
         if isinstance(owner, _OTHERS):
@@ -173,13 +198,13 @@ class Variables:
         if isinstance(held, dict):
             self._named.append((held, dict(held), True))
             for value in held.values():
-                self._look(value)
+                self._look(value, is_state=True)
         for kind in type(owner).__mro__:
-            if kind.__module__ == self._file:
+            if self._is_own(kind.__module__):
                 self._look_at_class(owner, kind)
 
     def _look_at_class(self, owner: Any, kind: type) -> None:
-        """Look at what a class of the file holds: methods, attributes of its own, and slots of an object."""
+        """Look at what a class of the user's holds: methods, attributes of its own, and slots of an object."""
         own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
         slots = [name for name, value in own.items() if isinstance(value, MemberDescriptorType)]
         held = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
@@ -189,4 +214,4 @@ class Variables:
             self._classes.add(id(kind))
             self._attributes.append((kind, {name: value for name, value in own.items() if isinstance(value, _PLAIN)}))
         for value in (*held.values(), *own.values()):
-            self._look(value)
+            self._look(value, is_state=True)

@@ -58,6 +58,13 @@ def is_user_file(file: str) -> bool:
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
 
 
+def is_own_module(name: str | None) -> bool:
+    """Return whether a module of that name is of the user's own project, or typed in, and in no installed package."""
+    module = sys.modules.get(name or "")
+    file = getattr(module, "__file__", None) or ("" if name == "__main__" else None)
+    return file is not None and (not file or (is_user_file(file) and not file.startswith(_PACKAGES)))
+
+
 @cache
 def _may_call_modules(file: str) -> bool:
     """Return whether the methods in this file may be a user's module's, those of IPython and exec included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -75,6 +76,12 @@ class NativeScaler(torch.amp.GradScaler):
     def forget_states(self) -> None:
         """Make every optimizer ready again, as the last step of an update."""
         self._per_optimizer_states.clear()
+
+
+def steps_by_scaler() -> bool:
+    """Return whether this is called in the step of a scaler, which asks for its optimizer, and steps it."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code.co_name == "step")
+    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in frames)
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
 from narrowcast.runtime.torch_surface.dispatch import op_name, quietly, storage_key
-from narrowcast.runtime.torch_surface.grad_scaling import takes_scale
+from narrowcast.runtime.torch_surface.grad_scaling import steps_by_scaler, takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
@@ -83,7 +83,7 @@ class Backwards:
 
     def number_read(self, is_answer: bool) -> None:
         """Note that the host reads a number. is_answer: it says whether gradients are finite."""
-        self._is_checked = True
+        self._is_checked |= not steps_by_scaler()
         if is_answer and self._asked is None:
             self._asked = loop_line()
             with quietly():
@@ -282,8 +282,8 @@ class Backwards:
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""
         unscaled = [known for known in map(self._gradients.get, targets) if known is not None and known.unscaled]
-        clips = op_name(facts.op) in named("gradients.clip")
-        self._is_checked |= bool(unscaled) and not clips  # it may replace what is not finite
+        keeps = op_name(facts.op) in named("gradients.clip") | named("gradients.shift")
+        self._is_checked |= bool(unscaled) and not keeps  # it may replace what is not finite
         scaled = [power for power in powers if power.of_gradients]
         if any(power.power or power.is_mixed for power in scaled) and any(map(self._powers.is_weight, targets)):
             self._moved(loop_line())
@@ -310,7 +310,7 @@ class Backwards:
         if not is_reported:
             self._judge_powers(gradients)
         is_unscaled = any(seen.unscaled for seen in known) and not is_reported
-        if is_unscaled and not self._is_checked and not takes_scale(optimizer):
+        if is_unscaled and not self._is_checked and not takes_scale(optimizer) and not steps_by_scaler():
             self.found.append(never_skipped(
                 "the scaler has unscaled the gradients, and nobody asks whether they are finite: where the scale is "
                 "too large, they are not, and neither are the weights afterwards", has_scaler=True,

@@ -17,7 +17,7 @@ from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
-from narrowcast.runtime.torch_surface.autograd import is_in_derivative, next_sequence_number
+from narrowcast.runtime.torch_surface.autograd import is_in_derivative, is_leaf, next_sequence_number
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.training.check.gradients import Found
 
@@ -44,7 +44,7 @@ class OutsideRegions:
     def __init__(self) -> None:
         self.inside = 0
         self._low: set[str] = set()  # the low formats of training
-        self._outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
+        self._outside: list[tuple[int, str, Site, bool]] = []  # in training: node, op, line, is of a model
         self._off: list[tuple[str, Site]] = []  # in training, in a region that is off, or for another device
         self._broken: list[tuple[str, Site]] = []  # losses that are not finite
         self._evaluated: dict[int, _Evaluated] = {}
@@ -98,7 +98,8 @@ class OutsideRegions:
             self._evaluation.outside.append((call.id.op, call.site))
         elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
             node = _OF_FUNC if is_in_derivative() else next_sequence_number() - 1
-            self._outside.append((node, call.id.op, call.site))
+            is_of_model = self._model is not None and any(True for _ in self._model.parameters())
+            self._outside.append((node, call.id.op, call.site, is_of_model or any(map(_is_trained, floats))))
 
     @property
     def follows(self) -> bool:
@@ -146,9 +147,10 @@ class OutsideRegions:
                 "nc.watch() names the first call that gives NaN or infinity. Compute the loss in fp32: "
                 "loss_fn(output.float(), ...).", site,
             ))  # fmt: skip
-        outside = [o for o in self._outside if not self.inside or o[0] not in {_OF_FUNC, *differentiated}]
+        known = {_OF_FUNC, *differentiated}
+        outside = [o for o in self._outside if not self.inside or (o[3] and o[0] not in known)]
         if outside:
-            _, op, site = outside[0]
+            _, op, site, _ = outside[0]
             findings.append((
                 "forward outside of the region",
                 f"{counted(len(outside), 'call', 'run')} outside of the region that would lower such calls, the first "
@@ -193,6 +195,13 @@ class OutsideRegions:
         known = {id(p) for model in self._in_regions.values() for p in model.parameters()}
         wanted = known & trained if trained else known
         return [e for e in self._evaluated.values() if any(id(p) in wanted for p in e.model.parameters())]
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a leaf of autograd, or a view of one, that requires a gradient, as weights are."""
+    root = dispatch.base_of(tensor)
+    root = tensor if root is None else root
+    return root.requires_grad and is_leaf(root)
 
 
 def in_region() -> bool:
