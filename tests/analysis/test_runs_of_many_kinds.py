@@ -297,6 +297,17 @@ class TestRuns:
         assert found.reference_not_finite.text.startswith("nan in the fp32 result of aten.log")
         assert len(str(found).splitlines()) <= 25
 
+    def test_limits_hold_in_runs_with_moved_results(self):
+        """What is clamped is an index after that: moved by one unit it would be out of bounds."""
+        support = torch.linspace(-5.0, 5.0, 21)
+
+        def projected(x, w):
+            at = ((x @ w).float().clamp(-5.0, 5.0) + 5.0) / 0.5
+            return support[at.floor().long()] + at
+
+        found = nc.compare(projected, (3 * torch.randn(16, 8), torch.randn(8, 8)), under="bf16")
+        assert found.verdict == "round-off", found.to_text(every=True)
+
     def test_an_overflow_that_a_quotient_hides_is_named_first(self):
         """1 / sqrt(inf) is 0: the output is finite, and wrong. The square is to blame, not where the error grows."""
         model, x = nn.Sequential(nn.Linear(16, 16), _Normed()), torch.randn(4, 16)

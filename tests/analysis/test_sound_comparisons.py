@@ -157,8 +157,8 @@ def test_where_two_moved_runs_leave_a_doubt_more_decide(monkeypatch):
     """Of a scalar loss two may both be near zero, as they are here."""
 
     class Near(noise.Noise):
-        def __init__(self, seed):
-            super().__init__(seed)
+        def __init__(self, seed, *args):
+            super().__init__(seed, *args)
             if seed in (11, 12):
                 self._strip *= 1e-4
 

@@ -181,7 +181,7 @@ def test_calls_of_other_kinds_do_not_differ_in_format():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_moments_of_a_parameter_that_the_run_has_not_seen(frozen):
-    """An optimizer keeps them of a parameter without a gradient, whose value is in no run."""
+    """An optimizer keeps them of a parameter without a gradient, which no module has."""
 
     def run(frozen):
         torch.manual_seed(0)
@@ -198,7 +198,9 @@ def test_moments_of_a_parameter_that_the_run_has_not_seen(frozen):
         return run
 
     runs = run(False), run(frozen)
-    assert any(list(row) == ["exp_avg", "exp_avg_sq"] for row in runs[1].parameters.values()), runs[1].parameters
+    assert any(list(row) == ["value", "exp_avg", "exp_avg_sq"] for row in runs[1].parameters.values()), runs[
+        1
+    ].parameters
     assert [one.name for one in nc.diff(*runs).untrained] == ["Linear.weight", "Linear.bias"] * frozen
 
 
@@ -342,3 +344,24 @@ class TestLoopsThatTrainAlike:
         found = nc.diff(normed(), normed_by_hand(one_vector))
         assert found.verdict == "round-off", found.to_text(every=True)
         assert nc.diff(normed(), normed_by_hand(one_vector, rate=0.02)).verdict == "values differ"
+
+
+def detached(low, name="Adagrad"):
+    """Two steps; a layer that the optimizer holds is detached, or not."""
+    torch.manual_seed(0)
+    stem, head, x = nn.Linear(6, 8), nn.Linear(8, 3), torch.randn(2, 12, 6)
+    optimizer = getattr(torch.optim, name)([*stem.parameters(), *head.parameters()], 0.05)
+    with nc.capture() as run:
+        for batch in x:
+            hidden = stem(batch)
+            out = head((hidden.detach() if low else hidden).relu())
+            optimizer.zero_grad()
+            out.tanh().sum(1).square().mean().backward()
+            optimizer.step()
+    return run
+
+
+def test_a_weight_of_which_an_optimizer_has_a_state_but_no_gradient_is_one():
+    """Adagrad makes its states before any step: they are of weights with values."""
+    found = nc.diff(detached(False), detached(True))
+    assert found.verdict == "values differ" and found.untrained

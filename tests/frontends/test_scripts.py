@@ -371,6 +371,27 @@ def test_traced_modules_equal_eager_with_the_weight_cache(policy):
             assert_same(expected, outcome(traced, leaves, x), gradients=False)
 
 
+class LowRank(nn.Module):
+    def __init__(self, n, rank=2):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(rank, n)), nn.Parameter(0.1 * torch.randn(n, rank))
+
+    def forward(self, weight):
+        return weight + self.b @ self.a
+
+
+@pytest.mark.parametrize("policy", ["native", "safe"])
+def test_weights_that_a_parametrization_computes_are_traced(policy):
+    """torch reads them while it prepares the trace, in the region: such casts are of no graph."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+    nn.utils.parametrize.register_parametrization(layer, "weight", LowRank(8))
+    region = nc.autocast("cpu", "bf16", policy=policy)
+    traced = nc.trace(layer, (x,), under=region)
+    with region:
+        assert torch.equal(traced(x), layer(x))
+
+
 def test_torchs_own_trace_casts_a_weight_once_where_our_kernels_run():
     """What was cast before the trace is not in it, and is not traced either."""
 

@@ -291,3 +291,17 @@ def test_objects_and_functions_of_other_files_of_the_project_are_as_before(tmp_p
 
     assert nc.check_training(step, steps=2)
     assert (trainer.number, trainer.last, own.COUNT) == (0, None, 0)
+
+
+def test_a_state_among_the_arguments_is_as_before():
+    """Of a tuple, a dict."""
+    model, optimizer, x = parts()
+    clock = {"step": 0}
+
+    def step(state, x):
+        *rest, clock = state
+        clock["step"] += 1
+        return trained(*rest, x)
+
+    assert nc.check_training(step, ((model, optimizer, clock), x), steps=2)
+    assert clock == {"step": 0}

@@ -132,5 +132,6 @@ class Parameters:
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-                row = self._run.parameters.setdefault(names.setdefault(id(parameter), f"{UNNAMED}{len(names)}"), {})
+                name = names.setdefault(id(parameter), f"{UNNAMED}{len(names)}")
+                row = self._run.parameters.setdefault(name, {"value": self._table.number(parameter)})
                 row.update({name: self._table.number(value) for name, value in moments.items()})

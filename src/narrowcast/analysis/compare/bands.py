@@ -101,17 +101,18 @@ class Moved(Compared):
     results; `errors` holds the errors of this run's against them. keeps_exact: results computed from whole numbers
     alone (lengths, positions, tables of them) are left, unless the policy gives them a lower format: they are the same
     in each run of the model, and shapes may depend on them. underflows: values near the smallest number of a format are
-    perturbed by as much as underflow changes them.
+    perturbed by as much as underflow changes them. shrinks: values are moved towards zero alone, within their limits.
     """
 
     sees_inside = True
 
     def __init__(
         self, policies: tuple[Any, ...], formats: dict[CallId, Format], cast_formats: dict[CallId, Format],
-        kept: dict[CallId, list[torch.Tensor]], seed: int, keeps_exact: bool, underflows: bool,
+        kept: dict[CallId, list[torch.Tensor]], seed: int, keeps_exact: bool, underflows: bool, shrinks: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(policies)
-        self._formats, self._cast_formats, self._noise, self._kept = formats, cast_formats, Noise(seed), kept
+        self._formats, self._cast_formats, self._kept = formats, cast_formats, kept
+        self._noise = Noise(seed, shrinks)
         self._exact: ByStorage[int] | None = ByStorage() if keeps_exact else None
         self._underflows = underflows
         self.errors: dict[CallId, float] = {}
@@ -121,14 +122,15 @@ class Moved(Compared):
         format, cast_format = self._formats.get(seen.id), self._cast_formats.get(seen.id)
         if format is None or not facts.computes or draws_numbers(facts, args, kwargs):
             return result
-        if cast_format is None and op_name(facts.op).removesuffix("_") in named("rounding.takes_a_part"):
+        takes_a_part = op_name(facts.op).removesuffix("_") in named("rounding.takes_a_part")
+        if cast_format is None and takes_a_part:
             return result
         if cast_format is None and self._is_exact(format, args, kwargs, result):
             return result
         if cast_format is not None and not facts.writes and not reads_opaque(facts):
             with suppress(RuntimeError):  # of a kernel that needs the memory layout of its arguments
                 result = facts.op(*self._moved(args, cast_format), **self._moved(kwargs, cast_format))
-        return self._moved(result, format)
+        return result if takes_a_part else self._moved(result, format)
 
     def _is_exact(self, format: Format, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Return whether a result is computed from whole numbers alone; note it with its version: writes may follow."""

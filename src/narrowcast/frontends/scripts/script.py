@@ -32,7 +32,14 @@ from narrowcast.runtime.regions.ruling import ruled_device_types
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
-from narrowcast.runtime.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
+from narrowcast.runtime.torch_surface.jit import (
+    PREPACKED,
+    add_text,
+    deprecations_unsaid,
+    function_from_graph,
+    tracing_state,
+)
+from narrowcast.runtime.torch_surface.modules import told_of_module_calls
 
 
 def script(target: Callable[..., Any] | torch.nn.Module, *, under: Under = None, made_for: str = "") -> Any:
@@ -214,7 +221,7 @@ def trace(
         ruled = ruled_device_types()
         if asked.is_there and device not in ruled:
             ruled += (device,)
-        with tracing():
+        with tracing(), _cache_cleared_as_it_begins():
             try:
                 traced = torch.jit.trace(target, args or None, check_trace=False, **options)
             finally:
@@ -225,6 +232,22 @@ def trace(
             low = {torch.get_autocast_dtype(device_type) for device_type in ruled}
             _check_trace(target, explicit, args, kwargs, low)
     return add_text(explicit, TARGET, made_on) if is_module else explicit
+
+
+@contextlib.contextmanager
+def _cache_cleared_as_it_begins() -> Iterator[None]:
+    """Let go of casts that were made while torch prepared the trace, as it reads weights that a parametrization
+    computes: the graph does not have them.
+    """
+    waiting = [True]
+
+    def called(_: torch.nn.Module) -> None:
+        if waiting and tracing_state() is not None:
+            waiting.clear()
+            torch.clear_autocast_cache()
+
+    with told_of_module_calls(called):
+        yield
 
 
 def _check_trace(

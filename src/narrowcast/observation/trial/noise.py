@@ -12,13 +12,16 @@ _LENGTH = 262_139
 
 
 class Noise:
-    """Uniform numbers from -1 to 1 of a seed: one strip, which tensors read one after the other, over and over.
+    """Uniform numbers of a seed, from -1 to 1, or to 0 if they only shrink values: one strip, which tensors read one
+    after the other, over and over.
 
     To draw again for each element takes longer than most of the calls that it is for.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shrinks: bool = False) -> None:
         self._strip = 2 * torch.rand(_LENGTH, generator=torch.Generator().manual_seed(seed), device="cpu") - 1
+        if shrinks:
+            self._strip = -self._strip.abs()
         self._factors: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
         self._at = 0
 

@@ -184,7 +184,7 @@ def _todos(result: Differences) -> list[Todo]:
     if wrong and result.reference == ANOTHER_MODEL and result.remedy is None:  # no format mends another argument
         return wrong
     is_made = not result.policy
-    faults_only = result.verdict in SOUND or (is_made and result.verdict == NOT_FINITE)
+    faults_only = result.verdict in (*SOUND, NOT_JUDGED) or (is_made and result.verdict == NOT_FINITE)
     if own := _own_fault(result):
         return finding_todos(own)
     if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from narrowcast.core.ledger import Advice
@@ -71,7 +72,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
 
     with ExitStack() as stack:
         stack.enter_context(kept)
-        door.run("the variables of the step", kept.follow, step)
+        door.run("the variables of the step", kept.follow, partial(step, *args, **kwargs))
         stack.enter_context(random_state_kept())
         stack.enter_context(told_of_optimizer_steps(by_no_other_thread(steps_now), before=True))
         stack.enter_context(told_of_optimizer_steps(by_no_other_thread(has_stepped)))
