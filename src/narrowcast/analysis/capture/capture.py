@@ -83,7 +83,8 @@ def capture(
     under:  as for `explain`; without it, and no region around the call, the model runs in one that casts nothing, in
             which calls have the identities that they have under a policy.
     backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
-            outputs; or a function that makes the loss of the output.
+            outputs; or a function that makes the loss of the output, outside of the region. A loss that training
+            computes inside of it belongs to the model here: give a function that returns the loss.
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
     checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
