@@ -338,6 +338,15 @@ class TestRuns:
         same = nc.compare(model, (x,), under="bf16", backward=lambda y: y.float().square().mean())
         assert same.verdict == "round-off"
 
+    def test_parameters_that_one_model_alone_has_lose_nothing(self):
+        """Two layers in one: the gradients of the layer that both have are compared."""
+        apart, fused, x = _Product(), _Product(fused=True), torch.randn(5, 8)
+        fused.both.weight.data = torch.cat([apart.a.weight.data, apart.b.weight.data])
+        fused.head.load_state_dict(apart.head.state_dict())
+        found = nc.compare(fused, (x,), reference=apart, under="bf16", backward=True)
+        assert found.verdict in ("exact", "round-off"), found.to_text(every=True)
+        assert [row.parameter for row in found.gradients] == ["head.weight", "head.bias"]
+
 
 class _Step(torch.autograd.Function):
     @staticmethod
@@ -355,6 +364,21 @@ class _Normed(nn.Module):
     def forward(self, x):
         x = 1000 * x
         return x * ((x * x).sum(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+class _Product(nn.Module):
+    def __init__(self, fused=False):
+        super().__init__()
+        self.fused = fused
+        if fused:
+            self.both = nn.Linear(8, 16, bias=False)
+        else:
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        a, b = self.both(x).chunk(2, -1) if self.fused else (self.a(x), self.b(x))
+        return self.head(a * b)
 
 
 class _Steps(nn.Module):

@@ -22,8 +22,8 @@ from narrowcast.core.policy import Rule
 from narrowcast.frontends.compiled.compiled_model import asked_before
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import Observer
-from narrowcast.observation.trial.output_errors import gradient_error, output_errors
-from narrowcast.observation.trial.trial import Outcome, Trial
+from narrowcast.observation.trial.output_errors import dense, gradient_error, output_errors
+from narrowcast.observation.trial.trial import Outcome, Trial, has_numbers, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
@@ -68,9 +68,13 @@ class Harm:
         return error <= _HELPS * min(self.error, 1.0)
 
 
-def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
+def harm_of(result: Differences, low_epsilon: float, expected: Outcome) -> Harm | None:
     """Return the error that is worth reducing after a comparison, if there is one: of the output first."""
-    if result.verdict in (verdicts.KERNEL, verdicts.NONDETERMINISTIC, verdicts.NOT_COMPARED):
+    if not _has_finite(expected) or result.verdict in (
+        verdicts.KERNEL,
+        verdicts.NONDETERMINISTIC,
+        verdicts.NOT_COMPARED,
+    ):
         return None  # a kernel is at fault by itself
     if result.verdict == verdicts.FAULT and result.unmatched and not result.faults:
         return None  # the two are different programs
@@ -85,6 +89,26 @@ def harm_of(result: Differences, low_epsilon: float) -> Harm | None:
     errors = {g.parameter: or_infinity(g.relative_error) for g in lost}
     parameter = max(errors, key=errors.__getitem__)
     return Harm(parameter, errors[parameter])
+
+
+def about_lost(expected: Outcome) -> str:
+    """Return the note that the reference has nothing to compare with: no output but NaN, or a gradient that is not
+    finite; nothing where it has.
+    """
+    lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
+    outputs = [dense(t) for t in tensors_of(expected.output) if has_numbers(t) and t.numel()]
+    if outputs and all(bool(t.isnan().all()) for t in outputs):
+        return "The output is nothing but NaN in the reference, too: nothing is compared with it."
+    if lost:
+        names = f"{lost[0]}, in all {len(lost)}"
+        return f"Gradients are not finite in the reference, too ({names}): nothing is said of them."
+    return ""
+
+
+def _has_finite(expected: Outcome) -> bool:
+    """Return whether the reference, if it has outputs, has a finite value, by which what helps is judged."""
+    numbers = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
+    return not numbers or any(bool(t.isfinite().any()) for t in numbers)
 
 
 def region_to_try(trial: Trial, other: Trial, region: autocast, rows: list[CallError]) -> autocast:

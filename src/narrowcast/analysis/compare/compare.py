@@ -18,7 +18,7 @@ import torch
 
 from narrowcast.analysis.capture.capture import note_of_changed, observed_region
 from narrowcast.analysis.compare import judging
-from narrowcast.analysis.compare.advising import Advising, harm_of, region_to_try
+from narrowcast.analysis.compare.advising import Advising, about_lost, harm_of, region_to_try
 from narrowcast.analysis.compare.bands import Bands, Moved, by_names_of, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.reference import REFERENCES, Alone, Compared, Keep, KeptCall, RunAlone, check_arguments
@@ -37,7 +37,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import said_of
-from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, tensors_of
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast, enabled
 from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
@@ -326,7 +326,8 @@ class _Comparing:
         with quietly():
             result.outputs = output_errors(expected.output, actual.output)
             result.round_off_bound = judging.bound_of(result.outputs, bands.output, self._region.fast_dtype)
-            result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow)
+            wanted = [name for name, p in parameters_of(self._trial.model).items() if p.requires_grad]
+            result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow, wanted)
         worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         bound = max(OUTPUT_FACTOR * result.round_off_bound, judging.TINY) if bands.runs else math.inf
         return worst > bound or any(g.verdict == verdicts.FAULT for g in result.gradients)
@@ -342,7 +343,7 @@ class _Comparing:
         is_beyond = is_beyond or bool(result.compiled) or verdicts.FAULT in of_calls
         is_off = bool(worst or result.differing)
         result.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
-        lost = judging.about_lost(expected)
+        lost = about_lost(expected)
         if lost and result.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
             result.verdict = verdicts.NOT_COMPARED
             self._note(lost)
@@ -366,10 +367,8 @@ class _Comparing:
     def _advise(self, expected: Outcome) -> None:
         """Find by runs what helps where an error is too large; of code that was made, by runs of its original."""
         trial, region = self._other, region_to_try(self._trial, self._other, self._region, self._result.rows)
-        harm = harm_of(self._result, FORMATS[region.fast_dtype].epsilon)
-        numbers = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
-        has_none = bool(numbers) and not any(bool(t.isfinite().any()) for t in numbers)
-        if harm is None or has_none or region.policy is NOTHING:
+        harm = harm_of(self._result, FORMATS[region.fast_dtype].epsilon, expected)
+        if harm is None or region.policy is NOTHING:
             return
         trial = trial if harm.parameter else replace(trial, backward=False)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,14 +22,13 @@ from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.trial.output_errors import (
     MASKED,
     decibels,
-    dense,
     difference,
     error_of,
     flat,
     gradient_error,
     output_errors,
 )
-from narrowcast.observation.trial.trial import Outcome, has_numbers, tensors_of
+from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import (
@@ -58,20 +57,6 @@ _CAST_AGAIN = (
 ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
 )
-
-
-def about_lost(expected: Outcome) -> str:
-    """Return the note that the reference has nothing to compare with: no output but NaN, or a gradient that is not
-    finite; nothing where it has.
-    """
-    lost = [name for name, gradient in expected.gradients.items() if not bool(dense(gradient).isfinite().all())]
-    outputs = [dense(t) for t in tensors_of(expected.output) if has_numbers(t) and t.numel()]
-    if outputs and all(bool(t.isnan().all()) for t in outputs):
-        return "The output is nothing but NaN in the reference, too: nothing is compared with it."
-    if lost:
-        names = f"{lost[0]}, in all {len(lost)}"
-        return f"Gradients are not finite in the reference, too ({names}): nothing is said of them."
-    return ""
 
 
 def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
@@ -289,14 +274,18 @@ def root_mean_square(gradient: torch.Tensor) -> float:
     return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
 
 
-def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str]) -> list[GradientError]:
-    """Return a row for each parameter. underflow: those whose error is round-off if the loss is scaled."""
+def judge_gradients(
+    expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str], wanted: Collection[str] = ()
+) -> list[GradientError]:
+    """Return a row for each parameter. underflow: those whose error is round-off if the loss is scaled. wanted: those
+    of the model that is compared which require a gradient.
+    """
     largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
     rows = []
     for name, gradient in expected.gradients.items():
         if (found := actual.gradients.get(name)) is not None:
             rows.append(judge_gradient(name, gradient, found, bands.of_gradient(name), largest))
-        elif not actual.gradients.keys().isdisjoint(expected.gradients):  # else its parameters have other names
+        elif name in wanted:
             row = judge_gradient(name, gradient, torch.zeros_like(gradient), bands.of_gradient(name), largest)
             rows.append(replace(row, format=NO_GRADIENT, underflow=0.0))
     lost = [g.verdict == verdicts.FAULT and g.parameter in underflow for g in rows]

@@ -23,6 +23,7 @@ from narrowcast.observation.trial.finiteness import count_not_finite, inputs_of,
 from narrowcast.observation.trial.output_errors import are_mask_numbers
 from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import CAST, FORMAT, GIVEN, OP, Finding, Watching
+from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.regions.ruling import shadowed_region
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, short_type, tensors_in, written_tensors
 from narrowcast.runtime.torch_surface.dispatch import base_of
@@ -377,7 +378,8 @@ def _name(call: SeenCall) -> str:
 def first_not_finite(reference: Watching, here: Watching) -> Finding | None:
     """Return of two watched runs the first finding of a call that has none in the reference."""
     known = set(map(_placed, reference.findings))
-    return next((finding for finding in here.findings if _placed(finding) not in known), None)
+    new = (finding for finding in here.findings if finding.made_by != TREND)
+    return next((finding for finding in new if _placed(finding) not in known), None)
 
 
 def _placed(finding: Finding) -> tuple[str, str, str, str, int]:
