@@ -37,6 +37,8 @@ _WRAPPERS = (
     "_FabricModule",
 )  # fmt: skip
 
+_INSTALLED = ("site-packages", "dist-packages")
+"""The folders that packages are installed into."""
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "ignite")
 """Packages that run the user's loop for him; of transformers, which has models, too, its trainers alone."""
 _TRAINERS = "transformers.trainer"
@@ -62,7 +64,8 @@ def is_own_module(name: str | None) -> bool:
     """Return whether a module of that name is of the user's own project, or typed in, and in no installed package."""
     module = sys.modules.get(name or "")
     file = getattr(module, "__file__", None) or ("" if name == "__main__" else None)
-    return file is not None and (not file or (is_user_file(file) and not file.startswith(_PACKAGES)))
+    is_installed = file is not None and any(f"{os.sep}{folder}{os.sep}" in file for folder in _INSTALLED)
+    return file is not None and not is_installed and (not file or is_user_file(file))
 
 
 @cache
