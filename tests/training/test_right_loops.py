@@ -259,31 +259,29 @@ def distances_outside(loop: Loop) -> None:
 
 
 def two_optimizers_by_a_scaler(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-    loop.second.zero_grad()
-    loop.scaler.scale(both(loop)).backward()
-    for optimizer in (loop.optimizer, loop.second):
-        loop.scaler.unscale_(optimizer)
+    both_unscaled(loop)
     loop.scaler.step(loop.optimizer)
     loop.scaler.step(loop.second)
     loop.scaler.update()
 
 
 def two_optimizers_by_one_question(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-    loop.second.zero_grad()
-    loop.scaler.scale(both(loop)).backward()
-    for optimizer in (loop.optimizer, loop.second):
-        loop.scaler.unscale_(optimizer)
+    both_unscaled(loop)
     if all(bool(p.grad.isfinite().all()) for p in [*loop.weights, *loop.other.parameters()] if p.grad is not None):
         loop.optimizer.step()
         loop.second.step()
     loop.scaler.update()
 
 
-def both(loop: Loop) -> torch.Tensor:
+def both_unscaled(loop: Loop) -> None:
+    """One loss of both models, and its gradients, unscaled."""
+    loop.optimizer.zero_grad()
+    loop.second.zero_grad()
     with region(FP16):
-        return cross_entropy(loop.net(loop.x), loop.y) + loop.other(loop.x).float().square().mean()
+        loss = cross_entropy(loop.net(loop.x), loop.y) + loop.other(loop.x).float().square().mean()
+    loop.scaler.scale(loss).backward()
+    for optimizer in (loop.optimizer, loop.second):
+        loop.scaler.unscale_(optimizer)
 
 
 RIGHT = [
@@ -519,11 +517,7 @@ def test_a_forward_outside_of_the_region_is_told_behind_a_gradient_that_nobody_d
 
 
 def one_optimizer_by_itself(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-    loop.second.zero_grad()
-    loop.scaler.scale(both(loop)).backward()
-    for optimizer in (loop.optimizer, loop.second):
-        loop.scaler.unscale_(optimizer)
+    both_unscaled(loop)
     loop.scaler.step(loop.optimizer)
     loop.second.step()  # HERE
     loop.scaler.update()

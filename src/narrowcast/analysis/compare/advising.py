@@ -70,11 +70,9 @@ class Harm:
 
 def harm_of(result: Differences, low_epsilon: float, expected: Outcome) -> Harm | None:
     """Return the error that is worth reducing after a comparison, if there is one: of the output first."""
-    if not _has_finite(expected) or result.verdict in (
-        verdicts.KERNEL,
-        verdicts.NONDETERMINISTIC,
-        verdicts.NOT_COMPARED,
-    ):
+    if not _has_finite(expected):
+        return None
+    if result.verdict in (verdicts.KERNEL, verdicts.NONDETERMINISTIC, verdicts.NOT_COMPARED):
         return None  # a kernel is at fault by itself
     if result.verdict == verdicts.FAULT and result.unmatched and not result.faults:
         return None  # the two are different programs

@@ -37,7 +37,6 @@ from narrowcast.reports.results.differences import (
     Growth,
     Remedy,
 )
-from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.verdicts import (
     AT_FAULT,
     EXACT,
@@ -114,7 +113,7 @@ def comparison_verdict(result: Differences) -> str:
         band += f", and up to {OUTPUT_FACTOR:.0f} times that is no fault"
     first = f"; first {result.not_finite.text}" if result.not_finite is not None else ""
     broken = [row.parameter for row in result.gradients if row.verdict == NOT_FINITE]
-    if own := _own_fault(result):
+    if own := result.own_fault:
         if result.verdict == NOT_COMPARED:
             return f"{result.verdict.capitalize()}: not finite in the reference either: {own.text}"
         first = f"; not finite, in the reference either: {own.text}"
@@ -122,11 +121,6 @@ def comparison_verdict(result: Differences) -> str:
         first = f"; {counted(len(broken), 'gradient', 'are')} not finite, the first of {broken[0]}"
     much = share_of_output(result)
     return f"{result.verdict.capitalize()}: {error}{band}{first or (much and f'; that is {much}')}"
-
-
-def _own_fault(result: Differences) -> Finding | None:
-    """Return what is not finite in the reference, where that alone is wrong."""
-    return result.reference_not_finite if result.verdict in (*SOUND, NOT_COMPARED) else None
 
 
 def share_of_output(result: Differences) -> str:
@@ -139,7 +133,7 @@ def _notes(result: Differences) -> list[str]:
     """Return the notes; what the reference itself returns; and how little it helps to keep the worst call high, where
     no call makes most of the output's error.
     """
-    own = None if _own_fault(result) else result.reference_not_finite
+    own = None if result.own_fault else result.reference_not_finite
     notes = [f"{result.reference} itself: {own.text}"] if own else []
     low = [row for row in result.worst if row.is_low]
     total = max((o.relative_error for o in result.outputs), default=0.0)
@@ -170,9 +164,7 @@ def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
 
 
 def _todos(result: Differences) -> list[Todo]:
-    """Return what was tried and helps, or else the worst calls, unless all is round-off; of a compiler whose code is
-    off, nothing but that.
-    """
+    """Return what was tried and helps, or else the worst calls, unless all is round-off; a compiler's fault alone."""
     if result.compiled:
         return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
     if missing := [g.parameter for g in result.gradients if g.format == NO_GRADIENT and g.verdict == FAULT]:
@@ -183,15 +175,15 @@ def _todos(result: Differences) -> list[Todo]:
     wrong = _first_fault(result)
     if wrong and result.reference == ANOTHER_MODEL and result.remedy is None:  # no format mends another argument
         return wrong
-    is_made = not result.policy
-    faults_only = result.verdict in (*SOUND, NOT_JUDGED) or (is_made and result.verdict == NOT_FINITE)
-    if own := _own_fault(result):
+    if own := result.own_fault:
         return finding_todos(own)
     if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):
         return []  # the program's own formats are in both
     if result.verdict == NOT_COMPARED:
         reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
         return [Todo(f"Fix what is not finite in {reference} either", "nc.watch() saw no call that made it")]
+    is_made = not result.policy
+    faults_only = result.verdict in (*SOUND, NOT_JUDGED) or (is_made and result.verdict == NOT_FINITE)
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 

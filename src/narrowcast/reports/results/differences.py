@@ -10,7 +10,17 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
 from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.result import Result
-from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
+from narrowcast.reports.results.verdicts import (
+    AT_FAULT,
+    EXACT,
+    FAULT,
+    KERNEL,
+    NONDETERMINISTIC,
+    NOT_COMPARED,
+    NOT_FINITE,
+    PASSED_ON,
+    ROUND_OFF,
+)
 
 SHOWN = 5
 """How many calls are listed as most to blame."""
@@ -209,6 +219,12 @@ class Differences(Result):
     def faults(self) -> list[CallError]:
         """The calls to report: kernels beyond their bounds, what makes a NaN or an infinity, other arguments."""
         return [row for row in self.rows if row.verdict in AT_FAULT]
+
+    @property
+    def own_fault(self) -> Finding | None:
+        """What is not finite in the reference, where that alone is wrong."""
+        is_alone = self.verdict in (EXACT, ROUND_OFF, NOT_COMPARED)
+        return self.reference_not_finite if is_alone else None
 
     @property
     def differing(self) -> list[CallError]:
