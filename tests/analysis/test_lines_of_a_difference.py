@@ -1,6 +1,7 @@
 """`nc.diff` of programs that are written otherwise: the line of the fault is in the first advice."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def first_advice(difference):
 
 def names(difference, made, mark):
     """Whether the first advice names a line with a mark."""
-    places = first_advice(difference).replace(",", " ").replace(")", " ").replace(":", " ").split()
+    places = re.split("[,;:) ]+", first_advice(difference))
     return any(str(line) in places for line in lines_of(made, mark))
 
 

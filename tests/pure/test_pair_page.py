@@ -126,7 +126,7 @@ def test_what_is_not_known_is_no_number():
 
 def test_outputs_apart_without_a_pair_of_calls_name_the_calls_without_a_partner():
     """Advice never ends in a colon with nothing behind it."""
-    found = replace(saved(a_pair()), rows=[], unaligned=[], outputs_apart=0.25)
+    found = replace(saved(a_pair()), rows=[], unaligned=[], front=[], outputs_apart=0.25)
     (todo,) = page(found).todos
     assert todo.why == "outputs are 2.5e-01 apart, and no call was found to make that"
     alone = a_pair().unaligned

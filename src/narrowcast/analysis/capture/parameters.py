@@ -15,9 +15,14 @@ from narrowcast.observation.observer.module_calls import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.reports.results.run import UNNAMED, Run
+from narrowcast.reports.results.run_records import StepRecord
+from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
+
+_NO_SETTINGS = frozenset(["params", "initial_lr", "foreach", "fused", "capturable", "differentiable"])
+"""What a parameter group of an optimizer has besides the numbers that its steps compute with."""
 
 
 class Parameters:
@@ -77,6 +82,18 @@ class Parameters:
             self._is_in_step = True
             self._door.run("gradients before a step", self._begin_step, parameters)
             self._door.run("weights before a step", self._note_values, parameters)
+            self._door.run("the settings of a step", self._note_settings, optimizer)
+
+    def _note_settings(self, optimizer: Any) -> None:
+        site, settings = loop_line(), dict[str, dict[str, int]]()
+        for group in optimizer.param_groups:
+            elements = sum(parameter.numel() for parameter in group["params"])
+            for name, value in group.items():
+                if name not in _NO_SETTINGS and (text := _setting(value)):
+                    known = settings.setdefault(name, {})
+                    known[text] = known.get(text, 0) + elements
+        step = StepRecord(type(optimizer).__name__, len(self._run.calls), site.file, site.line, settings)
+        self._run.optimizer_steps.append(step)
 
     def _begin_step(self, parameters: Sequence[torch.Tensor]) -> None:
         if not self._run.steps:
@@ -135,3 +152,15 @@ class Parameters:
                 name = names.setdefault(id(parameter), f"{UNNAMED}{len(names)}")
                 row = self._run.parameters.setdefault(name, {"value": self._table.number(parameter)})
                 row.update({name: self._table.number(value) for name, value in moments.items()})
+
+
+def _setting(value: Any) -> str:
+    """Return a number or a flag of a parameter group as text, of several in parentheses; empty for what is neither."""
+    if isinstance(value, tuple | list):
+        texts = [_setting(one) for one in value]
+        return f"({', '.join(texts)})" if texts and all(texts) else ""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, bool):
+        return str(value)
+    return f"{value:.9g}" if isinstance(value, float | int) else ""

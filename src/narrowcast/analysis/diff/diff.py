@@ -17,14 +17,14 @@ from narrowcast.analysis.diff.ends import (
     look_at_ends,
     tell_nan,
 )
+from narrowcast.analysis.diff.front import front_of, outputs_after_training_apart
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
-from narrowcast.analysis.diff.new_values import front_of
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
+from narrowcast.analysis.diff.settings import other_step
 from narrowcast.analysis.diff.sides import Bundle, Side
-from narrowcast.analysis.diff.stretches import unsure_calls
 from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
 from narrowcast.analysis.diff.without_partner import no_pairs
 from narrowcast.core.ledger.identity import BACKWARD
@@ -36,7 +36,7 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import CastChange, Ledger
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
+from narrowcast.reports.results.run_differences import OtherStep, RunDifferences, Unaligned
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import NOT_COMPARED, VALUES_DIFFER
 
@@ -49,6 +49,8 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
+_FAR_AFTER_TRAINING = 0.01
+"""So far apart, in parts of the largest magnitude, other weights bring outputs that are computed after training."""
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
 
@@ -132,10 +134,14 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
-    result.unsure = unsure_calls(judging, pairs, result.rows)
+    if judging.have_trained_alike and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
+        after = outputs_after_training_apart(judging)
+        result.outputs_apart = after if after > _FAR_AFTER_TRAINING else 0.0
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
-    result.front = front_of(judging, [*result.alone, *result.unsure])
     leave_open(result, judging, left_out, apart)
+    if result.verdict == VALUES_DIFFER and all(len(side.runs) == 1 for side in sides):
+        result.front = front_of(judging)
+        result.other_step = _other_step(result, [side.runs[0] for side in sides])
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
         result.notes.insert(0, left)
@@ -146,6 +152,19 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.by_hand = asked or RunMapping()
     result.compared_runs = tuple(side.runs[0] for side in sides)
     return result
+
+
+def _other_step(result: RunDifferences, runs: Sequence[Run]) -> OtherStep | None:
+    """Return the first step of an optimizer that is set otherwise, if no call of the front comes before it."""
+    found = other_step(*runs)
+    if found is None:
+        return None
+    step, calls = found
+    for run, name, before in zip(runs, "ab", calls, strict=True):
+        first = next((one.id for one in result.front if one.run == name), None)
+        if first is not None and first in [call.id for call in run.calls[:before]]:
+            return None
+    return step
 
 
 def _sides(*runs: list[Run]) -> tuple[Side, Side]:

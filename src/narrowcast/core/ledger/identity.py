@@ -36,6 +36,11 @@ class CallId:
         """Whether autograd adds up a tensor's gradients: in which order, and formats, depends on the casts."""
         return self.direction == BACKWARD and self.op == "aten.add.Tensor"
 
+    @property
+    def adds_to_gradient(self) -> bool:
+        """Whether autograd adds to a gradient that a parameter has already, as one that was not cleared."""
+        return self.direction == BACKWARD and self.op == "aten.add_.Tensor"
+
     @staticmethod
     def parse(text: str) -> CallId:
         """Return the identity written as a text; raise RunError for other text."""

@@ -15,7 +15,15 @@ from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, Pair
 from narrowcast.reports.documents.run_flow import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
+from narrowcast.reports.results.run_differences import (
+    DIFFERS,
+    EQUAL,
+    INHERITED,
+    NewCall,
+    RunDifferences,
+    RunRow,
+    Unaligned,
+)
 from narrowcast.reports.results.verdicts import ALIKE, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
@@ -152,27 +160,30 @@ def _todos(result: RunDifferences) -> list[Todo]:
     value, and at the first in another format; else at what is left that differs.
     """
     value, format, todos, untrained = result.first_value, result.first_format, list[Todo](), _untrained(result)
-    if result.alone:
-        apart = max(one.apart for one in result.alone)
+    is_first = value is not None and {one.id for one in result.front}.issuperset((*value.a, *value.b))
+    is_known = value is not None and bool(value.given or is_first)
+    if result.alone or (result.front and not is_known):
+        apart = max((one.apart for one in result.alone), default=math.inf)
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
-        known = {(one.run, one.id) for one in result.alone}
-        is_sure = not result.unsure and known.issuperset((one.run, one.id) for one in result.front)
-        what = "Inspect what only one program calls" if is_sure else "Inspect what the programs compute differently"
-        listed = [*result.alone, *result.unsure]
-        parts = [*_lines_alone(result, result.front or listed), *_readers(result)]
-        if result.front:
-            effect += f"; {_NOWHERE}, of {counted(len(listed), 'call')}"
+        known = {(one.run, one.id) for one in result.unaligned}
+        is_alone = known.issuperset((one.run, one.id) for one in result.front)
+        what = "Inspect what only one program calls" if is_alone else "Inspect what the programs compute differently"
+        parts = _lines_new(result.front) or [*_lines_alone(result, result.alone), *_readers(result)]
+        effect += f"; {_NOWHERE}" if result.front else ""
         todos.append(Todo(what, f"what comes of it differs{effect}: {'; '.join(parts)}"))
-    if value is not None:
+    if value is not None and result.other_step is None and (value.given or not (result.front and todos)):
         at = _names(value.a)
         what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Inspect both lines of {at}"
         why = f"the first that makes a difference: {value.why}"
         why = f"{why}; {_given(value)}" if value.given else why
         why = f"{why} ({_both_places(value)}{_beside(value)})"
         todos.append(Todo(what, why, path=value.a[0].module_path))
-        if result.alone and result.alone[0].id.direction == BACKWARD != value.a[0].direction:
-            todos.reverse()  # the forward comes first
-    todos = [*untrained, *todos]
+        calls = [(one.run, one.id) for one in result.front] or [(one.run, one.id) for one in result.alone]
+        begins = dict(reversed(calls)).values()  # the first of either run
+        is_backward = all(one.direction == BACKWARD for one in begins) and value.a[0].direction != BACKWARD
+        if is_backward or is_first:
+            todos.reverse()  # the forward comes first, and what is known exactly
+    todos = [*untrained, *_other_step(result), *_kept_gradients(result), *todos]
     if not todos and result.tokens is not None and result.tokens.is_beyond:
         what = "Inspect what is done with the last results before tokens are sampled"
         todos.append(Todo(what, "a temperature, say"))
@@ -202,6 +213,28 @@ def _todos(result: RunDifferences) -> list[Todo]:
     if not todos and is_open and len(result.unaligned) > len(result.rows) and has_modules:
         todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
     return todos
+
+
+def _other_step(result: RunDifferences) -> list[Todo]:
+    """Return advice about a step of an optimizer that is set otherwise."""
+    step = result.other_step
+    if step is None:
+        return []
+    of = "; ".join(f"{one.name} {one.a} in a, {one.b} in b" for one in step.settings)
+    names = " and ".join(one.name for one in step.settings)
+    where = _both_lines(step.place_a, step.place_b)
+    return [Todo(f"Give both runs the same {names} in {step.optimizer}", f"from step {step.number} on: {of} ({where})")]
+
+
+def _kept_gradients(result: RunDifferences) -> list[Todo]:
+    """Return advice about gradients that one run alone adds to, before anything else is new."""
+    first = {one.run: one for one in reversed(result.front)}
+    adding = [one for one in first.values() if one.id.adds_to_gradient]
+    if len(adding) != 1:
+        return []
+    one, other = adding[0], "ba"["ab".index(adding[0].run)]
+    why = f"its backward adds to those that are there already ({Path(one.place).name}), as that of {other} does not"
+    return [Todo(f"Clear gradients in {one.run}, if these are of an earlier step", why)]
 
 
 def _untrained(result: RunDifferences) -> list[Todo]:
@@ -261,6 +294,21 @@ def _lines_alone(result: RunDifferences, alone: Sequence[Unaligned]) -> list[str
     return texts
 
 
+def _lines_new(front: Sequence[NewCall]) -> list[str]:
+    """Return the first calls of either run that give new values, and on which lines, by file; and those that made what
+    the first of them read, after which lies what one run lacks.
+    """
+    texts = []
+    for run in "ab":
+        calls = [one for one in front if one.run == run]
+        if calls:
+            lines = dict.fromkeys(line for one in calls for line in (one.place, *one.views))
+            places, after = _places(lines, lines), _places(calls[0].after, calls[0].after)
+            places += [f"after {', '.join(after)}"] if after else []
+            texts.append(f"{calls[0].id}{and_more(len(calls) - 1, 'call')} of {run} ({'; '.join(places)})")
+    return texts
+
+
 def _row_of(result: RunDifferences, run: str, call: str) -> RunRow | None:
     """Return the row of a call with a partner, by its identity in words."""
     return next((row for row in result.rows if call in map(str, row.a if run == "a" else row.b)), None)
@@ -279,9 +327,13 @@ def _readers(result: RunDifferences) -> list[str]:
 
 
 def _both_places(row: RunRow) -> str:
-    """Return the lines of a pair, files by their names: folders are in the tables."""
-    a, b = (Path(place).name for place in (row.place_a, row.place_b))
-    return f"{a} in a, {b} in b" if row.place_a != row.place_b else a
+    """Return the lines of a pair."""
+    return _both_lines(row.place_a, row.place_b)
+
+
+def _both_lines(a: str, b: str) -> str:
+    """Return a line of either run, files by their names: folders are in the tables."""
+    return f"{Path(a).name} in a, {Path(b).name} in b" if a != b else Path(a).name
 
 
 def _beside(row: RunRow) -> str:

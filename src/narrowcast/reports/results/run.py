@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,14 +13,14 @@ from narrowcast.errors import RunError
 from narrowcast.output.words import counted
 from narrowcast.reports.results.headroom import Headroom, headroom_of
 from narrowcast.reports.results.result import Result, codec, renderer
-from narrowcast.reports.results.run_records import CallRecord, TensorFacts, rows_of, short
+from narrowcast.reports.results.run_records import CallRecord, StepRecord, TensorFacts, rows_of, short
 from narrowcast.reports.results.sketch import sketch_rows
 from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
 ENDING = ".json.gz"
 UNNAMED = "parameter "
 """With a number the name of a parameter that no module has which was called."""
-_OF_STEPS: dict[str, Any] = {"steps": 0, "calls_before_step": 0, "first_gradients": {}}
+_OF_STEPS: dict[str, Any] = {"steps": 0, "calls_before_step": 0, "first_gradients": {}, "optimizer_steps": []}
 """What only files of runs with steps of an optimizer hold, as it is in others."""
 
 
@@ -35,7 +35,7 @@ class Run(Result):
     its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
     returned: the numbers of the tensors that the models returned to their caller. steps: how often optimizers stepped;
     calls_before_step: how many calls came before the first step; first_gradients: by parameter the number of the
-    gradient that it used.
+    gradient that it used; optimizer_steps: each step of an optimizer of torch's.
     """
 
     WHAT: ClassVar[str] = "a run"
@@ -55,6 +55,7 @@ class Run(Result):
     steps: int = 0
     calls_before_step: int = 0
     first_gradients: dict[str, int] = field(default_factory=dict)
+    optimizer_steps: list[StepRecord] = field(default_factory=list)
 
     def leave_out(self, numbers: Collection[int]) -> None:
         """Remove calls by their numbers, which fill new parameters; a note says how many."""
@@ -63,6 +64,8 @@ class Run(Result):
         self.elapsed_ns[:] = [self.elapsed_ns[number] for number in left if self.elapsed_ns]
         self.cast_elapsed_ns[:] = [(left[n], a, b, ns) for n, a, b, ns in self.cast_elapsed_ns if n in left]
         self.calls_before_step -= sum(number < self.calls_before_step for number in numbers)
+        steps = self.optimizer_steps
+        steps[:] = [replace(step, calls=step.calls - sum(n < step.calls for n in numbers)) for step in steps]
         self.notes.append(f"Left out: {counted(len(numbers), 'call')} of constructors, which fill new parameters.")
 
     def before_first_step(self) -> Run:
@@ -160,7 +163,7 @@ class Run(Result):
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
         kept = {"returned": self.returned} if self.returned else {}
-        of_steps = {name: getattr(self, name) for name in _OF_STEPS} if self.steps else {}
+        of_steps = {name: codec().to_data(getattr(self, name)) for name in _OF_STEPS} if self.steps else {}
         return data | timed | kept | of_steps
 
     def to_json(self, indent: int | None = None) -> str:

@@ -90,6 +90,43 @@ class Unaligned:
 
 
 @dataclass(frozen=True, slots=True)
+class NewCall:
+    """A call whose result the other run has nowhere. run: `a` or `b`. views: the lines at which what it reads was
+    viewed. after: of the first of a run, the lines of the calls that made what it reads.
+    """
+
+    run: str
+    id: CallId
+    place: str
+    views: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherSetting:
+    """A number or a flag of an optimizer's parameter groups that is another in b: as text, of several groups each value
+    with the number of elements of parameters for which it is set.
+    """
+
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class OtherStep:
+    """A step of an optimizer that is set otherwise in b. optimizer: its class. number: of the run's steps, from 1.
+    place_a, place_b: the lines that call it.
+    """
+
+    optimizer: str
+    number: int
+    place_a: str
+    place_b: str
+    settings: tuple[OtherSetting, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Untrained:
     """A parameter that one run trains alone. run: the other, which leaves it as it is. name: there; empty if it is the
     parameter of no module. of: its name in the run that trains it. place: the first line that reads it.
@@ -153,28 +190,28 @@ class RunDifferences(Result):
     """What `nc.diff` found.
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
-    unaligned: calls of either run without a partner. unsure: calls among those that make a difference that order alone
-    has paired: their partners may be others. front: where these are on many lines, the first that give values which the
-    other run has nowhere. tokens: of language models that kept log-probabilities.
+    unaligned: calls of either run without a partner. front: where values differ, the first calls of either run that
+    give values which the other has nowhere, and lead to what differs; as many as
+    lie on a few lines. tokens: of language models that kept log-probabilities.
     mapping: the pairs as a file to edit; by_hand: the one that was given. notes: what could not be compared, and why.
     outputs_apart: the relative difference of outputs that are further apart than rounding explains; else 0.
     output_difference: that of outputs, whatever explains it; NaN where these could not be compared.
     outputs_unexplained: the same of outputs that are very far apart, and rounding or choices may explain that, or not.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
-    untrained: parameters that one run trains and the other leaves as they are.
+    untrained: parameters that one run trains and the other leaves as they are. other_step: where values differ, the
+    first step of an optimizer that is set otherwise, if calls of the front do not come before it.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
     WHAT: ClassVar[str] = "a comparison of runs"
-    SCHEMA: ClassVar[str] = "narrowcast.run-differences/2"
+    SCHEMA: ClassVar[str] = "narrowcast.run-differences/3"
 
     a: str
     b: str
     environment: list[tuple[str, str, str]] = field(default_factory=list)
     rows: list[RunRow] = field(default_factory=list)
     unaligned: list[Unaligned] = field(default_factory=list)
-    unsure: list[Unaligned] = field(default_factory=list)
-    front: list[Unaligned] = field(default_factory=list)
+    front: list[NewCall] = field(default_factory=list)
     gradients: list[GradientRow] = field(default_factory=list)
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
@@ -185,6 +222,7 @@ class RunDifferences(Result):
     outputs_unexplained: float = 0.0
     weights_apart: float = 0.0
     untrained: list[Untrained] = field(default_factory=list)
+    other_step: OtherStep | None = None
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property

@@ -149,6 +149,20 @@ class CallRecord:
         return self.name in named("finite.not_at_zero") and any(t.zeros or not t.inspected for t in inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of an optimizer. optimizer: its class. calls: how many calls of the run came before. file, line: of the
+    user's code that called it. settings: the numbers and flags of its parameter groups by name; of each, as text, for
+    how many elements of parameters it is set.
+    """
+
+    optimizer: str
+    calls: int
+    file: str
+    line: int
+    settings: dict[str, dict[str, int]]
+
+
 TENSOR_COLUMNS, CALL_COLUMNS = (tuple(f.name for f in fields(kind)) for kind in (TensorFacts, CallRecord))
 _tensor_values, _call_values = (attrgetter(*columns) for columns in (TENSOR_COLUMNS, CALL_COLUMNS))
 _ID, _FORWARD = (CALL_COLUMNS.index(name) for name in ("id", "forward"))
