@@ -24,8 +24,8 @@ _MEANS, _MEANS_OF_LOW, _WAY_OF_LOW = 4, 0.025, 0.15
 """In low formats means of gradients of sound programs were 0.02 apart at most, and 3.3 widest rounding bounds of a call
 in fp16; those of 60 programs with a fault that trains 0.055 and more. Adam's steps by them are further apart: 0.095.
 """
-_NOISE = 2.0**-20
-"""A gradient that is smaller, in parts of the largest, is what is left of a sum that cancels in fp32."""
+_NOISE, _NOISE_OF_LOW = 2.0**-20, 2.0**-8
+"""A gradient that is smaller, in parts of the largest, is what is left of a sum that cancels: in fp32, in less."""
 
 
 def moved_apart(values: Values) -> float:
@@ -88,7 +88,9 @@ def _apart_in_any_order(both: tuple[Piece, Piece]) -> tuple[float, float]:
 def _part_of_the_way(moved: Iterable[_Moved]) -> float:
     off, way = 0.0, 0.0
     for one in moved:
-        off = math.hypot(off, _apart(one.end, one.other))
+        is_found = not (one.a and one.b)  # anywhere, so that it may be transposed
+        apart = _apart_in_any_order((one.end, one.other))[0] if is_found else _apart(one.end, one.other)
+        off = math.hypot(off, apart)
         way = math.hypot(way, _apart(one.start, one.end))
     return off / way if way > 0 else math.nan
 
@@ -135,9 +137,12 @@ def _moved(
         if name not in others:
             start = sides[1].value(name)
             found.append(_Moved((), (name,), start, start, sides[1].piece(0, left[name]["value"])))
-    if not all(side.runs[0].parameters for side in sides):
-        return _without_parameters(values, (alone, others), most)
-    return _with_fused(values, found, (alone, others), noise)
+    if all(side.runs[0].parameters for side in sides):
+        known = _with_fused(values, found, (alone, others), noise)
+        if known is not None or (alone and others):
+            return known
+    plain = _without_parameters(values, (alone, others), most)
+    return None if plain is None else [*found, *plain]
 
 
 def _with_fused(
@@ -167,13 +172,14 @@ def _with_fused(
 
 
 def _without_parameters(values: Values, left: tuple[Sequence[str], ...], most: float) -> list[_Moved] | None:
-    """Return the weights that one run moved, where the other has no parameters: plain tensors, which it trains itself,
-    each alone or some as one. None if it does not come to the same tensors. What rounding alone moves may be anywhere.
+    """Return the weights that one run moved, where they are no parameters of the other: plain tensors, which it trains
+    itself, each alone or some as one. None if it does not come to the same tensors. What rounding alone moves may be
+    anywhere.
     """
-    n = 0 if values.sides[0].runs[0].parameters else 1
+    n = 0 if left[0] else 1
     side, other, rows = values.sides[n], values.sides[1 - n], values.sides[n].runs[0].parameters
     sizes = {name: side.piece(0, rows[name]["gradient"]).rms for name in left[n] if "gradient" in rows[name]}
-    least = _NOISE * max(sizes.values(), default=0.0)
+    least = (_NOISE if most <= SAME_STEP else _NOISE_OF_LOW) * max(sizes.values(), default=0.0)
     found, together = list[_Moved](), list[str]()
     for name in left[n]:
         start, end = side.value(name), side.piece(0, rows[name]["value"])
