@@ -184,15 +184,20 @@ def _without_parameters(values: Values, left: tuple[Sequence[str], ...], most: f
     for name in left[n]:
         start, end = side.value(name), side.piece(0, rows[name]["value"])
         if (there := _anywhere(end, other, most * _apart(start, end))) is not None:
-            found.append(_Moved((name,), (), start, end, there))
+            found.append(_Moved(*_of_one(n, name), start, end, there))
         elif sizes.get(name, math.inf) > least:
             together.append(name)
     if together:
         start, end = (in_any_order(_pieces(side, together, state)) for state in ("before", "value"))
         if (there := _anywhere(end, other, most * _apart(start, end))) is None:
             return None
-        found.append(_Moved(tuple(together), (), start, end, there))
+        found.append(_Moved(*_of_one(n, *together), start, end, there))
     return found
+
+
+def _of_one(side: int, *names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names in either run of what only one has as parameters."""
+    return (names, ()) if side == 0 else ((), names)
 
 
 def _anywhere(piece: Piece, other: Side, most: float) -> Piece | None:
