@@ -51,10 +51,10 @@ from narrowcast.reports.documents.rules import is_low
 from narrowcast.reports.results.run_differences import DIFFERS, GradientRow, RunDifferences, RunRow
 from narrowcast.reports.results.verdicts import ROUND_OFF, VALUES_DIFFER
 
-_VISIBLE, _FAR, _FAR_OF_PAIRS = 0.01, 4.0, 2.5
-"""Outputs that are further apart, and by the second times the widest rounding bound of a call, are not alike, named for
-it a call or none: in other formats, only where one of the programs makes calls that the other does not make.
-The third is enough where all pairs of calls within their bounds are as many times nearer than outputs.
+_VISIBLE, _VISIBLE_OF_FP32, _FAR, _FAR_OF_PAIRS = 0.01, 1e-3, 4.0, 2.5
+"""Outputs that are further apart, in fp32 without steps by the second (those of 350 sound pairs were 3e-7), and by the
+third times the widest bound of a call, are not alike, named for a call or none: in other formats, only where one
+program makes calls that the other does not make. The fourth is enough where pairs of calls are as many times nearer.
 """
 _FAR_OF_GRADIENTS, _FAR_OF_ONE, _SMALL, _FAR_OF_CALLS, _FAR_OF_WEIGHTS = 0.25, 0.4, 0.1, 6.0, 0.1
 """In low formats gradients of sound programs that are written differently are nearer, all together: 0.17 at most in 700
@@ -249,7 +249,9 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     beyond = [row for row in result.gradients if row.is_beyond]
     is_of_ranks = len(sides[0].runs) != len(sides[1].runs)  # losses are each rank's own
     nearer = _FAR_OF_PAIRS * max(judging.widest, result.largest)
-    far = _steps(result, sides) * max(_VISIBLE, min(_FAR * judging.widest, nearer))
+    is_still = judging.widest < BAND_OF_LOW and not any(run.steps for side in sides for run in side.runs)
+    visible = _VISIBLE_OF_FP32 if is_still else _VISIBLE
+    far = _steps(result, sides) * max(visible, min(_FAR * judging.widest, nearer))
     is_far = apart > min(_FAR_OF_GRADIENTS, far)
     if is_far and not (_may_be_chosen(judging, apart) or is_of_ranks):
         result.outputs_apart = apart
