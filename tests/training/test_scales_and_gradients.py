@@ -589,3 +589,78 @@ def test_a_low_key_stored_in_a_queue_in_fp32_is_right() -> None:
         loop.train(loop.loss())
 
     is_right(step, loop)
+
+
+# -- closures, several losses, and what is clipped after it was divided twice ------------------------------------------
+
+
+def own_scaler() -> nc.Scaler:
+    """A scaler of ours, at the scale of that of a loop."""
+    return nc.Scaler("cpu", init_scale=1024.0)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_a_closure_that_clips_scaled_gradients_is_found(kind: type[torch.optim.Optimizer], clips: bool) -> None:
+    """What an optimizer computes after its closure, by gradients that are divided, is right."""
+    loop = Loop()
+    optimizer, scaler = kind(loop.net.parameters(), lr=0.1), own_scaler()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with region(FP16):
+            loss = cross_entropy(loop.net(loop.x), loop.y)
+        scaler.scale(loss).backward()
+        if clips:
+            clip_grad_norm_(loop.net.parameters(), 0.1)
+        return loss
+
+    def step() -> None:
+        scaler.step(optimizer, closure)
+        scaler.update()
+
+    found = nc.check_training(step)
+    assert [one.kind for one in found.findings] == ["clip before unscale"] * clips, found
+
+
+@pytest.mark.parametrize("clears", [None, "to none", "to zero"])
+def test_gradients_of_losses_with_scales_of_their_own_that_nobody_clears_are_found(clears: str | None) -> None:
+    """Each backward divides its gradients and adds them itself; two of one step are no fault."""
+    loop = Loop()
+    scaler = own_scaler()
+
+    def step() -> None:
+        if clears is not None:
+            loop.optimizer.zero_grad(set_to_none=clears == "to none")
+        with region(FP16):
+            out = loop.net(loop.x)
+            first, second = cross_entropy(out, loop.y), out.float().square().mean()
+        scaler.backward(first, loop.optimizer, loss_id="first", retain_graph=True)
+        scaler.backward(second, loop.optimizer, loss_id="second")
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    found = nc.check_training(step)
+    assert {one.kind for one in found.findings} == ({CLEARED} if clears is None else set()), found
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_gradients_divided_twice_are_found_behind_a_clip(limit: float, divides: bool) -> None:
+    """A clip at a limit does not show by what they were divided before."""
+    loop = Loop()
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        with region(FP16):
+            loss = cross_entropy(loop.net(loop.x), loop.y)
+        loop.scaler.scale(loss).backward()
+        loop.scaler.unscale_(loop.optimizer)
+        for parameter in loop.net.parameters() if divides else ():
+            assert parameter.grad is not None
+            parameter.grad.div_(loop.scaler.get_scale())
+        clip_grad_norm_(loop.net.parameters(), limit)
+        loop.end()
+
+    found = nc.check_training(step)
+    assert [one.kind for one in found.findings] == ["gradients unscaled twice"] * divides, found

@@ -264,20 +264,29 @@ class Backwards:
             site,
         ))  # fmt: skip
 
-    def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
-        """Note that a call outside of backwards is about to write: it may clear gradients."""
+    def written(self, call: SeenCall, targets: Iterable[torch.Tensor], adds_gradients: bool) -> None:
+        """Note that a call outside of backwards is about to write: it may clear gradients, or add others to them."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
         if op_name(call.facts.op) in named("gradients.clear"):
             self.unused.cleared(list(targets), call.site)
         for tensor in targets:
             known = self._gradients.get(tensor)
-            if known is not None and (clears or (known.is_used and known.added is None)):
+            if known is not None and known.is_used and adds_gradients:
+                known.added = loop_line()
+            elif known is not None and (clears or (known.is_used and known.added is None)):
                 self._gradients.drop(tensor)
 
     def written_by_hand(self, targets: list[torch.Tensor]) -> None:
         """Note that a user's op writes to tensors: gradients may have been used by weights' own updates."""
         if any(map(self._powers.is_weight, targets)):
             self.unused.used()
+
+    def divides(self, targets: list[torch.Tensor], powers: list[Power]) -> None:
+        """Note gradients that were divided by the scale twice, before an op whose result does not show it any more."""
+        for target, power in zip(targets, powers * len(targets) if len(powers) == 1 else powers, strict=False):
+            before, known = self._powers.of(target), self._gradients.get(target)
+            if known is not None and power.power is None and (before.power or 0) < 0 and before.site is not NOWHERE:
+                known.divided = before
 
     def moves(self, facts: OpFacts, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Inspect a user's op that is about to write to tensors; report weights that scaled gradients change."""

@@ -5,6 +5,7 @@ processes, and those that a region caches of weights that are written to.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from narrowcast.core.policy import Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, gives_gradients
 from narrowcast.runtime.torch_surface.dispatch import storage_key
@@ -24,6 +26,19 @@ _DOES = {
     "output_dtype": "what a module returns is cast to it",
     "reduce_dtype": "gradients are summed across processes in it",
 }
+
+
+def cast_again(again: Sequence[tuple[int, list[Site]]], names: Callable[[], dict[int, str]]) -> Found:
+    """Return a finding about weights, by storage key, that are cast at several lines before an optimizer steps."""
+    key, sites = max(again, key=lambda item: len(item[1]))
+    return (
+        "weights cast again",
+        f"{counted(len(again), 'weight', 'are')} cast more than once before the optimizer steps, "
+        f"{names().get(key, 'a weight')} {len(sites)} times",
+        "One region around all forwards of a step, with its weight cache on, casts each weight once; switch it off for "
+        "backwards in it: nc.autocast(device, enabled=False). Nothing is wrong: this only costs time.",
+        sites[1],
+    )
 
 
 def casts_beside(model: torch.nn.Module, site: Site) -> Found | None:

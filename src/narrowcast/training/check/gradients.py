@@ -96,6 +96,11 @@ class Gradients:
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, targets, targets)
 
+    def adds(self, call: SeenCall) -> bool:
+        """Return whether a call adds new gradients to those that it writes to, as a scaler does that divides each."""
+        terms = tensors_in(call.args[1:]) if op_name(call.facts.op) == "add_" else []
+        return any(map(self.is_one, terms))
+
     def copied(self, call: SeenCall) -> None:
         """Note copies of gradients that a call has made, perhaps in fp32, for copies of weights."""
         sources = tensors_in(call.args) if call.facts.op is TO_COPY else []

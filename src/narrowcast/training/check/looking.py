@@ -17,14 +17,13 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.restore.process import written
 from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.training.check.backwards import Backwards
-from narrowcast.training.check.casts import Reduced, Stale, casts_beside
+from narrowcast.training.check.casts import Reduced, Stale, cast_again, casts_beside
 from narrowcast.training.check.exact import UPDATES, Begun, Exact, no_longer_finite, told
 from narrowcast.training.check.gradients import Found, Gradients, Updates
 from narrowcast.training.check.kept import KeptMemory
@@ -34,8 +33,6 @@ from narrowcast.training.check.rounded import RoundedWeights
 from narrowcast.training.check.scaled_by import NEVER_SKIPPED
 from narrowcast.training.check.sums import Sums, low_statistics
 from narrowcast.training.check.underflow import Underflow
-
-COSTS_TIME = "weights cast again"
 
 
 class LoopObserver(Observer):
@@ -55,6 +52,7 @@ class LoopObserver(Observer):
         self._powers = Powers(kept)
         self._gradients = Gradients(kept, self._powers)
         self._depth, self._is_stepping = 0, False
+        self._is_in_closure = False  # that a scaler's step calls: since its backward, until gradients are unscaled
         self._is_without_grad = False  # of the outermost module; torch casts weights with gradients on in any case
         self._casts: dict[int, dict[tuple[Any, ...], list[Site]]] = {}  # of weights, which may share memory
         self._fp16: tuple[str, Site] | None = None
@@ -159,13 +157,14 @@ class LoopObserver(Observer):
         if facts.is_view or facts.id in (UNSCALE, UPDATE_SCALE) or not scales:
             return None
         trains = _trains(args, kwargs)
-        if (is_backward and not in_hook()) or (self._is_stepping and not trains):  # a closure trains
+        if (is_backward and not in_hook()) or (self._is_updating and not trains):  # a closure trains
             return None
         powers = self._powers.runs(facts, args, kwargs, loop_line)
         if is_backward and self._backwards.adds_itself(facts):  # of losses, which are judged themselves
             powers = [UNKNOWN if power.is_mixed else power for power in powers]
         if facts.overwrites:
             targets = written(facts, args, kwargs)
+            self._backwards.divides(targets, powers)
             self._powers.gave(targets, powers, trains=False, are_new=False)
             self._backwards.moves(facts, targets, powers)
             return None
@@ -192,6 +191,7 @@ class LoopObserver(Observer):
         if targets and not (is_backward or self._is_stepping):
             self._backwards.written_by_hand(targets)
         if is_backward:
+            self._is_in_closure = self._is_stepping and bool(self._kept.scales())
             self._backwards.runs()
             self._say(self._reduced.sends(facts, args))
         elif targets and not self._is_stepping and in_region():
@@ -219,6 +219,7 @@ class LoopObserver(Observer):
     def before(self, call: SeenCall) -> None:
         """Inspect a call that is about to write: a scaler's, or one that may clip or accumulate gradients."""
         if call.facts.id == UNSCALE:
+            self._is_in_closure = False
             self._scales = self._scales or loop_line()
             self._say(self._gradients.unscaled(call))
             if self._backwards.unscales(call, self.never_skips):
@@ -233,9 +234,9 @@ class LoopObserver(Observer):
             self.end_of_step()
         elif call.id.direction == BACKWARD:
             self._backwards.adds(call)
-        elif not self._is_stepping:
+        elif not self._is_updating:
             self._gradients.written(call)
-            self._backwards.written(call, written(call.facts, call.args, call.kwargs))
+            self._backwards.written(call, written(call.facts, call.args, call.kwargs), self._gradients.adds(call))
 
     def after(self, call: SeenCall) -> None:
         """Inspect a call that has run: in a region or not, and its results."""
@@ -257,7 +258,7 @@ class LoopObserver(Observer):
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
-        if not self._is_stepping or call.notes.get("trains"):
+        if not self._is_updating or call.notes.get("trains"):
             self._gradients.computed(call)
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
@@ -281,6 +282,11 @@ class LoopObserver(Observer):
         self.adviser.casts += any(plan.formats) or plan.set_dtype or plan.append_dtype
         self.adviser.decided(call.facts, call.site, tensors_in(call.args, call.kwargs))
         self.adviser.gave(call.facts, call.results, call.site)
+
+    @property
+    def _is_updating(self) -> bool:
+        """Whether an optimizer computes, and not a closure that it calls."""
+        return self._is_stepping and not self._is_in_closure
 
     @property
     def follows(self) -> bool:
@@ -316,25 +322,15 @@ class LoopObserver(Observer):
 
     def stepped(self) -> None:
         """Inspect the weights after an optimizer's step."""
-        self._is_stepping = False
+        self._is_stepping = self._is_in_closure = False
         with dispatch.without_functions():
             self._backwards.stepped()
             self._rounded.stepped()
 
     def end_of_step(self) -> None:
         """Report weights cast more than once, as an optimizer is about to step, or a scaler has skipped its step."""
-        casts = [(key, sites) for key, parts in self._casts.items() for sites in parts.values()]
-        if again := [(key, sites) for key, sites in casts if len(sites) > 1]:
-            key, sites = max(again, key=lambda item: len(item[1]))
-            name = self._kept.names().get(key, "a weight")
-            self.add(
-                COSTS_TIME,
-                f"{counted(len(again), 'weight', 'are')} cast more than once before the optimizer steps, {name} "
-                f"{len(sites)} times",
-                "One region around all forwards of a step, with its weight cache on, casts each weight once; switch it "
-                "off for backwards in it: nc.autocast(device, enabled=False). Nothing is wrong: this only costs time.",
-                sites[1],
-            )
+        casts = [(key, sites) for key, parts in self._casts.items() for sites in parts.values() if len(sites) > 1]
+        self._say(cast_again(casts, self._kept.names) if casts else None)
         self._casts.clear()
         self._gradients.forget()
         self._sums.end_of_step()
