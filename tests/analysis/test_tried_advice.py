@@ -234,3 +234,21 @@ def test_a_step_of_an_optimizer_is_not_to_blame_for_gradients():
     found = nc.compare(step, under="bf16")
     assert found.verdict == "round-off" and max(g.relative_error for g in found.gradients) > 0.1
     assert not [todo.what for todo in found.todos if "addcmul" in todo.what or "lerp" in todo.what]
+
+
+def test_what_fp32_rounding_leaves_of_a_sum_is_no_place_where_the_error_grows():
+    """Weights of a softmax sum to one: what is left of that is zero but for rounding, and its relative error is large."""
+
+    class Left(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            h = self.a(x).float()
+            left = 1 - h.softmax(-1).sum(-1, keepdim=True)
+            return torch.sin(self.b(torch.tanh(h)).float() * 300) + left
+
+    found = nc.compare(Left(), (X,), under="bf16")
+    assert found.verdict == "round-off" and found.growth.id.op == "aten.sin.default", found

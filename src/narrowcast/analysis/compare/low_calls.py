@@ -22,7 +22,8 @@ from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, without_modes
 
-_SEVERAL = 3.0
+_SEVERAL, _OF_FP32 = 3.0, 2.0**-20
+"""How many times larger an error is where it grows; and errors of inputs that are rounding in fp32 alone."""
 _LOW = frozenset(str(FORMATS[dtype]) for dtype in LOW)
 
 
@@ -128,7 +129,8 @@ class LowFlow(AsksHigh):
 
     def growth(self, rows: Iterable[CallError], least: float) -> Growth | None:
         """Return the call whose error, above `least`, is the largest multiple of that of its inputs; None, if it is not
-        several times that. What comes after the last backward, as the steps of optimizers do, made none of its errors.
+        several times that. What comes after the last backward, as the steps of optimizers do, made none of its errors;
+        and a result that is only what rounding in fp32 leaves of a sum that cancels has none that means anything.
         """
         rows = list(rows)
         end = max((n for n, row in enumerate(rows, 1) if row.id.direction == BACKWARD), default=len(rows))
@@ -139,6 +141,7 @@ class LowFlow(AsksHigh):
                 continue
             before = max((errors.get(source, 0.0) for source in self._calls[row.id].sources), default=0.0)
             times = row.total / max(before, least)
-            if times > most:
+            is_noise = row.round_off_bound >= 1 and before <= _OF_FP32
+            if times > most and not is_noise:
                 best, most = Growth(row.id, row.file, row.line, before, row.total), times
         return best
