@@ -102,7 +102,7 @@ def diff(
     are_loops = all(run.steps > 1 and run.calls_before_step for side in runs for run in side)
     if asked is None and result.verdict == VALUES_DIFFER and are_loops:
         first = _compared([[run.before_first_step() for run in side] for side in runs], names, None)
-        if first.verdict == VALUES_DIFFER:
+        if first.verdict == VALUES_DIFFER and (first.front or not result.front):
             first.notes.insert(0, _FIRST_STEP)
             first.untrained = result.untrained
             return first
