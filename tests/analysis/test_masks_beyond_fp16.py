@@ -63,3 +63,24 @@ def test_a_result_that_overflows_is_no_mask(sizes):
     nn.init.eye_(identity.weight)
     found = nc.compare(lambda x: identity(x).square(), (torch.tensor(sizes),), under="fp16", isolate=0)
     assert found.verdict == "not finite" and found.outputs[0].relative_error == float("inf"), str(found)
+
+
+@pytest.mark.parametrize("run", [nc.compare, nc.capture, lambda model, inputs, under: in_region(model, inputs)])
+def test_the_error_of_a_number_that_fp16_does_not_hold_says_where_and_what_to_write(run):
+    """Whoever runs the model: torch's error has a note with the line."""
+    layer = torch.nn.Linear(8, 8)
+
+    def model(x):
+        return layer(x).masked_fill(x > 0, -1e9).softmax(-1)
+
+    line = model.__code__.co_firstlineno + 1
+    with pytest.raises(RuntimeError, match="without overflow") as raised:
+        run(model, (torch.randn(4, 8),), under="fp16")
+    (note,) = raised.value.__notes__
+    assert f"test_masks_beyond_fp16.py:{line}" in note and "torch.finfo(scores.dtype).min" in note
+
+
+def in_region(model, inputs):
+    """Run a model in a region in fp16."""
+    with nc.autocast("cpu", torch.float16):
+        return model(*inputs)

@@ -17,6 +17,7 @@ from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
 _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
 _NO_KERNEL = re.compile(r'"(?P<kernel>\w+)" not implemented for \'(?P<type>BFloat16|Half)\'')
+_BEYOND = re.compile(r"value cannot be converted to type (c10|at)::(?P<type>BFloat16|Half) without overflow")
 _NAMES = {"BFloat16": "bf16", "Half": "fp16"}
 
 
@@ -29,7 +30,7 @@ _ONE_FORMAT = re.compile(
 
 def note_failure(error: BaseException, device_type: str, repairs: bool = False, low: str = "") -> None:
     """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, low formats that
-    meet, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided.
+    meet, a number beyond one, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided.
     low: the region's low format, if that is known.
     """
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
@@ -53,6 +54,15 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
             f"{_MARK}a tensor in another low format than the region's{low and f', {low},'} meets others"
             f"{_where(error)}.\n"
             "  Open all regions in one format; under= says in which nc.compare and the other calls run a model."
+        )
+        return
+    beyond = _BEYOND.match(first_line)
+    if beyond is not None:
+        error.add_note(
+            f"{_MARK}{_NAMES[beyond['type']]} does not hold a number of this call{_where(error)}: one that masks are "
+            "filled with, perhaps.\n"
+            "  Write torch.finfo(scores.dtype).min, or float('-inf'), in its place; nc.repair(model, inputs) finds the "
+            "rule that keeps the call in fp32."
         )
         return
     lack = _what(first_line, device_type, low)
