@@ -237,7 +237,7 @@ def test_a_step_of_an_optimizer_is_not_to_blame_for_gradients():
 
 
 def test_what_fp32_rounding_leaves_of_a_sum_is_no_place_where_the_error_grows():
-    """Weights of a softmax sum to one: what is left of that is zero but for rounding, and its relative error is large."""
+    """Weights of a softmax sum to one: what that leaves is zero but for rounding, and its relative error is large."""
 
     class Left(nn.Module):
         def __init__(self):

@@ -324,11 +324,12 @@ def aligned_sequences(length_a: int, length_b: int, score: Score) -> Pairs:
     for i in range(length_a - 1, -1, -1):
         middle = i * length_b // length_a
         first, last = max(0, middle - reach), min(length_b, middle + reach + 1)
-        rows[i] = first, [0.0] * (last - first)
+        rows[i] = first, (totals := [0.0] * (last - first))
+        beside, diagonal = 0.0, best(i + 1, last)
         for j in range(last - 1, first - 1, -1):
-            worth = score(i, j)
-            skip = max(best(i + 1, j), best(i, j + 1))
-            rows[i][1][j - first] = max(skip, worth + best(i + 1, j + 1)) if worth > 0 else skip
+            below, worth = best(i + 1, j), score(i, j)
+            beside = max(below, beside, worth + diagonal if worth > 0 else 0.0)
+            totals[j - first], diagonal = beside, below
     pairs: Pairs = []
     i = j = 0
     while i < length_a and j < length_b:

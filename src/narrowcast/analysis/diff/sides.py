@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
@@ -52,6 +52,16 @@ class Bundle:
     weight: Piece | None = None
     read: int = -1
     family: str = ""
+    call: CallRecord = field(init=False)
+    """The first of its calls, on the first rank that made it, without its rank; and its identity, and module."""
+    id: CallId = field(init=False)
+    path: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look these up once: pairs of calls are compared by the million."""
+        call = self.first.call
+        for name, value in (("call", call), ("id", call.id), ("path", call.id.module_path)):
+            object.__setattr__(self, name, value)
 
     @property
     def first(self) -> RankCall:
@@ -59,24 +69,9 @@ class Bundle:
         return self.module_calls[0][0]
 
     @property
-    def call(self) -> CallRecord:
-        """The same, without its rank."""
-        return self.first.call
-
-    @property
-    def id(self) -> CallId:
-        """The identity of the first of its calls."""
-        return self.call.id
-
-    @property
     def is_loss(self) -> bool:
         """Whether it is a call of a forward that returns one number."""
         return self.id.direction == FORWARD and self.elements == sum(map(len, self.module_calls))
-
-    @property
-    def path(self) -> str:
-        """Its module."""
-        return self.id.module_path
 
 
 def read_name(call: CallRecord) -> str:

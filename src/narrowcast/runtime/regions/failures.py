@@ -30,8 +30,8 @@ _ONE_FORMAT = re.compile(
 
 def note_failure(error: BaseException, device_type: str, repairs: bool = False, low: str = "") -> None:
     """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, low formats that
-    meet, a number beyond one, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided.
-    low: the region's low format, if that is known.
+    meet, a number beyond one, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided
+    what can be avoided. low: the region's low format, if that is known.
     """
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
