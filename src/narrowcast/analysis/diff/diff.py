@@ -17,16 +17,17 @@ from narrowcast.analysis.diff.ends import (
     look_at_ends,
     tell_nan,
 )
-from narrowcast.analysis.diff.front import front_of, outputs_after_training_apart
+from narrowcast.analysis.diff.front import come_to_the_same, front_of, outputs_after_training_apart
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
+from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.settings import other_step
 from narrowcast.analysis.diff.sides import Bundle, Side
 from narrowcast.analysis.diff.tokens import band_of_tokens, tokens
-from narrowcast.analysis.diff.without_partner import no_pairs
+from narrowcast.analysis.diff.without_partner import leave_out_all, no_pairs
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.policy import BUILTIN, Policy, as_policy
 from narrowcast.core.policy.table import RuleChange
@@ -49,8 +50,10 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_FAR_AFTER_TRAINING = 0.01
-"""So far apart, in parts of the largest magnitude, other weights bring outputs that are computed after training."""
+_FAR_AFTER_TRAINING, _SAME_OUTPUTS = 0.01, 4
+"""So far apart, in parts of the largest magnitude, other weights bring outputs that are computed after training. The
+second: outputs of one program in fp32 that is written otherwise are as many rounding bounds of a call apart.
+"""
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
 
@@ -129,6 +132,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
         pairs = [pair for pair in pairs if pair not in none]
     apart = compare_ends(result, judging, pairs, left_out)
     result.output_difference = apart
+    if apart <= _SAME_OUTPUTS * judging.widest < BAND_OF_LOW and come_to_the_same(judging):
+        leave_out_all(result, judging)
     tell_nan(result, judging, pairs)
     result.untrained = trained_by_one_alone(judging.values, pairs, judging.places)
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))

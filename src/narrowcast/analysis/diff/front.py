@@ -68,25 +68,28 @@ def outputs_after_training_apart(judging: Judging) -> float:
     return max((abs(x - y) / max(a[0], b[0]) for a, b in pairs for x, y in zip(a, b, strict=False)), default=0.0)
 
 
+def come_to_the_same(judging: Judging) -> bool:
+    """Return whether two runs in fp32 without a backward come to the same, whatever they compute on the way: each last
+    result of a product, and of what reads it, is one of the other run's, too.
+    """
+    values = [_ValuesOfRun(side) for side in judging.values.sides]
+    has_backward = any(call.id.direction == BACKWARD for own in values for call in own.calls)
+    if has_backward or any(own.near > _NEAR for own in values):
+        return False
+    return not any(own.is_new(call, other, _NEAR, False)
+                   for own, other in (values, values[::-1]) for call in own.ends())  # fmt: skip
+
+
 def _ends_after_training(makers: Makers, own: _ValuesOfRun, other: _ValuesOfRun) -> dict[int, list[_Numbers]]:
     """Return the numbers of these results of one run, by size."""
-    read = [own.makers_of(call) for call in own.calls]
-    last = max((n for n, call in enumerate(own.calls) if call.id.direction == BACKWARD), default=len(read))
-    ends: dict[int, list[_Numbers]] = {}
-    results = [own.result(call) for call in own.calls]
-    are_read = {made for x, of in zip(results, read, strict=True) if x is None or x.elements > 1 for made in of}
-    of_products = set[int]()
-    for n in range(last + 1, len(read)):
-        call = own.calls[n]
-        if makers.bundle(call) in makers.of_gradients:
-            continue
-        if op_kind(call.id.op).family in (GEMM, CONV) or not of_products.isdisjoint(read[n]):
-            of_products.add(n)
-            piece = results[n]
-            is_end = n not in are_read and piece is not None and piece.elements > 1  # but by what is one number
-            if piece is not None and is_end and own.is_new(call, other, _NEAR, False):
-                ends.setdefault(piece.elements, []).append(_numbers(piece))
-    return ends
+    found: dict[int, list[_Numbers]] = {}
+    last = max((n for n, call in enumerate(own.calls) if call.id.direction == BACKWARD), default=len(own.calls))
+    for call in own.ends(last + 1):
+        piece = own.result(call)
+        is_later = piece is not None and makers.bundle(call) not in makers.of_gradients
+        if piece is not None and is_later and own.is_new(call, other, _NEAR, False):
+            found.setdefault(piece.elements, []).append(_numbers(piece))
+    return found
 
 
 class _Region:
@@ -222,6 +225,19 @@ class _ValuesOfRun:
         """Return which calls made what a call reads."""
         makers = (self._side.maker(0, number) for _, number in call.inputs)
         return [self._positions[id(maker)] for maker in makers if maker is not None and maker is not call]
+
+    def ends(self, first: int = 0) -> list[CallRecord]:
+        """Return the calls, from a number on, that compute with results of products, and whose results nothing reads
+        but what makes one number of them, if they have more.
+        """
+        results = [self.result(call) for call in self.calls]
+        makers = [self.makers_of(call) for call in self.calls]
+        read = {made for x, of in zip(results, makers, strict=True) if x is None or x.elements > 1 for made in of}
+        of_products = set[int]()
+        for n in range(first, len(makers)):
+            if op_kind(self.calls[n].id.op).family in (GEMM, CONV) or not of_products.isdisjoint(makers[n]):
+                of_products.add(n)
+        return [self.calls[n] for n in sorted(of_products - read) if (x := results[n]) is not None and x.elements > 1]
 
     def is_new(self, call: CallRecord, other: _ValuesOfRun, near: float, reads_new: bool) -> bool:
         """Return whether a call gives values that another run has nowhere; of one without floats, whether it reads

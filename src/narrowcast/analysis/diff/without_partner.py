@@ -120,6 +120,12 @@ def note_alone(judging: Judging, numbers: Sequence[Sequence[int]], difference: f
     return bool(alone)
 
 
+def leave_out_all(result: RunDifferences, judging: Judging) -> None:
+    """Leave out every difference on the way: what both programs come to is the same."""
+    result.rows = [other_way(row) if row.verdict == DIFFERS else row for row in result.rows]
+    judging.unpaired = {}
+
+
 def leave_out_before_steps(result: RunDifferences, judging: Judging, pairs: Sequence[Aligned]) -> None:
     """Leave out every difference but those of calls after the last step: both programs have trained the same."""
 
