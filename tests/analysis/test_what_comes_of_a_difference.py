@@ -247,8 +247,8 @@ def test_gradients_far_apart_behind_equal_outputs_are_told_in_low_formats_too():
     assert again.verdict != "values differ", str(again)
 
 
-def test_ends_without_a_partner_are_said_not_to_be_compared():
-    """Logarithms of probabilities, and what is none of them."""
+def test_ends_without_a_partner_are_compared_by_their_values():
+    """Logarithms of probabilities, written out and wrong; of another size they are said not to be compared."""
     torch.manual_seed(0)
     weight, x = torch.randn(8, 8), torch.randn(4, 8)
 
@@ -261,7 +261,11 @@ def test_ends_without_a_partner_are_said_not_to_be_compared():
         return y.log_softmax(-1)
 
     wrong = nc.diff(run(log_softmax), run(lambda y: y - 2 * torch.logsumexp(y, -1, keepdim=True)))
-    assert "what the runs come to is not compared" in str(wrong.notes), wrong
+    assert wrong.verdict == "values differ" and wrong.front, wrong
+    right = nc.diff(run(log_softmax), run(lambda y: y - torch.logsumexp(y, -1, keepdim=True)))
+    assert right.verdict == "round-off", right
+    other = nc.diff(run(log_softmax), run(lambda y: y[:, :3].exp() - 2))
+    assert "what the runs come to is not compared" in str(other.notes), other
     right = nc.diff(run(log_softmax), run(lambda y: y - torch.logsumexp(y, -1, keepdim=True)))
     assert right.verdict == "round-off" and "come to" not in str(right.notes), right
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -17,7 +18,7 @@ from narrowcast.analysis.diff.ends import (
     look_at_ends,
     tell_nan,
 )
-from narrowcast.analysis.diff.front import come_to_the_same, front_of, outputs_after_training_apart
+from narrowcast.analysis.diff.front import come_to_the_same, front_of, new_outputs_apart
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
@@ -50,9 +51,9 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_FAR_AFTER_TRAINING, _SAME_OUTPUTS = 0.01, 4
-"""So far apart, in parts of the largest magnitude, other weights bring outputs that are computed after training. The
-second: outputs of one program in fp32 that is written otherwise are as many rounding bounds of a call apart.
+_FAR_OF_NEW, _SAME_OUTPUTS = 0.01, 4
+"""So far apart, in parts of the largest magnitude, are outputs that other weights give after training, or that no pair
+of calls made. The second: outputs of one program in fp32 that is written otherwise are as many rounding bounds apart.
 """
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
@@ -139,9 +140,10 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
-    if judging.have_trained_alike and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
-        after = outputs_after_training_apart(judging)
-        result.outputs_apart = after if after > _FAR_AFTER_TRAINING else 0.0
+    is_open = judging.have_trained_alike or (math.isnan(apart) and not any(x.has_backward for x in sides))
+    if is_open and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
+        new = new_outputs_apart(judging)
+        result.outputs_apart = new if new > _FAR_OF_NEW else 0.0
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     leave_open(result, judging, left_out, apart)
     if result.verdict == VALUES_DIFFER and all(len(side.runs) == 1 for side in sides):
@@ -236,6 +238,10 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     if lengths[0] != lengths[1]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a makes a call up to {often[0]}, b up to {often[1]}: in calls of a module, or steps of a loop")
+    steps = [side.runs[0].steps for side in sides]
+    have_trained = [any("gradient" in row for row in side.runs[0].parameters.values()) for side in sides]
+    if steps[0] != steps[1] and all(have_trained):
+        notes.append(f"optimizers make {counted(steps[0], 'step')} in a, {counted(steps[1], 'step')} in b")
     if parts := sum(row.is_part for row in result.rows):
         notes.append(
             f"{counted(parts, 'pair', 'are')} compared in part: one run has elements that the other does not have"

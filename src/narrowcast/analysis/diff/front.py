@@ -38,8 +38,8 @@ def front_of(judging: Judging) -> list[NewCall]:
     """
     front = list[NewCall]()
     values = [_ValuesOfRun(side) for side in judging.values.sides]
-    for n, own in enumerate(values):
-        region = _Region(own, values[1 - n])
+    regions = [_Region(own, values[1 - n]) for n, own in enumerate(values)]
+    for n, (own, region) in enumerate(zip(values, regions, strict=True)):
         first, lines = list[NewCall](), set[str]()
         for number in dict.fromkeys(region.ordered()):
             call = own.calls[number]
@@ -49,20 +49,24 @@ def front_of(judging: Judging) -> list[NewCall]:
             if len(lines) > _LINES:
                 break
             first.append(NewCall("ab"[n], call.id, place, views))
-        before = (judging.places.of(n, [judging.makers[n].bundle(own.calls[m])]) for m in region.before())
-        after = [line for line in dict.fromkeys(before) if line and line not in lines][:_BEFORE]
+        before = [own.calls[m] for m in region.before()]
+        after = _lines_of(judging, n, before, lines)
+        if not regions[1 - n].has_calls:  # what the other run lacks lies there
+            same = (call for one in before for call in values[1 - n].alike(own.result(one), own.near))
+            after += _lines_of(judging, 1 - n, same, ())
         front += [replace(one, after=() if m else tuple(after)) for m, one in enumerate(first)]
     return front
 
 
-def outputs_after_training_apart(judging: Judging) -> float:
-    """Return how far apart is what two programs compute after they have trained alike in fp32: the last results of
-    products and of what reads them, of as many in one size, which neither run has anywhere of the other. 0 if none is.
+def new_outputs_apart(judging: Judging) -> float:
+    """Return how far apart is what two programs compute in fp32 after the last backward, if there is one: the last
+    results of products and of what reads them, of as many in one size, which neither run has anywhere of the other. 0
+    if none is.
     """
     values = [_ValuesOfRun(side) for side in judging.values.sides]
     if any(own.near > _NEAR for own in values):
         return 0.0
-    ends, others = (_ends_after_training(judging.makers[n], own, values[1 - n]) for n, own in enumerate(values))
+    ends, others = (_new_outputs(judging.makers[n], own, values[1 - n]) for n, own in enumerate(values))
     alike = [(of, others[size]) for size, of in ends.items() if len(of) == len(others.get(size, ()))]
     pairs = [both for of in alike for both in zip(*of, strict=True)]
     return max((abs(x - y) / max(a[0], b[0]) for a, b in pairs for x, y in zip(a, b, strict=False)), default=0.0)
@@ -80,16 +84,22 @@ def come_to_the_same(judging: Judging) -> bool:
                    for own, other in (values, values[::-1]) for call in own.ends())  # fmt: skip
 
 
-def _ends_after_training(makers: Makers, own: _ValuesOfRun, other: _ValuesOfRun) -> dict[int, list[_Numbers]]:
+def _new_outputs(makers: Makers, own: _ValuesOfRun, other: _ValuesOfRun) -> dict[int, list[_Numbers]]:
     """Return the numbers of these results of one run, by size."""
     found: dict[int, list[_Numbers]] = {}
-    last = max((n for n, call in enumerate(own.calls) if call.id.direction == BACKWARD), default=len(own.calls))
+    last = max((n for n, call in enumerate(own.calls) if call.id.direction == BACKWARD), default=-1)
     for call in own.ends(last + 1):
         piece = own.result(call)
         is_later = piece is not None and makers.bundle(call) not in makers.of_gradients
         if piece is not None and is_later and own.is_new(call, other, _NEAR, False):
             found.setdefault(piece.elements, []).append(_numbers(piece))
     return found
+
+
+def _lines_of(judging: Judging, side: int, calls: Iterable[CallRecord], known: Collection[str]) -> list[str]:
+    """Return the first lines of these calls, other than those known."""
+    places = (judging.places.of(side, [judging.makers[side].bundle(call)]) for call in calls)
+    return [line for line in dict.fromkeys(places) if line and line not in known][:_BEFORE]
 
 
 class _Region:
@@ -103,6 +113,11 @@ class _Region:
         self._new = self._new_calls(other, max(own.near, other.near))
         self._region = self._leading()
         self._first = [n for n in self._region if self._new.isdisjoint(self._read[n])]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are any."""
+        return bool(self._region)
 
     def ordered(self) -> Iterator[int]:
         """Yield the calls: those that read known values alone come first."""
@@ -274,6 +289,14 @@ class _ValuesOfRun:
     def result(self, call: CallRecord) -> Piece | None:
         """Return a call's first result, if its floating-point numbers are known."""
         return next((self._side.piece(0, n) for _, n in call.outputs[:1] if self._is_seen(n)), None)
+
+    def alike(self, piece: Piece | None, near: float) -> Iterator[CallRecord]:
+        """Yield the calls that give a value of another run."""
+        for call in self.calls:
+            own = self.result(call)
+            is_one = own is not None and piece is not None and own.elements == piece.elements
+            if own is not None and piece is not None and is_one and _are_near(_numbers(own), _numbers(piece), near):
+                yield call
 
     def has_floats(self, call: CallRecord) -> bool:
         """Return whether a call's first result is of floating-point numbers, or it has none."""

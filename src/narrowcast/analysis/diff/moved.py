@@ -20,9 +20,10 @@ from narrowcast.reports.results.run_differences import GradientRow, Untrained
 
 _OF_MEANS = ("exp_avg", "momentum_buffer")
 """The states in which optimizers of torch's keep a mean of gradients."""
-_MEANS, _MEANS_OF_LOW, _WAY_OF_LOW = 4, 0.025, 0.15
+_MEANS, _MEANS_OF_LOW, _WAY_OF_LOW, _WAY = 4, 0.025, 0.15, 3e-3
 """In low formats means of gradients of sound programs were 0.02 apart at most, and 3.3 widest rounding bounds of a call
-in fp16; those of 60 programs with a fault that trains 0.055 and more. Adam's steps by them are further apart: 0.095.
+in fp16; those of 60 programs with a fault that trains 0.055 and more. Adam's steps by them are further apart: 0.095; in
+fp32 0.0012, where a part of a weight has no gradient but rounding, as the bias of keys.
 """
 _NOISE, _NOISE_OF_LOW = 2.0**-20, 2.0**-8
 """A gradient that is smaller, in parts of the largest, is what is left of a sum that cancels: in fp32, in less."""
@@ -50,7 +51,8 @@ def have_trained_alike(values: Values, gradients: Sequence[GradientRow], widest:
     moved = [one for one in known if noise[0].isdisjoint(one.a) and noise[1].isdisjoint(one.b)]
     means = [both for one in moved for state in _OF_MEANS if (both := _both(values, one, state, most))]
     off, size = (math.hypot(*sizes) for sizes in zip((0.0, 0.0), *map(_apart_in_any_order, means), strict=True))
-    return off <= apart * size and _part_of_the_way(moved) <= (most if means else apart)
+    by_means = _WAY_OF_LOW if is_low else _WAY
+    return off <= apart * size and _part_of_the_way(moved) <= (by_means if means else apart)
 
 
 def _both(values: Values, one: _Moved, state: str, most: float) -> tuple[Piece, Piece] | None:

@@ -115,6 +115,11 @@ class Side:
         return self._pieces[key]
 
     @cached_property
+    def has_backward(self) -> bool:
+        """Whether a call is of a backward."""
+        return any(bundle.id.direction == BACKWARD for bundle in self.bundles)
+
+    @cached_property
     def moves_weights(self) -> bool:
         """Whether an optimizer has stepped."""
         return bool(self._moved)
