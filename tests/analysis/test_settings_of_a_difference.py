@@ -75,7 +75,8 @@ def test_gradients_that_one_program_does_not_clear():
     """Its backward adds to those of the step before, which is the first that differs."""
     assert nc.diff(loop(clears=False), loop(True, clears=False)).verdict in ("alike", "round-off")
     found = nc.diff(loop(), loop(by_hand=True, clears=False))
-    assert first_advice(found).startswith("Clear gradients in b, if these are of an earlier step"), found
+    assert first_advice(found).startswith("Inspect which gradients are added up"), found
+    assert "the backward of b adds to those that are there already" in first_advice(found), found
 
 
 @pytest.mark.parametrize("losses", [False, True])
@@ -84,3 +85,38 @@ def test_evaluation_of_other_weights_after_training_that_is_alike(losses):
     assert nc.diff(loop(losses=losses), loop(True, losses=losses)).verdict in ("alike", "round-off")
     found = nc.diff(loop(losses=losses), loop(by_hand=True, evaluates="weights", losses=losses))
     assert found.verdict == "values differ" and found.front, found
+
+
+class Added(nn.Module):
+    """A layer, and what it adds to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+def test_what_a_function_returns_is_compared_and_not_what_its_modules_do():
+    """The sum of one function is made in a module, that of the other around it."""
+    block, x = Added(), torch.randn(8, 16)
+    runs = [nc.capture(model, (x,)) for model in (block, lambda x: block(x), lambda x: x + block.layer(x))]
+    assert {nc.diff(a, b).verdict for a in runs for b in runs} == {"alike"}
+    other = nc.diff(runs[0], nc.capture(lambda x: x * 1.1 + block.layer(x), (x,)))
+    assert other.verdict == "values differ" and other.output_difference > 0.01, other
+
+
+def test_a_weight_that_one_program_does_not_use_is_told():
+    """A gain of ones changes no output before it is trained: a note says that less has a gradient."""
+    torch.manual_seed(0)
+    x, weight, runs = torch.randn(5, 8), torch.randn(8, 8), []
+    for uses in (True, False):
+        held = [nn.Parameter(weight.clone()), nn.Parameter(torch.ones(8))]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        with nc.capture() as run:
+            ((x * held[1] if uses else x) @ held[0].T).square().mean().backward()
+            optimizer.step()
+        runs.append(run)
+    assert any("72 elements of parameters have a gradient in a, 64 in b" in note for note in nc.diff(*runs).notes)

@@ -116,7 +116,8 @@ def capture(
     capturing = Capturing(table, times, opened, weights)
     try:
         with weights, leaves_no_kernels():
-            outcome = trial.run(opened, capturing)
+            gives = None if isinstance(trial.model, torch.nn.Module) else capturing.returns
+            outcome = replace(trial, gives=gives).run(opened, capturing)
     finally:
         changed = weights.changed
         capturing.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
@@ -189,6 +190,10 @@ class Capturing:
         observer = self._observer
         observer.parameters = Parameters(self.run, table, self._door, lambda: observer.roots)
 
+    def returns(self, output: Any) -> None:
+        """Note what a function returned, whatever the modules did that it called."""
+        self._observer.returns(output)
+
     def __enter__(self) -> Run:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
@@ -251,6 +256,11 @@ class _Capture(Observer):
         if is_outermost:
             self._look(self._note_returned, "what a model returns", result)
         return result
+
+    def returns(self, output: Any) -> None:
+        """Note what the function returned that was called: not what its modules did."""
+        self._run.returned.clear()
+        self._look(self._note_returned, "what a function returns", output)
 
     def _note_returned(self, result: Any) -> None:
         floats = filter(is_floating, tensors_in(result))

@@ -51,7 +51,7 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_FAR_OF_NEW, _SAME_OUTPUTS = 0.01, 4
+_FAR_OF_NEW, _SAME_OUTPUTS = 2e-3, 4
 """So far apart, in parts of the largest magnitude, are outputs that other weights give after training, or that no pair
 of calls made. The second: outputs of one program in fp32 that is written otherwise are as many rounding bounds apart.
 """
@@ -239,8 +239,11 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
         often = [counted(length, "time") for length in lengths]
         notes.append(f"a makes a call up to {often[0]}, b up to {often[1]}: in calls of a module, or steps of a loop")
     steps = [side.runs[0].steps for side in sides]
-    have_trained = [any("gradient" in row for row in side.runs[0].parameters.values()) for side in sides]
-    if steps[0] != steps[1] and all(have_trained):
+    names = [[name for name, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
+    trained = [sum(side.value(name).elements for name in of) for side, of in zip(sides, names, strict=True)]
+    if trained[0] != trained[1] and all(trained) and len(a.runs) == len(b.runs):
+        notes.append(f"{trained[0]} elements of parameters have a gradient in a, {trained[1]} in b")
+    if steps[0] != steps[1] and all(trained):
         notes.append(f"optimizers make {counted(steps[0], 'step')} in a, {counted(steps[1], 'step')} in b")
     if parts := sum(row.is_part for row in result.rows):
         notes.append(

@@ -27,6 +27,7 @@ from narrowcast.analysis.diff.returned import Returned
 from narrowcast.analysis.diff.round_off import BAND
 from narrowcast.analysis.diff.sides import Bundle, read_name
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
+from narrowcast.core.ops import is_named
 from narrowcast.core.ops.facts import NORM, SOFTMAX, op_kind
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
@@ -119,11 +120,16 @@ class Judging:
         )  # fmt: skip
 
     def counts_of_unpaired(self, left_out: Collection[Bundle]) -> list[int]:
-        """Return how many calls of each forward have no partner, and are not left out by hand."""
-        return [
-            sum(x.id.direction == FORWARD and x not in paired and x not in left_out for x in side.bundles)
+        """Return how many calls of each forward have no partner, and are not left out by hand: of cross entropy, which
+        is one call in a region and several outside of one, if it is in both.
+        """
+        alone = [
+            [x for x in side.bundles if x.id.direction == FORWARD and x not in paired and x not in left_out]
             for side, paired in zip(self.values.sides, self.paired, strict=True)
         ]
+        others = [[x for x in of if not is_named(x.id.op, "computation.cross_entropy")] for of in alone]
+        is_in_both = all(len(of) < len(every) for of, every in zip(others, alone, strict=True))
+        return list(map(len, others if is_in_both else alone))
 
     def _verdict(
         self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str,

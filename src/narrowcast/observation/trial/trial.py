@@ -60,8 +60,8 @@ def check_reference(outcome: Outcome) -> None:
 class Trial:
     """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
     fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the model's
-    output, once nothing observes it. scale: of the loss, which gradients are divided by again. evaluate: the user's
-    own, of the model. name: what reports call it.
+    output, once nothing observes it; gives: as soon as it is there, in the region. scale: of the loss, which gradients
+    are divided by again. evaluate: the user's own, of the model. name: what reports call it.
     """
 
     model: Callable[..., Any]
@@ -69,6 +69,7 @@ class Trial:
     kwargs: dict[str, Any]
     backward: bool | Loss = False
     reads: Callable[[Any], None] | None = None
+    gives: Callable[[Any], None] | None = None
     scale: float = 1.0
     evaluate: Evaluate | None = None
     name: str = ""
@@ -191,6 +192,8 @@ class Trial:
         """
         with region:
             output = run()
+            if self.gives is not None:
+                self.gives(output)
             if isinstance(output, types.GeneratorType):
                 items = [*output] if callable(self.backward) else []
                 for item in output:

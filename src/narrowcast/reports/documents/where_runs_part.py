@@ -110,8 +110,9 @@ def _kept_gradients(result: RunDifferences) -> list[Todo]:
     if len(adding) != 1:
         return []
     one, other = adding[0], "ba"["ab".index(adding[0].run)]
-    why = f"its backward adds to those that are there already ({Path(one.place).name}), as that of {other} does not"
-    return [Todo(f"Clear gradients in {one.run}, if these are of an earlier step", why)]
+    why = f"the backward of {one.run} adds to those that are there already ({Path(one.place).name}), that of {other} "
+    why += "does not: they are of an earlier step, and nobody cleared them, or of another part of the batch"
+    return [Todo("Inspect which gradients are added up, and where they are cleared", why)]
 
 
 def _untrained(result: RunDifferences) -> list[Todo]:
