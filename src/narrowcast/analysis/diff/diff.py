@@ -133,7 +133,8 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
         pairs = [pair for pair in pairs if pair not in none]
     apart = compare_ends(result, judging, pairs, left_out)
     result.output_difference = apart
-    if apart <= _SAME_OUTPUTS * judging.widest < BAND_OF_LOW and come_to_the_same(judging):
+    is_same = apart <= _SAME_OUTPUTS * judging.widest < BAND_OF_LOW
+    if is_same and (judging.unpaired or result.producers) and come_to_the_same(judging):
         leave_out_all(result, judging)
     tell_nan(result, judging, pairs)
     result.untrained = trained_by_one_alone(judging.values, pairs, judging.places)

@@ -157,11 +157,13 @@ class _Region:
         """
         leads, ends = set[int](), set(self._new)
         for n in range(len(self._calls) - 1, -1, -1):
-            leads |= {n} & ends
+            if n in ends:
+                leads.add(n)
             for made in self._read[n]:
                 if self._is_backward(made) or not self._is_backward(n):
                     ends.discard(made)
-                    leads |= {made} & self._new if n in leads else set()
+                    if n in leads and made in self._new:
+                        leads.add(made)
         return sorted(leads)
 
     def _is_backward(self, n: int) -> bool:
