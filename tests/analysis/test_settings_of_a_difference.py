@@ -119,3 +119,12 @@ def test_a_weight_that_one_program_does_not_use_is_told():
             optimizer.step()
         runs.append(run)
     assert any("72 elements of parameters have a gradient in a, 64 in b" in note for note in nc.diff(*runs).notes)
+
+
+def test_a_function_that_returns_tokens_has_the_outputs_of_its_modules():
+    """As one that generates has: what its model returned says how far apart two runs are."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    run = nc.capture(lambda x: layer(x).argmax(-1), (x,))
+    assert [run.tensors[n].shape for n in run.returned] == [(3, 4)]
+    assert nc.capture(lambda x: layer(x).exp(), (x,)).returned != run.returned

@@ -258,9 +258,12 @@ class _Capture(Observer):
         return result
 
     def returns(self, output: Any) -> None:
-        """Note what the function returned that was called: not what its modules did."""
-        self._run.returned.clear()
-        self._look(self._note_returned, "what a function returns", output)
+        """Note what the function returned that was called, and not what its modules did; unless it is no floats, as
+        tokens are, or nothing.
+        """
+        if any(map(is_floating, tensors_in(output))):
+            self._run.returned.clear()
+            self._look(self._note_returned, "what a function returns", output)
 
     def _note_returned(self, result: Any) -> None:
         floats = filter(is_floating, tensors_in(result))

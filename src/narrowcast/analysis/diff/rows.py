@@ -32,6 +32,8 @@ from narrowcast.core.ops.facts import NORM, SOFTMAX, op_kind
 from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunRow
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
+_LOSSES = 0.05
+"""So near, relatively, are losses of one program in other formats."""
 _OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 1e-3
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
 difference of other parts of a rounded tensor; and by values that differ so little that fewer elements than this are
@@ -120,16 +122,20 @@ class Judging:
         )  # fmt: skip
 
     def counts_of_unpaired(self, left_out: Collection[Bundle]) -> list[int]:
-        """Return how many calls of each forward have no partner, and are not left out by hand: of cross entropy, which
-        is one call in a region and several outside of one, if it is in both.
+        """Return how many calls of each forward have no partner, and are not left out by hand. Cross entropy, which is
+        one call in a region and two outside of one, has itself, if it comes to the same.
         """
         alone = [
             [x for x in side.bundles if x.id.direction == FORWARD and x not in paired and x not in left_out]
             for side, paired in zip(self.values.sides, self.paired, strict=True)
         ]
         others = [[x for x in of if not is_named(x.id.op, "computation.cross_entropy")] for of in alone]
-        is_in_both = all(len(of) < len(every) for of, every in zip(others, alone, strict=True))
-        return list(map(len, others if is_in_both else alone))
+        losses = [
+            [side.piece(0, x.call.outputs[0][1]).rms for x in of if "_loss" in x.id.op and x not in besides]
+            for side, of, besides in zip(self.values.sides, alone, others, strict=True)
+        ]
+        is_same = len(losses[0]) == len(losses[1]) and all(map(_are_losses_alike, *losses))
+        return list(map(len, others if all(losses) and is_same else alone))
 
     def _verdict(
         self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str,
@@ -377,3 +383,7 @@ class Judging:
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
     return tuple(bundle.id for bundle in bundles)
+
+
+def _are_losses_alike(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_LOSSES)
