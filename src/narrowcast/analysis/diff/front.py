@@ -76,9 +76,10 @@ def come_to_the_same(judging: Judging) -> bool:
     """Return whether two runs in fp32 without a backward come to the same, whatever they compute on the way: each last
     result of a product, and of what reads it, is one of the other run's, too.
     """
+    if any(side.has_backward for side in judging.values.sides):
+        return False
     values = [_ValuesOfRun(side) for side in judging.values.sides]
-    has_backward = any(call.id.direction == BACKWARD for own in values for call in own.calls)
-    if has_backward or any(own.near > _NEAR for own in values):
+    if any(own.near > _NEAR for own in values):
         return False
     return not any(own.is_new(call, other, _NEAR, False)
                    for own, other in (values, values[::-1]) for call in own.ends())  # fmt: skip
@@ -109,7 +110,7 @@ class _Region:
 
     def __init__(self, own: _ValuesOfRun, other: _ValuesOfRun) -> None:
         self._own, self._calls = own, own.calls
-        self._read = [own.makers_of(call) for call in own.calls]
+        self._read = own.read
         self._new = self._new_calls(other, max(own.near, other.near))
         self._region = self._leading()
         self._first = [n for n in self._region if self._new.isdisjoint(self._read[n])]
@@ -238,8 +239,12 @@ class _ValuesOfRun:
                         mean = piece.mean
                         yield of, replace(piece, columns=1, low=mean, high=mean, rms=abs(mean))
 
-    def makers_of(self, call: CallRecord) -> list[int]:
-        """Return which calls made what a call reads."""
+    @cached_property
+    def read(self) -> list[list[int]]:
+        """By call, which calls made what it reads."""
+        return [self._makers_of(call) for call in self.calls]
+
+    def _makers_of(self, call: CallRecord) -> list[int]:
         makers = (self._side.maker(0, number) for _, number in call.inputs)
         return [self._positions[id(maker)] for maker in makers if maker is not None and maker is not call]
 
@@ -248,11 +253,10 @@ class _ValuesOfRun:
         but what makes one number of them, if they have more.
         """
         results = [self.result(call) for call in self.calls]
-        makers = [self.makers_of(call) for call in self.calls]
-        read = {made for x, of in zip(results, makers, strict=True) if x is None or x.elements > 1 for made in of}
+        read = {made for x, of in zip(results, self.read, strict=True) if x is None or x.elements > 1 for made in of}
         of_products = set[int]()
-        for n in range(first, len(makers)):
-            if op_kind(self.calls[n].id.op).family in (GEMM, CONV) or not of_products.isdisjoint(makers[n]):
+        for n in range(first, len(self.calls)):
+            if op_kind(self.calls[n].id.op).family in (GEMM, CONV) or not of_products.isdisjoint(self.read[n]):
                 of_products.add(n)
         return [self.calls[n] for n in sorted(of_products - read) if (x := results[n]) is not None and x.elements > 1]
 
