@@ -16,9 +16,10 @@ from narrowcast.analysis.diff.ends import (
     leave_open,
     lengths_of,
     look_at_ends,
+    may_be_chosen,
     tell_nan,
 )
-from narrowcast.analysis.diff.front import come_to_the_same, front_of, new_outputs_apart
+from narrowcast.analysis.diff.front import beyond_rounding, come_to_the_same, front_of, new_outputs_apart
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
@@ -141,6 +142,9 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     result.tokens = tokens(sides[0].runs[0], sides[1].runs[0], band_of_tokens(pairs, result.rows))
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
+    if result.verdict != VALUES_DIFFER:
+        beyond = beyond_rounding(judging)
+        result.outputs_apart = 0.0 if may_be_chosen(judging, beyond) else beyond
     is_open = judging.have_trained_alike or (math.isnan(apart) and not any(x.has_backward for x in sides))
     if is_open and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
         new = new_outputs_apart(judging)
@@ -149,7 +153,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     leave_open(result, judging, left_out, apart)
     if result.verdict == VALUES_DIFFER and all(len(side.runs) == 1 for side in sides):
         result.front = front_of(judging)
-        result.other_step = _other_step(result, [side.runs[0] for side in sides])
+        result.other_step = _other_step(result, judging)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
         result.notes.insert(0, left)
@@ -162,12 +166,18 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     return result
 
 
-def _other_step(result: RunDifferences, runs: Sequence[Run]) -> OtherStep | None:
-    """Return the first step of an optimizer that is set otherwise, if no call of the front comes before it."""
+def _other_step(result: RunDifferences, judging: Judging) -> OtherStep | None:
+    """Return the first step of an optimizer that is set otherwise, unless a call of the front comes before it: in low
+    formats, or where weights alone differ, that need not make the difference.
+    """
+    runs = [side.runs[0] for side in judging.values.sides]
     found = other_step(*runs)
     if found is None:
         return None
     step, calls = found
+    is_of_steps = result.weights_apart and not (result.producers or result.alone or result.outputs_apart)
+    if is_of_steps or judging.widest >= BAND_OF_LOW:
+        return step
     for run, name, before in zip(runs, "ab", calls, strict=True):
         first = next((one.id for one in result.front if one.run == name), None)
         if first is not None and first in [call.id for call in run.calls[:before]]:
@@ -244,6 +254,9 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     trained = [sum(side.value(name).elements for name in of) for side, of in zip(sides, names, strict=True)]
     if trained[0] != trained[1] and all(trained) and len(a.runs) == len(b.runs):
         notes.append(f"{trained[0]} elements of parameters have a gradient in a, {trained[1]} in b")
+    found = other_step(a.runs[0], b.runs[0])
+    if found is not None and result.verdict != VALUES_DIFFER:
+        notes.append(f"{found[0].optimizer} is set otherwise, which shows nowhere, {found[0].text}")
     if steps[0] != steps[1] and all(trained):
         notes.append(f"optimizers make {counted(steps[0], 'step')} in a, {counted(steps[1], 'step')} in b")
     if parts := sum(row.is_part for row in result.rows):

@@ -253,7 +253,7 @@ def look_at_ends(result: RunDifferences, judging: Judging, pairs: list[Aligned],
     visible = _VISIBLE_OF_FP32 if is_still else _VISIBLE
     far = _steps(result, sides) * max(visible, min(_FAR * judging.widest, nearer))
     is_far = apart > min(_FAR_OF_GRADIENTS, far)
-    if is_far and not (_may_be_chosen(judging, apart) or is_of_ranks):
+    if is_far and not (may_be_chosen(judging, apart) or is_of_ranks):
         result.outputs_apart = apart
         found = (x.id for x in judging.unpaired), (row.a[0] for row in result.producers)
         if all(one.direction == BACKWARD for one in chain(*found)):
@@ -281,7 +281,7 @@ def _are_as_long(sides: Sequence[Side], is_high: bool) -> bool:
     return len(set(lengths_of(sides))) == 1 or (is_high and len(steps) == 1 and 0 not in steps)
 
 
-def _may_be_chosen(judging: Judging, apart: float) -> bool:
+def may_be_chosen(judging: Judging, apart: float) -> bool:
     """Return whether outputs may be this far apart since calls chose by values that differ: where no such choice was
     seen, few are others, and not most of an output's rows are as far apart.
     """

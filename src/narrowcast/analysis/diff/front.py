@@ -5,11 +5,13 @@ Programs that compute in other ways have values in common up to there, whatever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from narrowcast.analysis.diff.known_values import NEAR, KnownValues, Numbers, numbers_of
+from narrowcast.analysis.diff.known_values import IN_FP32, KnownValues, Near, Numbers, numbers_of
 from narrowcast.analysis.diff.makers import Makers
+from narrowcast.analysis.diff.returned import difference_as_returned, returned
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.results.run_differences import NewCall
@@ -17,6 +19,10 @@ from narrowcast.reports.results.run_records import CallRecord
 
 _LINES, _BEFORE = 8, 2
 """On how many lines of a run the calls lie that are named, and those that made what the first of them read."""
+_JUMP = 3.0
+"""So many times further apart than what they are computed of are outputs of sound programs in low formats less: they
+were 2.5 at most.
+"""
 
 
 def front_of(judging: Judging) -> list[NewCall]:
@@ -52,7 +58,7 @@ def new_outputs_apart(judging: Judging) -> float:
     if none is.
     """
     values = judging.known_values
-    if any(own.near > NEAR for own in values):
+    if any(own.near != IN_FP32 for own in values):
         return 0.0
     ends, others = (_new_outputs(judging.makers[n], own, values[1 - n]) for n, own in enumerate(values))
     alike = [(of, others[size]) for size, of in ends.items() if len(of) == len(others.get(size, ()))]
@@ -67,10 +73,32 @@ def come_to_the_same(judging: Judging) -> bool:
     if any(side.has_backward for side in judging.values.sides):
         return False
     values = judging.known_values
-    if any(own.near > NEAR for own in values):
+    if any(own.near != IN_FP32 for own in values):
         return False
-    return not any(own.is_new(call, other, NEAR, False)
+    return not any(own.is_new(call, other, IN_FP32, False)
                    for own, other in (values, values[::-1]) for call in own.ends())  # fmt: skip
+
+
+def beyond_rounding(judging: Judging) -> float:
+    """Return how far apart is what two forwards come to whose products are of one low format, if that is more than
+    rounding makes: new values lead to it, and what the first of these are computed of is several times nearer. Else 0.
+    """
+    values = judging.known_values
+    is_one = len({own.low_of_products for own in values}) == 1 and values[0].low_of_products
+    if not is_one or judging.are_alike_as_a_whole or any(side.has_backward for side in judging.values.sides):
+        return 0.0
+    both = ((numbers, difference_as_returned(judging.values, numbers) or 0.0) for numbers in returned(judging.values))
+    known = [(numbers, apart) for numbers, apart in both if values[0].elements(numbers[0]) > 1]
+    near, found = max(own.near for own in values), 0.0
+    for n, (own, other) in enumerate((values, values[::-1])):
+        ends = {numbers[n]: apart for numbers, apart in known} or {
+            call.outputs[0][1]: apart for call in own.ends() if (apart := own.apart_from(call, other)) < math.inf
+        }
+        if max(ends.values(), default=0.0) > near.elements:
+            region = _Region(own, other)
+            apart = max((ends.get(number, 0.0) for number in region.results()), default=0.0)
+            found = apart if apart > max(found, near.elements, _JUMP * region.apart_before()) else found
+    return found
 
 
 def _new_outputs(makers: Makers, own: KnownValues, other: KnownValues) -> dict[int, list[Numbers]]:
@@ -80,7 +108,7 @@ def _new_outputs(makers: Makers, own: KnownValues, other: KnownValues) -> dict[i
     for call in own.ends(last + 1):
         piece = own.result(call)
         is_later = piece is not None and makers.bundle(call) not in makers.of_gradients
-        if piece is not None and is_later and own.is_new(call, other, NEAR, False):
+        if piece is not None and is_later and own.is_new(call, other, IN_FP32, False):
             found.setdefault(piece.elements, []).append(numbers_of(piece))
     return found
 
@@ -97,7 +125,7 @@ class _Region:
     """
 
     def __init__(self, own: KnownValues, other: KnownValues) -> None:
-        self._own, self._calls = own, own.calls
+        self._own, self._other, self._calls = own, other, own.calls
         self._read = own.read
         self._new = self._new_calls(other, max(own.near, other.near))
         self._region = self._leading()
@@ -124,7 +152,18 @@ class _Region:
         """Return the calls that made the known values which the first new one reads: what one run lacks lies there."""
         return self._unknown(self._first[0])[1] if self._first else []
 
-    def _new_calls(self, other: KnownValues, near: float) -> set[int]:
+    def results(self) -> list[int]:
+        """Return the numbers of what they give."""
+        return [number for n in self._region for _, number in self._calls[n].outputs[:1]]
+
+    def apart_before(self) -> float:
+        """Return how far the values that the first of them read are from those of the other run, as far as elements
+        show that.
+        """
+        read = (self._own.apart_from(self._calls[made], self._other) for n in self._first for made in self._read[n])
+        return max((apart for apart in read if apart < math.inf), default=0.0)
+
+    def _new_calls(self, other: KnownValues, near: Near) -> set[int]:
         """Return the calls that give new values. What is computed of weights alone, fused or transposed, is none; nor
         does a result say anything that is near to what it is computed of, as that of a small step.
         """

@@ -14,6 +14,7 @@ from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import UNLIKE, Piece, distance, in_any_order
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.sides import Side
+from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.output.words import and_more
 from narrowcast.reports.results.run import UNNAMED
 from narrowcast.reports.results.run_differences import GradientRow, Untrained
@@ -224,9 +225,19 @@ def trained_by_one_alone(values: Values, pairs: Sequence[Aligned], places: Place
         known = {name: _same_untrained(values, readers, places, own, name, trained[other]) for name in moved}
         left = {name: one for name, one in known.items() if one is not None}
         fused = sum(values.sides[own].value(name).elements for name in alone if name not in left)
-        if trained[other] and sum(values.sides[other].value(name).elements for name in others) <= fused:
+        is_known = trained[other] or _is_never_stepped(values.sides[other])
+        if is_known and sum(values.sides[other].value(name).elements for name in others) <= fused:
             found += left.values()
     return found
+
+
+def _is_never_stepped(side: Side) -> bool:
+    """Return whether a run has gradients of parameters, and nothing reads them."""
+    run = side.runs[0]
+    gradients = {row["gradient"] for row in run.parameters.values() if "gradient" in row}
+    return bool(gradients) and not any(
+        number in gradients for call in run.calls if call.id.direction != BACKWARD for _, number in call.inputs
+    )
 
 
 def _trained(side: Side) -> list[str]:

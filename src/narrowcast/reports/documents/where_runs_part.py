@@ -97,10 +97,9 @@ def _other_step(result: RunDifferences) -> list[Todo]:
     step = result.other_step
     if step is None:
         return []
-    of = "; ".join(f"{one.name} {one.a} in a, {one.b} in b" for one in step.settings)
     names = " and ".join(one.name for one in step.settings)
     where = _both_lines(step.place_a, step.place_b)
-    return [Todo(f"Give both runs the same {names} in {step.optimizer}", f"from step {step.number} on: {of} ({where})")]
+    return [Todo(f"Give both runs the same {names} in {step.optimizer}", f"{step.text} ({where})")]
 
 
 def _kept_gradients(result: RunDifferences) -> list[Todo]:
@@ -124,7 +123,7 @@ def _untrained(result: RunDifferences) -> list[Todo]:
             first, more = left[0], and_more(len(left) - 1, "parameter")
             of = f"{first.of} of {trainer}"
             name = of if first.name in ("", first.of) else f"{first.name} ({of})"
-            why = f"{trainer} moves what {run} leaves as it is: frozen, detached, or in no optimizer"
+            why = f"{trainer} moves what {run} leaves as it is: frozen, detached, in no optimizer, or not stepped"
             why += f" (read first at {Path(first.place).name})" if first.place else ""
             todos.append(Todo(f"Inspect how {run} trains {name}{more}", why))
     return todos

@@ -125,6 +125,12 @@ class OtherStep:
     place_b: str
     settings: tuple[OtherSetting, ...]
 
+    @property
+    def text(self) -> str:
+        """From which step on, and what is set to what in either run."""
+        of = "; ".join(f"{one.name} {one.a} in a, {one.b} in b" for one in self.settings)
+        return f"from step {self.number} on: {of}"
+
 
 @dataclass(frozen=True, slots=True)
 class Untrained:
@@ -198,8 +204,8 @@ class RunDifferences(Result):
     output_difference: that of outputs, whatever explains it; NaN where these could not be compared.
     outputs_unexplained: the same of outputs that are very far apart, and rounding or choices may explain that, or not.
     weights_apart: the same of weights after the steps, in parts of the way that they went, if nothing before shows it.
-    untrained: parameters that one run trains and the other leaves as they are. other_step: where values differ, the
-    first step of an optimizer that is set otherwise, if calls of the front do not come before it.
+    untrained: parameters that one run trains and the other leaves as they are. other_step: the first
+    step of an optimizer that is set otherwise, if it may make a difference that there is.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
