@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
+import torch
 from torch.nn import Module
 
 from narrowcast.observation.restore.fakes import closed_over
@@ -16,11 +17,12 @@ from narrowcast.runtime.torch_surface.modules import compiled_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _CALLED = (FunctionType, MethodType, partial, ref)
+_NOT_COPIED = (str, bytes, bool, int, float, complex, type(None), type, *_CALLED, ModuleType, Module, torch.Tensor)
 
 
 def closes_over_itself(model: Module) -> bool:
     """Return whether a hook, a `forward` set on a module, or another function among the attributes of the modules,
-    closes over a part of the model, or a container that one of them holds; or an attribute is a weak reference to one.
+    closes over a part of the model, or what one of them holds; or an attribute is a weak reference to one.
     """
     modules = [module for module in model.modules() if compiled_of(module) is None]  # which is made again for a copy
     containers = [held for module in modules for held in vars(module).values() if type(held) in _CONTAINERS]
@@ -29,8 +31,24 @@ def closes_over_itself(model: Module) -> bool:
     if not called:
         return False
     tensors = (*model.parameters(), *model.buffers())
-    own = {id(one) for one in (*modules, *containers, *tensors)}
+    own = {id(one) for one in (*modules, *tensors, *_held_by(modules))}
     return any(_closes_over(one, own, set()) for one in called)
+
+
+def _held_by(modules: Iterable[Module]) -> Iterator[Any]:
+    """Yield the containers and objects that modules hold, and those in them: a deep copy has others."""
+    waiting, seen = [held for module in modules for held in vars(module).values()], set[int]()
+    while waiting:
+        held = waiting.pop()
+        if isinstance(held, _NOT_COPIED) or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if type(held) in _CONTAINERS:
+            yield held
+            waiting += _items(held)
+        elif isinstance(known := getattr(held, "__dict__", None), dict):
+            yield held
+            waiting += known.values()
 
 
 def _items(held: Any) -> list[Any]:
