@@ -255,7 +255,9 @@ def test_fp32_that_is_not_finite_itself_is_said():
     found = nc.explain(lambda x: torch.log(-x) @ x, (torch.ones(4, 4),), under="bf16", run=True)
     assert found.comparison.not_finite is None
     assert found.comparison.reference_not_finite.text.startswith("nan in the fp32 result of aten.log")
-    assert "fp32 itself is not finite" in found.to_text(every=True)
+    text = " ".join(found.to_text(every=True).split())
+    assert "fp32 itself is not finite" in text and "VERDICT: Not finite in fp32 either: nan made by aten.log" in text
+    assert "aten.log.default" in found.todos[0].why and f"{__file__}:" in found.todos[0].why, found.todos
 
 
 def test_a_comparison_is_the_short_form_of_nc_compare():

@@ -328,6 +328,33 @@ class TestRuns:
         assert f"{__file__}:{line}" in f"{found.todos[0].what} {found.todos[0].why}"
         assert "not finite in the reference either" in " ".join(str(found).split())
 
+    def test_a_loss_that_is_infinite_beside_finite_gradients_is_told(self):
+        """That of an absolute value is a sign, whatever the target: the logarithm of the target is named."""
+        target = torch.tensor([0.0, 0.5, 0.25, 1.0])
+        found = nc.compare(
+            nn.Linear(4, 4),
+            (torch.ones(2, 4),),
+            under="bf16",
+            backward=lambda y: (y.float() - target.log()).abs().mean(),
+        )
+        own = found.reference_not_finite
+        assert own.id.op == "aten.log.default" and "aten.log.default" in found.todos[0].why, str(found)
+
+    def test_a_rule_that_leaves_another_output_infinite_is_not_said_to_help(self):
+        """Two products overflow, of which either reaches one output alone."""
+        layer = nn.Linear(16, 16)
+
+        def both(x):
+            y = layer(x) * 500
+            return x @ (y @ y.T) / 25e4, torch.einsum("ij,kj->ik", 3 * y, y).sum()
+
+        found = nc.compare(both, (torch.randn(16, 16),), under="fp16")
+        assert found.verdict == "not finite"
+        if found.remedy is not None:
+            policy = nc.Policy.load("native").with_rules(found.remedy.rules)
+            with nc.autocast("cpu", torch.float16, policy=policy):
+                assert all(one.isfinite().all() for one in both(torch.randn(16, 16)))
+
     def test_parameters_that_lose_their_gradients_are_a_fault(self):
         """torch.export loses the backward of a Function: parameters before it get no gradient, and are named."""
         model, x = nn.Sequential(nn.Linear(4, 8), _Steps(), nn.Linear(8, 2)), torch.randn(16, 4)

@@ -60,7 +60,8 @@ class Harm:
             gradient = outcome.gradients.get(self.parameter)
             error = math.inf if gradient is None else gradient_error(expected.gradients[self.parameter], gradient)
         else:
-            error = max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=math.inf)
+            errors = output_errors(expected.output, outcome.output)
+            error = max((or_infinity(one.relative_error) for one in errors), default=math.inf)
         return or_infinity(error)
 
     def is_helped_by(self, error: float) -> bool:

@@ -236,6 +236,7 @@ class _Comparing:
     def _find_not_finite(self, expected: Outcome) -> None:
         """Find the first call that makes what is not finite here, and is in the reference; and the reference's own."""
         result, floating = self._result, [t for t in tensors_of(expected.output) if t.is_floating_point()]
+        floating += [] if expected.loss is None else [expected.loss]
         is_itself = any(not bool(dense(t).isfinite().all()) for t in (*floating, *expected.gradients.values()))
         if is_itself and result.verdict != verdicts.NOT_COMPARED:
             result.notes.append(f"The reference ({result.reference}) itself has values that are not finite.")

@@ -52,6 +52,12 @@ class Process:
             for met in self._variables.met:
                 self._living.meet(met)
 
+    def hold_optimizers(self) -> None:
+        """Copy what the optimizers that they name may write to: of code whose ops and steps are not seen."""
+        for met in self._variables.met if self._variables is not None else ():
+            if isinstance(met, torch.optim.Optimizer):
+                self.optimizer(met, is_seen=False)
+
     def model(self, model: torch.nn.Module) -> None:
         """Note that a model is called."""
         with quietly():

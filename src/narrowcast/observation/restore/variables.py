@@ -28,6 +28,7 @@ _MET = (Module, Parameter, Optimizer)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = (set, bytearray, array)
+_OF_MODULES = frozenset(vars(Module()))
 _LOOKED_INTO = (list, tuple, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
 """What is restored in containers, beside objects of the user's files."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
@@ -113,6 +114,7 @@ class Variables:
             if isinstance(value, _MET):
                 self.met.append(value)
                 self._look_at_hooks(value)
+                self._look_at_attributes(value)
             return
         if isinstance(value, MethodType):
             self._look(value.__func__)
@@ -159,6 +161,12 @@ class Variables:
                     for hook in list(hooks.values()):
                         if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "narrowcast"):
                             self._look(hook)
+
+    def _look_at_attributes(self, owner: Any) -> None:
+        """Look at what modules hold beside their parts: generators, arrays, optimizers, objects of the user's files."""
+        for one in owner.modules() if isinstance(owner, Module) else ():
+            held = (value for name, value in vars(one).items() if name not in _OF_MODULES)
+            self._look_at_items(held, is_state=True)
 
     def _look_at_items(self, items: Any, is_state: bool) -> None:
         """Look at the objects of the user's files in a container, and at containers; it may be long."""

@@ -39,12 +39,13 @@ Loss = Callable[[Any], torch.Tensor]
 class Outcome:
     """The result of a run: the output, detached, and gradients by the names of parameters (`input.0` of arguments).
 
-    random_state: of torch's generators after the forward.
+    random_state: of torch's generators after the forward. loss: what was differentiated, if it is not of the output.
     """
 
     output: Any
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     random_state: tuple[bytes, ...] = ()
+    loss: torch.Tensor | None = None
 
 
 def check_reference(outcome: Outcome) -> None:
@@ -171,20 +172,20 @@ class Trial:
         region: in which the forward runs. watching: opened around forward and backward. dtype: torch.float64 runs a
         copy of model and arguments in fp64.
         """
-        wanted = bool(self.backward) or torch.is_grad_enabled()
+        loss, wanted = None, bool(self.backward) or torch.is_grad_enabled()
         with self.copied(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
             with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
                 output = self._forward(run, region or nullcontext(), gradients)
                 state = random_state()
                 # what a generator yielded is differentiated already
                 if self.backward and not (isinstance(output, list) and output and not _requiring(output)):
-                    self._go_back(output, gradients)
+                    loss = self._go_back(output, gradients)
             if self.reads is not None:
                 self.reads(output)
             by_name = gradients.found()
         if self.scale != 1.0:
             by_name = {name: gradient.double() / self.scale for name, gradient in by_name.items()}
-        return Outcome(detached(output), by_name, state)
+        return Outcome(detached(output), by_name, state, detached(loss) if callable(self.backward) else None)
 
     def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: GradientsAside) -> Any:
         """Return the output; of a generator what it yields, one by one, each differentiated before the next, but for a
@@ -203,14 +204,16 @@ class Trial:
                 return items
             return output
 
-    def _go_back(self, output: Any, gradients: GradientsAside, retain: bool = False) -> None:
-        """Differentiate the loss, or else every output that has a gradient. Raise RunError if nothing can be."""
+    def _go_back(self, output: Any, gradients: GradientsAside, retain: bool = False) -> torch.Tensor | None:
+        """Differentiate the loss, which is returned, or else every output that has a gradient. Raise RunError if
+        nothing can be.
+        """
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             gradients.put_aside(leaves_of([loss]))
             total = loss if loss.dim() == 0 else loss.sum()
             _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)], retain)
-            return
+            return loss
         tensors = list(filter(has_numbers, _requiring(output)))
         if callable(self.backward) or not tensors:
             raise RunError(
@@ -221,12 +224,13 @@ class Trial:
             weights = [w if self.scale == 1.0 else w * self.scale for w in map(_weights, tensors)]
         gradients.put_aside(leaves_of(tensors))
         _backward(tensors, weights, retain)
+        return None
 
     @contextmanager
     def copied(self, dtype: torch.dtype | None) -> Iterator[Any]:
         """Yield the model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
         if dtype is None and self.is_made:
-            with restored(self.model):
+            with restored(self.model), self._restored_around():
                 # arguments that the run may write to and differentiate without the user's being touched
                 own = lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
                 yield Isolated(self.model, *tree_map_only(torch.Tensor, own, (self.args, self.kwargs)))
@@ -237,6 +241,18 @@ class Trial:
             self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script, process=self.process()
         ) as run:
             yield run
+
+    @contextmanager
+    def _restored_around(self) -> Iterator[None]:
+        """Restore what a compiled model, which is not copied, holds beside modules."""
+        process = Process()
+        with suppress(Exception):  # what it says of itself is code of others
+            process.follow(self.original().model)
+            process.hold_optimizers()
+        try:
+            yield
+        finally:
+            process.restore()
 
 
 def _converted(dtype: torch.dtype) -> StandIn:

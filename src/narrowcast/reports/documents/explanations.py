@@ -7,7 +7,7 @@ from collections import Counter
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.words import counted
-from narrowcast.reports.documents import comparisons, ledgers, placements
+from narrowcast.reports.documents import comparisons, ledgers, placements, watches
 from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.words import in_time, place
@@ -117,6 +117,10 @@ def _verdict(result: Explanation) -> tuple[str, str]:
         ratio, verdict = comparison.time_ratio, comparison.differences.verdict
         is_slower = ratio > SLOWER and comparison.is_clear
         much = comparisons.share_of_output(comparison.differences)
+        own = comparison.differences.own_fault
+        if own is not None and verdict == NOT_COMPARED:
+            module = own.id.module_path or "the root"
+            return f"Not finite in fp32 either: {own.what} made by {own.id.op} in {module}", "bad"
         said = f"Off by {much}, as rounding may be" if much else VERDICTS.get(verdict, verdict)
         joined = ", but" if is_slower and verdict not in AT_FAULT and not much else ", and"
         how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
@@ -179,6 +183,8 @@ def _todos(result: Explanation) -> list[Todo]:
     unhelped: list[Todo] = []
     if comparison is not None:
         differences = comparison.differences
+        own = differences.own_fault
+        todos += [] if own is None else watches.finding_todos(own)
         advised = comparisons.unmatched_todos(differences) or comparisons.advice_todos(differences)
         advised = advised or comparisons.error_todos(comparison.worst, faults_only=True)
         is_sound = differences.verdict in comparisons.SOUND
