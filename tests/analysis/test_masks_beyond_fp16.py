@@ -80,6 +80,21 @@ def test_the_error_of_a_number_that_fp16_does_not_hold_says_where_and_what_to_wr
     assert f"test_masks_beyond_fp16.py:{line}" in note and "torch.finfo(scores.dtype).min" in note
 
 
+@pytest.mark.parametrize("run", [nc.compare, nc.capture, lambda model, inputs, under: in_region(model, inputs)])
+def test_the_error_of_a_decomposition_of_what_is_not_finite_sends_to_watch(run):
+    """Torch says that it was given NaN or infinity, and not by which call."""
+    layer = torch.nn.Linear(8, 8)
+
+    def model(x):
+        large = layer(x) * 1e5
+        return torch.linalg.svd((large.T @ large).float())[1]
+
+    with pytest.raises(RuntimeError, match="non-finite") as raised:
+        run(model, (torch.randn(4, 8),), under="fp16")
+    (note,) = raised.value.__notes__
+    assert "nc.watch()" in note and f"test_masks_beyond_fp16.py:{model.__code__.co_firstlineno + 2}" in note
+
+
 def in_region(model, inputs):
     """Run a model in a region in fp16."""
     with nc.autocast("cpu", torch.float16):

@@ -18,6 +18,7 @@ _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
 _NO_KERNEL = re.compile(r'"(?P<kernel>\w+)" not implemented for \'(?P<type>BFloat16|Half)\'')
 _BEYOND = re.compile(r"value cannot be converted to type (c10|at)::(?P<type>BFloat16|Half) without overflow")
+_NOT_FINITE = re.compile("contained non-finite values")
 _NAMES = {"BFloat16": "bf16", "Half": "fp16"}
 
 
@@ -30,8 +31,8 @@ _ONE_FORMAT = re.compile(
 
 def note_failure(error: BaseException, device_type: str, repairs: bool = False, low: str = "") -> None:
     """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, low formats that
-    meet, a number beyond one, torch's trace for casts of weights; nothing to any other. repairs: the policy has avoided
-    what can be avoided. low: the region's low format, if that is known.
+    meet, a number beyond one, what is not finite, torch's trace for casts of weights; nothing to any other. repairs:
+    the policy has avoided what can be avoided. low: the region's low format, if that is known.
     """
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
@@ -63,6 +64,12 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
             "filled with, perhaps.\n"
             "  Write torch.finfo(scores.dtype).min, or float('-inf'), in its place; nc.repair(model, inputs) finds the "
             "rule that keeps the call in fp32."
+        )
+        return
+    if _NOT_FINITE.search(first_line):
+        error.add_note(
+            f"{_MARK}this call was given NaN or infinity{_where(error)}.\n"
+            "  Run it in `with nc.watch() as watched:`: watched.first names the call that made them, and what to do."
         )
         return
     lack = _what(first_line, device_type, low)
