@@ -209,11 +209,12 @@ def advice_todos(result: Differences) -> list[Todo]:
         return [Todo("Scale the loss (nc.Scaler), or use bf16", why)]
     if not result.tried or (result.verdict in SOUND and growth is None):
         return []
-    why = "nothing that was tried helps; nc.repair(model, inputs, budget=...) looks further"
+    what = "Find the rules that help: nc.repair(model, inputs, budget=...)"
+    why = f"{counted(result.tried, 'run')} with other rules did not lower the error"
     if growth is not None:
-        grows = f"the error grows there from {number_text(growth.before)} to {number_text(growth.after)}"
-        return [_look_at(growth, f"{grows}; {why}")]
-    return [_look_at(row, why) for row in result.worst[:1]]
+        grows = f"the error grows from {number_text(growth.before)} to {number_text(growth.after)}"
+        return [Todo(what, f"{why}; {grows} at {growth.id.op} ({place(growth.file, growth.line)})")]
+    return [Todo(what, f"{why}; {row.id.op} ({place(row.file, row.line)}) is the worst") for row in result.worst[:1]]
 
 
 def _look_at(row: CallError | Growth, why: str) -> Todo:
