@@ -258,8 +258,11 @@ def _unique(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def _lines_lifted(rules: Iterable[Rule], calls: Iterable[CallId], flow: LowFlow) -> tuple[tuple[str, int], ...]:
-    """Return the lines of the calls that the rules put into fp32: those named, and those that follow their inputs."""
+    """Return the lines of the calls that the rules put into fp32: of `calls`, those named, and those that follow their
+    inputs; and of all others those named.
+    """
     rules = set(rules)
     is_followed = any(rule.argument is not None for rule in rules)
     lifted = [i for i in calls if _rule(i) in rules or (is_followed and not flow[i].is_decided)]
+    lifted += [i for i in flow.low_calls() if _rule(i) in rules]
     return tuple(dict.fromkeys(flow[identity].at for identity in lifted))

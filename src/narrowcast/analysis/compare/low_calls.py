@@ -124,6 +124,10 @@ class LowFlow(AsksHigh):
                 seen.update(call.sources)
         return low
 
+    def low_calls(self) -> list[CallId]:
+        """Return all calls that compute in a low format, in order."""
+        return [identity for identity, call in self._calls.items() if call.is_low]
+
     def __getitem__(self, identity: CallId) -> LowCall:
         return self._calls[identity]
 
