@@ -22,7 +22,7 @@ from narrowcast.analysis.diff.ends import (
 from narrowcast.analysis.diff.front import beyond_rounding, come_to_the_same, front_of, new_outputs_apart
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
-from narrowcast.analysis.diff.moved import moved_by_one_alone, trained_by_one_alone
+from narrowcast.analysis.diff.moved import moved_apart, moved_by_one_alone, trained_by_one_alone
 from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
 from narrowcast.analysis.diff.pieces import Distance
 from narrowcast.analysis.diff.rows import Judging
@@ -52,9 +52,10 @@ _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", 
 Runs = Run | str | Path | Sequence[Run | str | Path]
 _KINDS = {Policy: "a policy", Ledger: "a ledger", Run: "a run", list: "runs of several ranks"}
 
-_FAR_OF_NEW, _SAME_OUTPUTS = 2e-3, 4
+_FAR_OF_NEW, _SAME_OUTPUTS, _FAR_OF_SET = 2e-3, 4, 0.1
 """So far apart, in parts of the largest magnitude, are outputs that other weights give after training, or that no pair
 of calls made. The second: outputs of one program in fp32 that is written otherwise are as many rounding bounds apart.
+The third: weights that steps have moved which are set otherwise, in parts of their way.
 """
 _JUDGED = 1 << 15
 """Pairs are judged again, as each that is left out may show others to be none, until this many were judged in all."""
@@ -145,6 +146,9 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     if result.verdict != VALUES_DIFFER:
         beyond = beyond_rounding(judging)
         result.outputs_apart = 0.0 if may_be_chosen(judging, beyond) else beyond
+    settings = other_step(sides[0].runs[0], sides[1].runs[0])
+    if settings is not None and result.verdict != VALUES_DIFFER and (way := moved_apart(judging.values)) > _FAR_OF_SET:
+        result.weights_apart = way
     is_open = judging.have_trained_alike or (math.isnan(apart) and not any(x.has_backward for x in sides))
     if is_open and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
         new = new_outputs_apart(judging)
@@ -153,8 +157,10 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     leave_open(result, judging, left_out, apart)
     if result.verdict == VALUES_DIFFER and all(len(side.runs) == 1 for side in sides):
         result.front = front_of(judging)
-        result.other_step = _other_step(result, judging)
+        result.other_step = settings and _other_step(result, judging, *settings)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
+    if settings is not None and result.verdict != VALUES_DIFFER:
+        result.notes.append(f"{settings[0].optimizer} is set otherwise, which shows nowhere, {settings[0].text}")
     if result.verdict == VALUES_DIFFER and (left := moved_by_one_alone(judging.values)):
         result.notes.insert(0, left)
     if result.verdict == VALUES_DIFFER and (factor := common_factor(judging.values, result.gradients)):
@@ -166,17 +172,13 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     return result
 
 
-def _other_step(result: RunDifferences, judging: Judging) -> OtherStep | None:
-    """Return the first step of an optimizer that is set otherwise, unless a call of the front comes before it: in low
-    formats, or where weights alone differ, that need not make the difference.
+def _other_step(result: RunDifferences, judging: Judging, step: OtherStep, calls: Sequence[int]) -> OtherStep | None:
+    """Return a step that is set otherwise, before which as many calls come, unless one of the front is among these: in
+    low formats, or where gradients are alike, that need not make the difference.
     """
     runs = [side.runs[0] for side in judging.values.sides]
-    found = other_step(*runs)
-    if found is None:
-        return None
-    step, calls = found
-    is_of_steps = result.weights_apart and not (result.producers or result.alone or result.outputs_apart)
-    if is_of_steps or judging.widest >= BAND_OF_LOW:
+    are_alike = bool(result.gradients) and not any(row.is_beyond for row in result.gradients)
+    if are_alike or judging.widest >= BAND_OF_LOW:
         return step
     for run, name, before in zip(runs, "ab", calls, strict=True):
         first = next((one.id for one in result.front if one.run == name), None)
@@ -254,9 +256,6 @@ def _notes(sides: Sequence[Side], result: RunDifferences) -> list[str]:
     trained = [sum(side.value(name).elements for name in of) for side, of in zip(sides, names, strict=True)]
     if trained[0] != trained[1] and all(trained) and len(a.runs) == len(b.runs):
         notes.append(f"{trained[0]} elements of parameters have a gradient in a, {trained[1]} in b")
-    found = other_step(a.runs[0], b.runs[0])
-    if found is not None and result.verdict != VALUES_DIFFER:
-        notes.append(f"{found[0].optimizer} is set otherwise, which shows nowhere, {found[0].text}")
     if steps[0] != steps[1] and all(trained):
         notes.append(f"optimizers make {counted(steps[0], 'step')} in a, {counted(steps[1], 'step')} in b")
     if parts := sum(row.is_part for row in result.rows):

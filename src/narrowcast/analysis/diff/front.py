@@ -19,9 +19,9 @@ from narrowcast.reports.results.run_records import CallRecord
 
 _LINES, _BEFORE = 8, 2
 """On how many lines of a run the calls lie that are named, and those that made what the first of them read."""
-_JUMP = 3.0
-"""So many times further apart than what they are computed of are outputs of sound programs in low formats less: they
-were 2.5 at most.
+_JUMP, _OF_ONE_CALL = 3.0, 10.0
+"""Outputs of sound programs in low formats were 2.5 times further apart at most than values before, where nothing
+cancels. One call makes errors of that part of what is near.
 """
 
 
@@ -97,7 +97,9 @@ def beyond_rounding(judging: Judging) -> float:
         if max(ends.values(), default=0.0) > near.elements:
             region = _Region(own, other)
             apart = max((ends.get(number, 0.0) for number in region.results()), default=0.0)
-            found = apart if apart > max(found, near.elements, _JUMP * region.apart_before()) else found
+            growth = max((judging.values.growth_of(n, call) for call in region.first()), default=1.0)
+            noise = growth * max(region.apart_before(), near.elements / _OF_ONE_CALL)
+            found = apart if apart > max(found, near.elements, _JUMP * noise) else found
     return found
 
 
@@ -151,6 +153,10 @@ class _Region:
     def before(self) -> list[int]:
         """Return the calls that made the known values which the first new one reads: what one run lacks lies there."""
         return self._unknown(self._first[0])[1] if self._first else []
+
+    def first(self) -> list[CallRecord]:
+        """Return those that read known values alone."""
+        return [self._calls[n] for n in self._first]
 
     def results(self) -> list[int]:
         """Return the numbers of what they give."""

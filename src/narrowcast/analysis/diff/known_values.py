@@ -173,8 +173,8 @@ class KnownValues:
         """Return how far the elements of a call's result are from those of the nearest value of another run in one
         layout; infinity if that has none.
         """
-        return min((_apart(of, one) for _, n in call.outputs[:1] if self._is_seen(n)
-                    for one, of in other._beside(n, self)), default=math.inf)  # fmt: skip
+        results = [number for _, number in call.outputs[:1] if self._is_seen(number)]
+        return min((_apart(of, one) for n in results for one, of in other._beside(n, self)), default=math.inf)
 
     def result(self, call: CallRecord) -> Piece | None:
         """Return a call's first result, if its floating-point numbers are known."""
@@ -213,8 +213,12 @@ class KnownValues:
 
     def _beside(self, number: int, own: KnownValues) -> list[tuple[Piece, _BySize]]:
         """Return a tensor of another run, and what it is part of, each with those of this one among which it may be."""
-        piece, parts = own._side.piece(0, number), own._together.get(number, ())
+        piece, *parts = own.alone_and_together(number)
         return [(piece, self._one_by_one), (piece, self._of_lines), *((part, self._one_by_one) for part in parts)]
+
+    def alone_and_together(self, number: int) -> list[Piece]:
+        """Return a tensor, and what it is part of."""
+        return [self._side.piece(0, number), *self._together.get(number, ())]
 
 
 def _as_one(pieces: Sequence[Piece]) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -202,7 +203,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
     """Return the verdict in a sentence."""
     all_of = "all pairs" if result.unaligned else "all"  # of others nobody knows what they would compute in
     formats = counted(len(result.formats), "pair") if result.formats else ""
-    texts = [f"{formats} in other formats" if formats else f"{all_of} in the same formats"]
+    same = f"{all_of} in the same formats" if result.compared else "no pair of calls can be compared"
+    texts = [f"{formats} in other formats" if formats else same]
     producers = len(result.producers) + len(result.alone)
     if producers:
         texts.append(f"{counted(producers, 'call', 'make')} a difference, {_passed_on(result)}")
@@ -214,6 +216,8 @@ def run_differences_verdict(result: RunDifferences) -> str:
         texts.append(f"weights are {number_text(result.weights_apart)} of their way apart after the steps")
     elif result.outputs_unexplained:
         texts.append(f"outputs are {number_text(result.outputs_unexplained)} apart, and no call shows why")
-    else:
+    elif result.compared:
         texts.append(f"no call beyond round-off, largest {number_text(result.largest)}")
+    elif math.isfinite(result.output_difference):
+        texts.append(f"outputs are {number_text(result.output_difference)} apart")
     return f"{result.verdict.capitalize()}: {'; '.join(texts)}"
