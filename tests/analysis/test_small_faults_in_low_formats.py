@@ -189,3 +189,30 @@ def test_settings_are_said_first_in_low_formats_and_noted_where_they_show_nowher
     still = nc.diff(step(torch.bfloat16, lr=1e-9), step(torch.bfloat16, lr=2e-9))
     noted = [note for note in still.notes if note.startswith("SGD is set otherwise")]
     assert still.verdict != "values differ" and len(noted) == 1 and "lr 1e-09 in a, 2e-09 in b" in noted[0], str(still)
+
+
+def test_a_weight_that_is_folded_is_no_fault_after_one():
+    """Batch norm is folded into a convolution of b, which is paired with the one before it: the pooling is first."""
+    torch.manual_seed(0)
+    first, second, norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16).eval()
+    nn.init.uniform_(norm.running_var, 0.2, 0.6)
+    nn.init.normal_(norm.running_mean)
+    x = torch.randn(2, 3, 12, 12)
+
+    def by_layers(_, x):
+        return F.silu(norm(second(F.avg_pool2d(F.silu(first(x)), 2)))).mean((2, 3))
+
+    def folded(_, x, fault=""):
+        h = F.silu(F.conv2d(x, first.weight, first.bias))
+        h = F.max_pool2d(h, 2) if fault else F.avg_pool2d(h, 2)  # pooling
+        factor = norm.weight / (norm.running_var + norm.eps).sqrt()
+        weight = second.weight * factor[:, None, None, None]
+        return F.silu(F.conv2d(h, weight, norm.bias - norm.running_mean * factor)).mean((2, 3))
+
+    whole = captured(by_layers, None, x)
+    assert nc.diff(whole, captured(folded, None, x)).verdict in ("round-off", "formats differ")
+    found = nc.diff(whole, captured(folded, None, x, fault="pooling"))
+    line = folded.__code__.co_firstlineno + 2
+    assert found.verdict == "values differ" and f"{__file__.rpartition('/')[2]}:{line}" in found.todos[0].why, str(
+        found
+    )

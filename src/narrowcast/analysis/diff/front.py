@@ -85,7 +85,8 @@ def beyond_rounding(judging: Judging) -> float:
     """
     values = judging.known_values
     is_one = len({own.low_of_products for own in values}) == 1 and values[0].low_of_products
-    if not is_one or judging.are_alike_as_a_whole or any(side.has_backward for side in judging.values.sides):
+    sides = judging.values.sides
+    if not is_one or judging.are_alike_as_a_whole or any(x.has_backward or len(x.runs) > 1 for x in sides):
         return 0.0
     both = ((numbers, difference_as_returned(judging.values, numbers) or 0.0) for numbers in returned(judging.values))
     known = [(numbers, apart) for numbers, apart in both if values[0].elements(numbers[0]) > 1]

@@ -66,8 +66,11 @@ def _differing(result: RunDifferences) -> list[Todo]:
     that is given something else, or makes a difference by itself.
     """
     value, todos = result.first_value, list[Todo]()
-    is_first = value is not None and {one.id for one in result.front}.issuperset((*value.a, *value.b))
-    is_known = value is not None and bool(value.given or is_first)
+    is_certain = value is not None and (value.aligned_by != "order" or value.is_given_numbers)
+    is_later = value is not None and not is_certain and _begins_before(result, value)
+    is_new = value is not None and {one.id for one in result.front}.issuperset((*value.a, *value.b))
+    is_first = is_new and not is_later
+    is_known = is_first or (value is not None and bool(value.given) and not is_later)
     if result.alone or (result.front and not is_known):
         apart = max((one.apart for one in result.alone), default=math.inf)
         effect = f", by up to {number_text(apart)}" if math.isfinite(apart) else ""
@@ -90,6 +93,17 @@ def _differing(result: RunDifferences) -> list[Todo]:
         if is_backward or is_first:
             todos.reverse()  # the forward comes first, and what is known exactly
     return todos
+
+
+def _begins_before(result: RunDifferences, value: RunRow) -> bool:
+    """Return whether the first new call of a run comes before the one of a pair."""
+    for run, ids in (("a", value.a), ("b", value.b)):
+        at = {str(one): n for n, row in enumerate(result.rows) for one in (row.a if run == "a" else row.b)}
+        after = {one.id: one.after for one in result.unaligned if one.run == run}
+        first = next((one.id for one in result.front if one.run == run), None)
+        if first is not None:
+            return at.get(str(first), at.get(after.get(first, ""), -1)) < at[str(ids[0])]
+    return False
 
 
 def _other_step(result: RunDifferences) -> list[Todo]:

@@ -51,6 +51,11 @@ class RunRow:
     beside_b: tuple[str, ...] = ()
 
     @property
+    def is_given_numbers(self) -> bool:
+        """Whether the calls are given other numbers, flags or words, and not tensors alone."""
+        return any(not b.endswith(" apart") for *_, b in self.given)
+
+    @property
     def differs_in_format(self) -> bool:
         """Whether the two compute in other formats. A sum of gradients has those of what it adds, complex numbers have
         none, and calls that cannot be compared may be no pair, nor may ops of no one family in a backward; of
