@@ -19,7 +19,7 @@ from narrowcast.analysis.diff.ends import (
     may_be_chosen,
     tell_nan,
 )
-from narrowcast.analysis.diff.front import beyond_rounding, come_to_the_same, front_of, new_outputs_apart
+from narrowcast.analysis.diff.front import Front
 from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_apart, moved_by_one_alone, trained_by_one_alone
@@ -133,10 +133,10 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
         if not none:
             break
         pairs = [pair for pair in pairs if pair not in none]
-    apart = compare_ends(result, judging, pairs, left_out)
+    front, apart = Front(judging), compare_ends(result, judging, pairs, left_out)
     result.output_difference = apart
     is_same = apart <= _SAME_OUTPUTS * judging.widest < BAND_OF_LOW
-    if is_same and (judging.unpaired or result.producers) and come_to_the_same(judging):
+    if is_same and (judging.unpaired or result.producers) and front.come_to_the_same():
         leave_out_all(result, judging)
     tell_nan(result, judging, pairs)
     result.untrained = trained_by_one_alone(judging.values, pairs, judging.places)
@@ -144,19 +144,19 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     if not explain_formats(result, judging, left_out):
         look_at_ends(result, judging, pairs, apart)
     if result.verdict != VALUES_DIFFER:
-        beyond = beyond_rounding(judging)
+        beyond = front.beyond_rounding()
         result.outputs_apart = 0.0 if may_be_chosen(judging, beyond) else beyond
     settings = other_step(sides[0].runs[0], sides[1].runs[0])
     if settings is not None and result.verdict != VALUES_DIFFER and (way := moved_apart(judging.values)) > _FAR_OF_SET:
         result.weights_apart = way
     is_open = judging.have_trained_alike or (math.isnan(apart) and not any(x.has_backward for x in sides))
     if is_open and not result.outputs_apart and len(sides[0].runs) == len(sides[1].runs) == 1:
-        new = new_outputs_apart(judging)
+        new = front.new_outputs_apart()
         result.outputs_apart = new if new > _FAR_OF_NEW else 0.0
     result.unaligned = _unaligned(sides, pairs, left_out, judging)
     leave_open(result, judging, left_out, apart)
     if result.verdict == VALUES_DIFFER and all(len(side.runs) == 1 for side in sides):
-        result.front = front_of(judging)
+        result.front = front.calls()
         result.other_step = settings and _other_step(result, judging, *settings)
     result.notes = [*about_outputs(result, apart, judging), *_notes(sides, result), *kept.notes]
     if settings is not None and result.verdict != VALUES_DIFFER:

@@ -41,7 +41,7 @@ class Near(NamedTuple):
 
 
 IN_FP32 = Near(3e-5, 3e-5, 3e-5)
-_LOW, _EPSILONS, _WIDE = 0.02, 2.5, Near(UNLIKE, UNLIKE, UNLIKE)
+_LOW, _EPSILONS = 0.02, 2.5
 _PARTS, _MOST = 64, 64
 """Into how many parts a batch is divided, at most; and with how many values of about its size elements are compared."""
 Numbers = tuple[float, ...]
@@ -199,26 +199,32 @@ class KnownValues:
         """Return whether this run has a tensor of another run, or its negative: as one, or as several that one line
         gives, in either of the two. Constants say nothing.
         """
-        known = self._beside(number, own)
-        if any(piece.low == piece.high and piece.elements > 1 for piece, _ in known):
-            return True
-        if near == IN_FP32:
-            return any(_has_numbers(of, one, near) for one, of in known)
         apart = math.inf
-        for one, of in known:
-            apart = min(apart, _apart(of, one, near.elements))
-            if apart <= near.elements:
+        for one, of in self._beside(number, own):
+            if one.low == one.high and one.elements > 1:
                 return True
-        return apart == math.inf and any(_has_numbers(of, one, near) for one, of in known)
+            if near == IN_FP32:
+                if _has_numbers(of, one, near):
+                    return True
+            elif (apart := min(apart, _apart(of, one, near.elements))) <= near.elements:
+                return True
+        is_unknown = near != IN_FP32 and apart == math.inf
+        return is_unknown and any(_has_numbers(of, one, near) for one, of in self._beside(number, own))
 
-    def _beside(self, number: int, own: KnownValues) -> list[tuple[Piece, _BySize]]:
-        """Return a tensor of another run, and what it is part of, each with those of this one among which it may be."""
-        piece, *parts = own.alone_and_together(number)
-        return [(piece, self._one_by_one), (piece, self._of_lines), *((part, self._one_by_one) for part in parts)]
+    def _beside(self, number: int, own: KnownValues) -> Iterator[tuple[Piece, _BySize]]:
+        """Yield a tensor of another run, and what it is part of, each with those of this one among which it may be."""
+        piece = own.piece(number)
+        yield piece, self._one_by_one
+        yield piece, self._of_lines
+        yield from ((part, self._one_by_one) for part in own.together(number))
 
-    def alone_and_together(self, number: int) -> list[Piece]:
-        """Return a tensor, and what it is part of."""
-        return [self._side.piece(0, number), *self._together.get(number, ())]
+    def piece(self, number: int) -> Piece:
+        """Return a tensor."""
+        return self._side.piece(0, number)
+
+    def together(self, number: int) -> Sequence[Piece]:
+        """Return what a tensor is part of."""
+        return self._together.get(number, ())
 
 
 def _as_one(pieces: Sequence[Piece]) -> Piece:
@@ -238,7 +244,7 @@ def _by_size(pieces: Iterable[Piece]) -> _BySize:
     return {size: (sorted(of), of) for size, of in known.items()}
 
 
-def _near(known: _BySize, piece: Piece, near: Near) -> Iterator[tuple[Numbers, Piece]]:
+def _near(known: _BySize, piece: Piece, near: float) -> Iterator[tuple[Numbers, Piece]]:
     """Yield what has a piece's size, and a largest magnitude that is near to its own, the nearest first."""
     ordered, pieces = known.get(piece.elements, ([], {}))
     largest, above = piece.largest, bisect_left(ordered, (piece.largest,))
@@ -247,7 +253,7 @@ def _near(known: _BySize, piece: Piece, near: Near) -> Iterator[tuple[Numbers, P
         up = ordered[above][0] - largest if above < end else math.inf
         down = largest - ordered[below][0] if below >= 0 else math.inf
         numbers = ordered[above] if up <= down else ordered[below]
-        if min(up, down) > near.range * max(largest, numbers[0]):
+        if min(up, down) > near * max(largest, numbers[0]):
             return
         yield numbers, pieces[numbers]
         above, below = above + (up <= down), below - (up > down)
@@ -257,21 +263,32 @@ def _apart(known: _BySize, piece: Piece, enough: float = 0.0) -> float:
     """Return how far the elements of the nearest value in one layout are from those of a piece, or of the first that is
     near enough; infinity if there is none: then its rows differ by about as much as one of them varies.
     """
-    nearest, numbers = math.inf, numbers_of(piece)
-    for one, of in islice(_near(known, piece, _WIDE), _MOST):
-        if are_near(numbers, one, _WIDE) and (apart := distance(piece, of)).by == SKETCHES:
+    if not piece.rows:
+        return math.inf
+    numbers = numbers_of(piece)
+    varies = math.sqrt(max(0.0, piece.rms**2 - piece.mean**2)) if piece.is_whole else piece.rms
+    nearest = most = UNLIKE * varies / piece.rms if piece.rms else 0.0
+    for one, of in islice(_near(known, piece, most), _MOST):
+        has_same = of.rows and of.columns == piece.columns and _apart_at_least(numbers, one) < nearest
+        if has_same and (apart := distance(piece, of)).by == SKETCHES:
             nearest = min(nearest, apart.relative)
             if nearest <= enough:
                 break
-    varies = math.sqrt(max(0.0, piece.rms**2 - piece.mean**2)) if piece.is_whole else piece.rms
-    return nearest if nearest * piece.rms < UNLIKE * varies else math.inf
+    return nearest if nearest < most else math.inf
+
+
+def _apart_at_least(a: Numbers, b: Numbers) -> float:
+    """Return how far apart, relatively, two tensors of one size are at least, by their range and averages."""
+    of_range = max((abs(x - y) for x, y in zip(a[1:3], b[1:3], strict=True)), default=0.0) / (max(a[0], b[0]) or 1.0)
+    averages = max((abs(x - y) for x, y in zip(a[3:], b[3:], strict=False)), default=0.0)
+    return max(of_range, averages / (max(a[-1], b[-1]) or 1.0) if averages else 0.0)
 
 
 def _has_numbers(known: _BySize, piece: Piece, near: Near) -> bool:
     """Return whether one of these has the numbers of a piece, or of its negative."""
     largest, low, high, *moments = one = numbers_of(piece)
     opposite = (largest, -high, -low, *(-mean for mean in moments[:1]), *moments[1:])
-    of_size = _near(known, piece, near)
+    of_size = _near(known, piece, near.range)
     return any(are_near(numbers, one, near) or are_near(numbers, opposite, near) for numbers, _ in of_size)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from functools import cached_property
 
 from narrowcast.analysis.diff.aligned_values import GAIN, GAIN_OF_PASSING, Values, module_calls_of
 from narrowcast.analysis.diff.alignment import Aligned, formats_of
 from narrowcast.analysis.diff.conditions import jump, moves, rooted
-from narrowcast.analysis.diff.known_values import KnownValues
 from narrowcast.analysis.diff.makers import Makers, Upstream
 from narrowcast.analysis.diff.moved import weights_moved
 from narrowcast.analysis.diff.outcomes import (
@@ -67,11 +65,6 @@ class Judging:
         self.widest = min(max(bands, default=0.0), WIDEST)
         """The widest rounding bound of a call, at most WIDEST."""
         self.returned = Returned(values, self.makers, self.paired, self._of_pairs, self._by, self.widest)
-
-    @cached_property
-    def known_values(self) -> list[KnownValues]:
-        """The values that either run has."""
-        return [KnownValues(side) for side in self.values.sides]
 
     def row(self, pair: Aligned) -> RunRow:
         """Return the row of a pair."""
