@@ -416,6 +416,56 @@ def test_other_random_numbers_in_fp64_are_no_fault():
     assert is_sound(nc.compare(dropout, X, under="bf16", reference="fp64"))
 
 
+class Picky(nn.Module):
+    """It raises on other numbers than those which it computes itself, in fp32 and in a region."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.known = nn.Linear(64, 16), set()
+
+    def forward(self, x):
+        h = self.layer(x)
+        if self.known and float(h.double().sum()) not in self.known:
+            raise ValueError("of another model")
+        return h.square()
+
+
+def test_nothing_is_to_do_about_the_round_off_of_what_is_not_judged():
+    """A trial with moved numbers raises, so no run says how far round-off carries; explain named an op to keep high."""
+    model = Picky()
+    regions = nc.autocast("cpu", enabled=False), nc.autocast("cpu", torch.float16)
+    with torch.no_grad():
+        for region in regions:
+            with region:
+                model.known.add(float(model.layer(X).double().sum()))
+    found = nc.explain(model, (X,), under="fp16", run=True)
+    assert found.verdict == "not judged" and not any("Keep" in todo.what for todo in found.todos), found.todos
+
+
+class Spoiling(torch.autograd.Function):
+    """Its gradient is infinite in fp32, and NaN in a low format."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[:, 0] = torch.inf if gradient.dtype == torch.float32 else torch.nan
+        return gradient
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_gradient_that_is_infinite_in_one_format_and_nan_in_another_is_lost_in_both(dtype):
+    """No format mends it: it is not the low one that makes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 8))
+    found = nc.compare(model, X, under=dtype, backward=lambda y: Spoiling.apply(y).float().square().sum())
+    verdicts = {row.parameter: row.verdict for row in found.gradients}
+    assert verdicts["1.bias"] != NOT_FINITE and found.verdict == NOT_COMPARED, (verdicts, found)
+
+
 class Classifying(nn.Module):
     """Its loss is a module made in the forward; gradients of two classes cancel in the bias."""
 
