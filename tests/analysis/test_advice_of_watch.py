@@ -239,3 +239,30 @@ def test_an_overflow_in_a_custom_backward_is_not_said_of_an_op_without_a_gradien
     found = first(step)
     assert found.id.op == "aten.mul.Tensor" and found.line == Halved.backward.__code__.co_firstlineno + 2
     assert found.forward is None and not found.rules
+
+
+class Vanishing(nn.Module):
+    """Products that vanish in fp16, one after the other, below a logarithm; ReLU makes zeros besides."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential()
+        for _ in range(8):
+            layer = nn.Linear(16, 16, bias=False)
+            layer.weight.data *= 0.15
+            self.layers.extend([layer, nn.ReLU()])
+
+    def forward(self, x):
+        logarithm = self.layers(x).float().log()
+        return logarithm - logarithm.mean()
+
+
+def test_a_long_way_that_fp32_mends_in_part_has_no_rules():
+    """Some calls of it are named, and how many more: eight rules that leave infinities are no advice."""
+    model, x = Vanishing(), torch.rand(8, 16)
+    with torch.no_grad():
+        found = first(lambda: model(x))
+    assert found.id.op == "aten.log.default" and not found.rules, found
+    assert "and 4 more calls before these in fp32, all but" in found.advice and "nc.repair" in found.advice
+    assert "layers.14" in found.advice and "layers.8" not in found.advice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _CONVERTED = "What it reads is converted to fp32 after that: compute it in fp32 
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 _POLES = ("finite.not_at_zero", "finite.not_below_zero", "growth.with_poles", "growth.steep")
 _NOTHING = 1e-30
+_MAKERS = 4
+"""How many calls are named, of those through which rounding came to a call's inputs."""
 """Absolute tolerance: a result for infinity is zero, the one for the largest of fp32 a little more."""
 
 
@@ -263,12 +265,13 @@ def _advice(
     if rounded is None or not rounded.makers:
         return (off if low is None else f"{off} Its inputs are in {low}, whose rounding may have put them there."), ()
 
-    def named_as(makers: Iterable[Maker]) -> str:
-        return " of ".join(_named(op, of, paths) for op, of in makers)
+    def named_as(makers: Sequence[Maker]) -> str:
+        first = " of ".join(_named(op, of, paths) for op, of in makers[:_MAKERS])
+        return first if len(makers) <= _MAKERS else f"{first} and {len(makers) - _MAKERS} more calls before these"
 
     makers, is_seen = rounded.proof()
     if not makers:
-        gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
+        gone = f" They come from {named_as([*rounded.makers])}, in a low format; what that read is gone, so whether "
         return (off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."), ()
     rules = dict.fromkeys(Rule(op, "full", naming(paths(of))) for op, of in makers if not isinstance(of, Site))
     where = "" if call.policy is not None else f" {_NO_REGION}."
@@ -279,6 +282,8 @@ def _advice(
     proved = f"Rounding put {some} there: run again with {named_as(makers)} in fp32, {is_so}."
     if _is_of_a_loop(call):
         return f"{proved} {_CONVERT if low else _CONVERTED}", ()
+    if rounded.left and len(makers) > _MAKERS:  # of a long way, and not enough
+        return f"{off} {proved} nc.repair finds which of them help.", ()
     return f"{off} " * bool(rounded.left) + proved + where, tuple(rules)
 
 

@@ -212,7 +212,8 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = bool(on) and comparison.casts_ms > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += [*of_casts, *unhelped]
-    if comparison is not None and not (is_sound or differences.tried or differences.verdict in (NOT_COMPARED, NOT_JUDGED)):
+    is_open = comparison is not None and differences.verdict in (NOT_COMPARED, NOT_JUDGED)
+    if comparison is not None and not (is_sound or differences.tried or is_open):
         todos += comparisons.error_todos(comparison.worst)[:1]
     if comparison is None and failure is None and not result.has_stand_in:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
