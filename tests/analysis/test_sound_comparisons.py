@@ -583,3 +583,43 @@ def test_gradients_that_are_not_finite_in_fp32_either_are_still_to_be_fixed():
 
     found = nc.compare(rooted, (torch.randn(3, 4),), under="bf16", backward=True)
     assert found.verdict == "not compared" and "makes infinity" in found.todos[0].why, str(found)
+
+
+class Trainer:
+    """A step that writes to its weights between two forwards, and restores them (sharpness-aware minimization)."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def gradients(self):
+        self.model.zero_grad()
+        loss = self.model(X).float().square().mean()
+        loss.backward()
+        return loss
+
+    def step(self):
+        loss = self.gradients()
+        with torch.no_grad():
+            before = [weight.clone() for weight in self.model.parameters()]
+            for weight in self.model.parameters():
+                weight.add_(weight.grad, alpha=1.0)
+        self.gradients()
+        with torch.no_grad():
+            for weight, value in zip(self.model.parameters(), before, strict=True):
+                weight.copy_(value)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", ["method", "function", "function of a method"])
+def test_weights_that_a_step_writes_to_and_restores_are_cast_again(kind):
+    """torch's cache has the first forward's casts in the second: that was a fault of gradients, or of a kernel."""
+    trainer = Trainer()
+    method = trainer.step
+
+    def step():
+        return method() if kind == "function of a method" else trainer.step()
+
+    found = nc.compare(trainer.step if kind == "method" else step, under="bf16")
+    assert is_sound(found) and len(found.gradients) == len(list(trainer.model.parameters())), found
+    assert any("casts them again here" in note for note in found.notes), found.notes

@@ -37,7 +37,7 @@ from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
 from narrowcast.observation.trial.raising import said_of
-from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, tensors_of
 from narrowcast.observation.trial.uncast import NOTHING, Uncast, enabled
 from narrowcast.output.progress import Step, long_work
 from narrowcast.output.words import counted
@@ -161,7 +161,7 @@ class _Comparing:
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
-        if self._changed and self._casts and not self._trial.is_made:
+        if self.weights.are_written and self._casts and not self._trial.is_made:
             result.notes += judging.about_old_casts(seen, actual)
             actual = seen  # the casts of weights that it writes to were made again there
         self._move(reference, under, expected, _SEEDS)
@@ -327,7 +327,7 @@ class _Comparing:
         with quietly():
             result.outputs = output_errors(expected.output, actual.output)
             result.round_off_bound = judging.bound_of(result.outputs, bands.output, self._region.fast_dtype)
-            wanted = [name for name, p in parameters_of(self._trial.model).items() if p.requires_grad]
+            wanted = [name for name, p in self._trial.parameters().items() if p.requires_grad]
             result.gradients = judging.judge_gradients(expected, actual, bands, self._underflow, wanted)
         worst = max((o.relative_error for o in result.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         bound = max(OUTPUT_FACTOR * result.round_off_bound, judging.TINY) if bands.runs else math.inf

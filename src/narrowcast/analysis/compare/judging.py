@@ -60,11 +60,13 @@ ABOUT_BLIND_ROWS = (
 
 
 def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
-    """Return the note that torch's cache keeps casts of weights that were written to since, if that changes outputs.
-    seen: the run in which they were made again.
+    """Return the note that torch's cache keeps casts of weights that were written to since, if that changes outputs
+    or gradients. seen: the run in which they were made again.
     """
-    errors = output_errors(seen.output, unseen.output)
-    return [_CAST_AGAIN] if any(error.relative_error for error in errors) else []
+    errors = [error.relative_error for error in output_errors(seen.output, unseen.output)]
+    both = seen.gradients.keys() & unseen.gradients.keys()
+    errors += [gradient_error(seen.gradients[name], unseen.gradients[name]) for name in both]
+    return [_CAST_AGAIN] if any(errors) else []
 
 
 def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:

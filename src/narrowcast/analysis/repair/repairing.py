@@ -20,7 +20,6 @@ from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.core.policy import Rule
 from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import Format, fp32
-from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results.profile import load_profile
 from narrowcast.reports.results.repair import (
@@ -163,7 +162,7 @@ class Repairing:
             observers.append(Attribution(look.low))
             return observers[-1]
 
-        with gradients_recorded(parameters_of(self._checks.trial.model)):
+        with gradients_recorded(self._checks.trial.parameters()):
             ran = self._checks.run_in_fp32(attributing, lambda _: observers[-1].probe)
         if ran.error is not None:  # .numpy() of what requires grad, for one
             self._result.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))

@@ -49,12 +49,17 @@ class Process:
         """Restore the variables of a function, and the models, optimizers and parameters that they name."""
         self._variables = Variables(function)
         with quietly():
-            for met in self._variables.met:
+            for _, met in self.met:
                 self._living.meet(met)
+
+    @property
+    def met(self) -> list[tuple[str, Any]]:
+        """The models, optimizers and parameters that the variables of the function name, with these names."""
+        return [] if self._variables is None else self._variables.met
 
     def hold_optimizers(self) -> None:
         """Copy what the optimizers that they name may write to: of code whose ops and steps are not seen."""
-        for met in self._variables.met if self._variables is not None else ():
+        for _, met in self.met:
             if isinstance(met, torch.optim.Optimizer):
                 self.optimizer(met, is_seen=False)
 

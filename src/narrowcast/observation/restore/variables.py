@@ -7,7 +7,7 @@ import random
 from argparse import Namespace
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.runtime.sites.python_stack import is_own_module
 from narrowcast.runtime.torch_bridge import tensors_in
+from narrowcast.runtime.torch_surface.autograd import is_trained
 
 _OTHERS = (Module, Optimizer, LRScheduler, Tensor, type)
 """Objects that are restored otherwise, or have nothing to restore."""
@@ -45,11 +46,12 @@ class Variables:
     steps replay, and a set hold what they held, and so do arrays; generators of random numbers go back. An iterator
     goes on where it was left.
 
-    met: modules, parameters and optimizers that they name, which are not looked into.
+    met: modules, parameters, other tensors that are trained, and optimizers that they name, which are not looked into;
+    each with its variable's or attribute's name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.met: list[Any] = []
+        self.met: list[tuple[str, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
@@ -105,23 +107,26 @@ class Variables:
         for restore, state in self._generators:
             restore(state)
 
-    def _look(self, value: Any, is_state: bool = False) -> None:
-        """Note what a value holds. is_state: an object holds it, or something in one."""
+    def _look(self, value: Any, is_state: bool = False, name: str = "") -> None:
+        """Note what a value holds. is_state: an object holds it, or something in one. name: of what names it."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, _OTHERS):
-            if isinstance(value, _MET):
-                self.met.append(value)
+            if isinstance(value, _MET) or is_trained(value):
+                self.met.append((name, value))
                 self._look_at_hooks(value)
                 self._look_at_attributes(value)
             return
         if isinstance(value, MethodType):
             self._look(value.__func__)
+            if isinstance(value.__self__, _MET):
+                self._look(value.__self__)
             self._look_inside(value.__self__)
         elif isinstance(value, partial):
-            for one in (value.func, *value.args, *value.keywords.values()):
-                self._look(one)
+            self._look(value.func)
+            for key, one in (*enumerate(value.args), *value.keywords.items()):
+                self._look(one, name=key if isinstance(key, str) else f"args.{key}")
         elif isinstance(value, FunctionType):
             self._look_around(value)
         elif isinstance(value, np.ndarray):
@@ -138,12 +143,12 @@ class Variables:
             self._generators.append((value.set_state, value.get_state()))
         elif isinstance(value, list | deque):
             self._listed.append((value, list(value), is_state or isinstance(value, deque)))
-            self._look_at_items(value, is_state)
+            self._look_at_items(enumerate(value), is_state, name)
         elif isinstance(value, dict):
             self._named.append((value, dict(value), is_state))
-            self._look_at_items(value.values(), is_state)
+            self._look_at_items(value.items(), is_state, name)
         elif isinstance(value, tuple):
-            self._look_at_items(value, is_state)
+            self._look_at_items(enumerate(value), is_state, name)
         elif self._is_own(type(value).__module__) or isinstance(value, _NAMESPACES):
             self._look_inside(value)
 
@@ -165,25 +170,25 @@ class Variables:
     def _look_at_attributes(self, owner: Any) -> None:
         """Look at what modules hold beside their parts: generators, arrays, optimizers, objects of the user's files."""
         for one in owner.modules() if isinstance(owner, Module) else ():
-            held = (value for name, value in vars(one).items() if name not in _OF_MODULES)
+            held = ((name, value) for name, value in vars(one).items() if name not in _OF_MODULES)
             self._look_at_items(held, is_state=True)
 
-    def _look_at_items(self, items: Any, is_state: bool) -> None:
+    def _look_at_items(self, items: Iterable[tuple[Any, Any]], is_state: bool, name: str = "") -> None:
         """Look at the objects of the user's files in a container, and at containers; it may be long."""
-        for one in items:
-            if isinstance(one, (*_LOOKED_INTO, *_MET)) or self._is_own(type(one).__module__):
-                self._look(one, is_state)
+        for key, one in items:
+            if isinstance(one, (*_LOOKED_INTO, *_MET)) or is_trained(one) or self._is_own(type(one).__module__):
+                self._look(one, is_state, f"{name}.{key}" if name else str(key))
 
     def _look_around(self, function: FunctionType) -> None:
         modules = list[ModuleType]()
-        for cell in function.__closure__ or ():
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # it is empty
                 continue
             self._cells.append((cell, content))
             modules += [content] if isinstance(content, ModuleType) else []
-            self._look(content)
+            self._look(content, name=name)
         if not self._is_own(function.__module__):
             return
         names = function.__globals__
@@ -193,11 +198,11 @@ class Variables:
                 if step.opname == "STORE_GLOBAL":
                     self._globals.append((names, step.argval, value))
                 modules += [value] if isinstance(value, ModuleType) else []
-                self._look(value)
+                self._look(value, name=step.argval)
         for module in modules:
             if self._is_own(module.__name__):
                 for name in function.__code__.co_names:
-                    self._look(vars(module).get(name))
+                    self._look(vars(module).get(name), name=name)
 
     def _look_inside(self, owner: Any) -> None:
         if isinstance(owner, _OTHERS):
@@ -205,8 +210,8 @@ class Variables:
         held = getattr(owner, "__dict__", None)
         if isinstance(held, dict):
             self._named.append((held, dict(held), True))
-            for value in held.values():
-                self._look(value, is_state=True)
+            for name, value in held.items():
+                self._look(value, is_state=True, name=name)
         for kind in type(owner).__mro__:
             if self._is_own(kind.__module__):
                 self._look_at_class(owner, kind)
@@ -221,5 +226,5 @@ class Variables:
         if id(kind) not in self._classes:  # the same of all its objects
             self._classes.add(id(kind))
             self._attributes.append((kind, {name: value for name, value in own.items() if isinstance(value, _PLAIN)}))
-        for value in (*held.values(), *own.values()):
-            self._look(value, is_state=True)
+        for name, value in (*held.items(), *own.items()):
+            self._look(value, is_state=True, name=name)

@@ -49,6 +49,11 @@ class Weights:
                     if number not in self._copies:
                         self._copies[number] = self._weights[number][2].clone()
 
+    @property
+    def are_written(self) -> bool:
+        """Whether a run has written to any, whatever they held at its end."""
+        return bool(self._copies)
+
     def __enter__(self) -> Weights:
         for process in self._processes:
             process.restoring.append(self._restore)

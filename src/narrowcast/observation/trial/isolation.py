@@ -66,7 +66,8 @@ def isolated(
         if not fake and of_script is None and isinstance(model, torch.nn.Module):
             stack.enter_context(ScriptState(model))
             of_script = lambda script: script  # noqa: E731
-        copied = model if process is None else _calling(model)
+        is_converted = stand_in is not None and stand_in is not _share_weights
+        copied = model if process is None else _calling(model, is_converted)
         own_model, own_args, own_kwargs = _copied((copied, args, kwargs), stand_in, of_script)
         if through is None:  # by a hook and a mode, which Dynamo could not pass
             stack.enter_context(restored_when_called(model, own_model))
@@ -99,9 +100,10 @@ class Isolated:
 trials.add(id(Isolated.__call__.__code__))
 
 
-def _calling(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a model, and is copied as itself; a callable that is no model."""
-    return (lambda *args, **kwargs: model(*args, **kwargs)) if isinstance(model, torch.nn.Module) else model
+def _calling(model: Callable[..., Any], is_converted: bool) -> Callable[..., Any]:
+    """Return a function that calls a model or another object, and is copied as itself; an object that is_converted."""
+    is_itself = isinstance(model, torch.nn.Module) or not is_converted
+    return (lambda *args, **kwargs: model(*args, **kwargs)) if is_itself else model
 
 
 def stand_ins(make: StandIn) -> StandIn:

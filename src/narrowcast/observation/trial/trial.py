@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
@@ -28,7 +26,7 @@ from narrowcast.runtime.devices.device import random_state
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import Case, Evaluate, figures_of, name_of, unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
-from narrowcast.runtime.torch_surface.autograd import is_leaf
+from narrowcast.runtime.torch_surface.autograd import is_leaf, is_trained
 from narrowcast.runtime.torch_surface.dispatch import quietly, tree_leaves, tree_map, tree_map_only
 from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
@@ -88,12 +86,22 @@ class Trial:
         if not callable(model):
             raise RunError(f"{verb}({type(model).__name__})", "it cannot be called", advice="Give a Module, a "
                            "function, an ExportedProgram or a Case.")  # fmt: skip
-        lazy = [name for name, parameter in parameters_of(model).items() if is_lazy(parameter)]
+        trial = Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
+        lazy = [name for name, parameter in trial.parameters().items() if is_lazy(parameter)]
         if lazy:
             found = f"{counted(len(lazy), 'parameter', 'are')} not initialized yet: {lazy[0]} first"
             advice = "Call the model once on its inputs before: model(*inputs)."
             raise RunError(f"{verb}({name})", found, advice=advice)
-        return Trial(model, *call_arguments(verb, inputs), backward, evaluate=evaluate, name=name)
+        return trial
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of a module by name; of a function, those of the modules that it and the functions it
+        calls name, and other tensors of theirs that are trained.
+        """
+        if isinstance(self.model, torch.nn.Module):
+            return parameters_of(self.model)
+        process = self.process()
+        return {} if process is None else _named(process.met)
 
     def call(self) -> Any:
         """Return the model's output on its inputs, as it is here and now."""
@@ -117,7 +125,7 @@ class Trial:
         """Return the weights of the model, and of those of other trials, to be restored after runs."""
         trials = (self, *others)
         processes = [process for trial in trials if (process := trial.process()) is not None]
-        return Weights(*(parameters_of(trial.model) for trial in trials), processes=processes)
+        return Weights(*(trial.parameters() for trial in trials), processes=processes)
 
     def rewind(self) -> None:
         """Give what a function has changed back, for another run of the same."""
@@ -160,7 +168,7 @@ class Trial:
 
     def fp32_for_low(self) -> torch.dtype | None:
         """Return fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
-        tensors = [*self.weights(), *parameters_of(self.model).values(), *tensors_in(self.args, self.kwargs)]
+        tensors = [*self.weights(), *self.parameters().values(), *tensors_in(self.args, self.kwargs)]
         return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
 
     def run(
@@ -173,7 +181,7 @@ class Trial:
         copy of model and arguments in fp64.
         """
         loss, wanted = None, bool(self.backward) or torch.is_grad_enabled()
-        with self.copied(dtype) as run, GradientsAside(_named_parameters(run)) as gradients:
+        with self.copied(dtype) as run, GradientsAside(self._wanted(run)) as gradients:
             with watching or nullcontext(), torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
                 output = self._forward(run, region or nullcontext(), gradients)
                 state = random_state()
@@ -242,6 +250,14 @@ class Trial:
         ) as run:
             yield run
 
+    def _wanted(self, run: Any) -> dict[str, torch.Tensor]:
+        """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
+        is_module = isinstance(run.model, torch.nn.Module)  # perhaps a copy
+        parameters = parameters_of(run.model) if is_module else self.parameters()
+        leaves = {name: p for name, p in parameters.items() if p.requires_grad}
+        given = enumerate(tensors_in(run.args, run.kwargs))
+        return leaves | {f"input.{number}": tensor for number, tensor in given if is_trained(tensor)}
+
     @contextmanager
     def _restored_around(self) -> Iterator[None]:
         """Restore what a compiled model, which is not copied, holds beside modules."""
@@ -265,42 +281,31 @@ def _converted(dtype: torch.dtype) -> StandIn:
     return stand_ins(convert)
 
 
-def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
-    leaves = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
-    for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
-        if tensor.requires_grad and is_leaf(tensor):
-            leaves[f"input.{number}"] = tensor
-    return leaves
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module by name, and attributes that are trained."""
+    named: dict[str, torch.Tensor] = {without_wrapper(name): p for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        held = {name: value for name, value in vars(module).items() if is_trained(value)}
+        named |= {without_wrapper(f"{path}.{name}" if path else name): tensor for name, tensor in held.items()}
+    return named
 
 
-def _trained(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad and is_leaf(tensor)}
-
-
-def parameters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module, or of the modules that a function closes over, by name; and other tensors of
-    theirs that are trained: attributes, and what a partial function is given.
+def _named(met: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the parameters of modules, and tensors, that variables name, each under the first name that it has: after
+    its module's, if several modules have any.
     """
-    if isinstance(model, torch.nn.Module):
-        named: dict[str, torch.Tensor] = {without_wrapper(name): p for name, p in model.named_parameters()}
-        for path, module in model.named_modules():
-            held = _trained(vars(module))
-            named |= {without_wrapper(f"{path}.{name}" if path else name): tensor for name, tensor in held.items()}
-        return named
-    if isinstance(model, functools.partial):
-        given = _trained(model.keywords) | _trained({f"args.{n}": value for n, value in enumerate(model.args)})
-        return parameters_of(model.func) | given
-    if not inspect.isfunction(model):
-        return {}
-    names = inspect.getclosurevars(model)
-    modules = {n: v for n, v in {**names.globals, **names.nonlocals}.items() if isinstance(v, torch.nn.Module)}
-    parameters: dict[str, torch.Tensor] = {}
-    for name, module in modules.items():
+    known, modules = set[int](), list[tuple[str, dict[str, torch.Tensor]]]()
+    for name, one in met:
+        if isinstance(one, torch.nn.Module):
+            new = {inner: p for inner, p in parameters_of(one).items() if id(p) not in known}
+            known.update(map(id, new.values()))
+            modules += [(name, new)] if new else []
+    found: dict[str, torch.Tensor] = {}
+    for name, new in modules:
         prefix = f"{name}." if len(modules) > 1 else ""
-        parameters.update((prefix + inner, p) for inner, p in parameters_of(module).items())
-    return parameters
+        found |= {prefix + inner: p for inner, p in new.items() if prefix + inner not in found}
+    tensors = {name: one for name, one in met if isinstance(one, torch.Tensor) and id(one) not in known}
+    return found | {name: tensor for name, tensor in tensors.items() if name not in found}
 
 
 def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,6 +31,11 @@ def is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
+def is_trained(value: object) -> bool:
+    """Return whether a value is a tensor whose gradient a backward adds up."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and is_leaf(value)
+
+
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor's gradient; None of a result that keeps none: torch warns where that is read."""
     return tensor.grad if is_leaf(tensor) or tensor.retains_grad else None
