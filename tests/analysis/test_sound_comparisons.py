@@ -623,3 +623,23 @@ def test_weights_that_a_step_writes_to_and_restores_are_cast_again(kind):
     found = nc.compare(trainer.step if kind == "method" else step, under="bf16")
     assert is_sound(found) and len(found.gradients) == len(list(trainer.model.parameters())), found
     assert any("casts them again here" in note for note in found.notes), found.notes
+
+
+def test_what_is_computed_of_gradients_between_two_backwards_makes_no_errors_grow():
+    """Gradients of the first one are divided by a scale: their errors are the backward's, not the division's."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+    model.extend([nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5)])
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,))
+
+    def step():
+        for _ in range(2):
+            model.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            (loss * 512).backward()
+            for weight in model.parameters():
+                weight.grad.div_(512)
+        return loss.detach()
+
+    found = nc.compare(step, under="bf16")
+    assert is_sound(found) and found.growth is None and not found.todos, (found.growth, found.todos)

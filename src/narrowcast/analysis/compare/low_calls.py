@@ -138,10 +138,10 @@ class LowFlow(AsksHigh):
         """
         rows = list(rows)
         end = max((n for n, row in enumerate(rows, 1) if row.id.direction == BACKWARD), default=len(rows))
-        errors = {row.id: row.total for row in rows if math.isfinite(row.total) and row.id in self._calls}
+        errors = {row.id: row.total for row in rows if math.isfinite(row.total)}  # of gradients, too
         best, most = None, _SEVERAL
         for row in rows[:end]:
-            if errors.get(row.id, 0.0) <= least:
+            if row.id not in self._calls or errors.get(row.id, 0.0) <= least:
                 continue
             before = max((errors.get(source, 0.0) for source in self._calls[row.id].sources), default=0.0)
             times = row.total / max(before, least)
