@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch._C import DispatchKey as DispatchKey, DispatchKeySet as DispatchKeySet
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._higher_order_ops import utils as _higher_order
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     keystr as keystr,
@@ -24,7 +27,7 @@ from torch.utils._pytree import (
     tree_unflatten as tree_unflatten,
 )
 
-from narrowcast.runtime.torch_surface.dynamo import never_trace
+from narrowcast.runtime.torch_surface.dynamo import CompiledCode, never_trace
 from narrowcast.runtime.torch_surface.patches import stay
 from narrowcast.runtime.torch_surface.state import autocast_key, autocast_key_name, autocast_off, excluding
 
@@ -105,8 +108,44 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __enter__(self) -> Any:
+        for owner in (_higher_order, sys.modules.get("torch.nn.attention.flex_attention", _higher_order)):
+            if hasattr(owner, _COMPILING):
+                stay(owner, _COMPILING, _lifting, "functions of ops of higher order are compiled under our modes, too")
+        return super().__enter__()
+
     def ran_higher_order(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Inspect what an op of higher order has returned, of whose parts nothing is known."""
+
+
+_COMPILING, _SKIPPING = "setup_compilation_env", "in_any_mode_without_ignore_compile_internals"
+
+
+def _lifting(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap the context in which `torch.cond` and others compile their functions, which lifts the tensors that these
+    close over: those have no gradients otherwise. Dynamo skips all code under a mode that does not ignore what it
+    compiles.
+    """
+
+    @contextmanager
+    def lifting() -> Iterator[Any]:
+        with make() as backend, ExitStack() as stack:
+            modes = [torch._C._get_dispatch_stack_at(n) for n in range(torch._C._len_torch_dispatch_stack())]
+            others = [mode for mode in modes if not isinstance(mode, DispatchMode)]
+            if len(others) < len(modes):
+                skips = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in others)
+                stack.callback(_set_skipping, getattr(_python_dispatch, f"_is_{_SKIPPING}", False))
+                stack.enter_context(CompiledCode(on=True))
+                _set_skipping(skips)
+            yield backend
+
+    return lifting
+
+
+def _set_skipping(skips: bool) -> None:
+    """Say whether Dynamo skips code because of a mode: torch asks in Python, and in C++ (2.13)."""
+    setattr(_python_dispatch, f"_is_{_SKIPPING}", skips)
+    getattr(torch._C._dynamo.guards, f"set_is_{_SKIPPING.replace('any_', '')}", bool)(skips)
 
 
 def converts(op: OpOverload, args: Sequence[Any]) -> bool:

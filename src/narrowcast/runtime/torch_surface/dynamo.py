@@ -187,7 +187,8 @@ class CompiledCode:
         with CompiledCode._lock:
             self._holds = True
             if self._on:
-                torch.compiler.set_stance("default")  # from here on
+                if CompiledCode._holders:
+                    torch.compiler.set_stance("default")  # from here on
                 return
             if not CompiledCode._holders:
                 CompiledCode._first = torch.compiler.set_stance("force_eager")
