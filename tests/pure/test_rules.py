@@ -418,3 +418,25 @@ def test_without_torch_a_version_is_assumed(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     assert installed_torch.__wrapped__() == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (lambda: Rule("aten.linear", fp16), 'Write Rule("aten.linear", "full"), for example; "to(fp16)"'),
+        (lambda: Rule("aten.linear", "full", module=Policy("p")), 'Write module="encoder.layer.3"'),
+        (lambda: Rule("aten.linear", "full", module_class=Policy), 'Write module_class="Policy"'),
+        (lambda: Rule("aten.linear", "full", function=test_a_finding_says_where_it_is), 'Write function="test_a_find'),
+        (lambda: Rule("aten::linear", "full"), "Write aten.linear, for example."),
+        (lambda: Rule("backward.module.call", "full"), "Write module.call, or name an op"),
+        (lambda: Policy("p").with_rules("aten.linear"), "Write with_rules(nc.Rule("),
+        (lambda: Policy("p").with_rules([1]), "Write with_rules(nc.Rule("),
+        (lambda: Policy("p").merge("safe"), 'Write merge(Policy.load("safe"))'),
+    ],
+    ids=["format", "module", "class", "function", "::", "module call", "text", "number", "name"],
+)
+def test_what_is_given_as_an_object_is_refused_with_what_to_write(wrong, advice):
+    """Where the user gives it: it failed later, in the first call."""
+    with pytest.raises(PolicyError) as caught:
+        wrong()
+    assert advice in caught.value.advice

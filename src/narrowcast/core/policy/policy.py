@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from narrowcast.core.policy.known_ops import cited, existing, installed_torch
-from narrowcast.core.policy.rules import Rule
+from narrowcast.core.policy.rules import Rule, check_is
 from narrowcast.core.policy.settings import (
     BUILTIN,
     FULL,
@@ -119,20 +119,21 @@ class Policy:
     def to_toml(self) -> str:
         """Return the policy as TOML text; parsing it gives an equal policy."""
         # By its name, since it is about policies, and here: it loads tomlkit, which nothing else needs.
-        written: Any = importlib.import_module("narrowcast.core.policy.written")
-        return str(written.print_text(self))
+        return str(importlib.import_module("narrowcast.core.policy.written").print_text(self))
 
     # -- new policies from old
 
     def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
         """Return this policy with one more layer, whose rules win over everything before it."""
-        flat = [rule for given in rules for rule in ([given] if isinstance(given, Rule) else given)]
-        if name is None:
-            name = self.name if self.name.endswith("+") else f"{self.name}+"
-        return replace(self, name=name, layers=(*self.layers, tuple(flat))) if flat else replace(self, name=name)
+        flat = tuple(rule for given in rules for rule in ([given] if isinstance(given, Rule | str) else given))
+        for rule in flat:
+            check_is(rule, Rule, "with_rules", 'Write with_rules(nc.Rule("aten.gelu", "full")), for example.')
+        name = name or (self.name if self.name.endswith("+") else f"{self.name}+")
+        return replace(self, name=name, layers=(*self.layers, flat)) if flat else replace(self, name=name)
 
     def merge(self, other: Policy) -> Policy:
         """Return this policy with `other`'s layers on top; what both extend is taken once, `other`'s cache wins."""
+        check_is(other, Policy, "merge", 'Write merge(Policy.load("safe")), for example.')
         extra = tuple(name for name in other.extends if name not in self.extends)
         if extra and self.layers:
             names = ", ".join(extra)

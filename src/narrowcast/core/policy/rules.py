@@ -177,7 +177,13 @@ class Rule:
         namespace, dot, name = self.target.partition(".")
         if not (namespace and dot and name):
             found = "an op is written namespace.name or namespace.name.overload"
-            raise self._wrong(f"op {self.op!r}", found, f"Write aten.{self.op.strip('.') or 'mm'}, for example.")
+            written = self.op.strip(".") or "mm"
+            written = written.replace("::", ".") if "::" in written else f"aten.{written}"
+            raise self._wrong(f"op {self.op!r}", found, f"Write {written}, for example.")
+        self._check_text()
+        if self.target == MODULE_CALL and self.direction != "forward":
+            found = "modules are called in the forward alone"
+            raise self._wrong(f"op {self.op!r}", found, f"Write {MODULE_CALL}, or name an op: backward.aten.mm.")
         if self.torch is not None:
             from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -198,6 +204,18 @@ class Rule:
 
     def _wrong(self, asked: str, found: str, advice: str) -> PolicyError:
         return PolicyError(asked, found, (self.origin,) if self.origin else (), advice)
+
+    def _check_text(self) -> None:
+        if not isinstance(self.action, Action):
+            advice = f'Write Rule("{self.op}", "full"), for example; "to(fp16)" names a format.'
+            found = f"it is given as a {type(self.action).__name__}, not by name"
+            raise self._wrong(f"action {self.action!r} of {self.op}", found, advice)
+        for name in ("module", "module_class", "function", "argument"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                found = f"it is given as a {type(value).__name__}, not by name"
+                advice = f'Write {name}="{_EXAMPLES.get(name) or getattr(value, "__name__", "self")}", for example.'
+                raise self._wrong(f"{name} of a rule about {self.op}", found, advice)
 
     def _check_call(self) -> None:
         is_number = isinstance(self.call, int) and not isinstance(self.call, bool) and self.call >= 1
@@ -346,6 +364,7 @@ def _name_of(op: object) -> str:
     return text if text.startswith("aten.") else f"aten.{getattr(op, '__name__', 'gelu')}"
 
 
+_EXAMPLES = {"module": "encoder.layer.3"}
 _PER_ARGUMENT = (Kind.LOWER, Kind.FULL, Kind.FOLLOW, Kind.TO)
 _PER_MODULE = (Kind.LOWER, Kind.FULL, Kind.INSIDE, Kind.FOLLOW, Kind.TO, Kind.REFUSE)
 
@@ -363,3 +382,9 @@ def _matches_path(path: str, pattern: str) -> bool:
 def _matches_name(pattern: str, qualified: str) -> bool:
     """Return whether a pattern names a class or function by its qualified name or by any dotted tail of it."""
     return qualified != "" and (fnmatchcase(qualified, pattern) or _matches_name(pattern, qualified.partition(".")[2]))
+
+
+def check_is(given: object, kind: type[object], asked: str, advice: str) -> None:
+    """Raise PolicyError for what is of another class."""
+    if not isinstance(given, kind):
+        raise PolicyError(f"{asked}({given!r})", f"it is no {kind.__name__}", advice=advice)

@@ -205,7 +205,12 @@ def trace(
     target, inputs = unpacked("trace", target, inputs)
     if not callable(target) or inspect.isclass(target):
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
+    if isinstance(target, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise ScriptError(f"trace({type(target).__name__})", "it is a script already, which torch.jit.trace returns as "
+                          "it is", advice="Give it casts by nc.script(it, under=...), or trace what it was made "
+                          "of.")  # fmt: skip
     args, kwargs = call_arguments("trace", inputs)
+    kwargs = kwargs or dict(options.pop("example_kwarg_inputs", None) or {})
     if kwargs:
         if args:
             raise ScriptError("trace(target, (args, kwargs))", "TorchScript traces with one of them",
