@@ -813,6 +813,125 @@ def test_a_traced_weight_has_its_gradient_after_calls_without(name, form, times)
     assert not differences(expected, outcome(made, x, leaves=leaves))
 
 
+# -- what a trace cannot do
+
+
+class Own(torch.autograd.Function):
+    """A product."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.mm(w)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient.mm(w.T.to(gradient.dtype)), x.T.to(gradient.dtype).mm(gradient)
+
+
+class OwnFloat(Own):
+    """It converts by itself, whatever region is open."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x.float() * 2).to(x.dtype)
+
+
+class Calling(nn.Module):
+    """It calls one of them, on what a layer gives, or on its input."""
+
+    def __init__(self, function, has_layer):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(8, 8))
+        self.layer = nn.Linear(8, 8) if has_layer else nn.Identity()
+
+    def forward(self, x):
+        return self.function.apply(self.layer(x), self.weight)
+
+
+@pytest.mark.parametrize("has_layer", [False, True])
+@pytest.mark.parametrize("check_trace", [False, True])
+def test_a_trace_refuses_a_function_that_it_would_call_outside_of_the_region(has_layer, check_trace):
+    """It computed in fp32, or raised for mixed formats, as a trace calls an autograd.Function in Python."""
+    x = torch.randn(4, 8)
+    with pytest.raises(ScriptError, match=r"calls the autograd\.Function Own in Python") as caught:
+        nc.trace(Calling(Own, has_layer), (x,), under="bf16", check_trace=check_trace)
+    assert caught.value.where[0].file == __file__ and "narrowcast.compile" in caught.value.advice
+    model = Calling(OwnFloat, has_layer)
+    with nc.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(x)
+    made = nc.trace(model, (x,), under="bf16", check_trace=check_trace)
+    with torch.no_grad():
+        assert torch.equal(made(x), expected)
+
+
+def test_a_script_is_no_code_to_trace():
+    """torch returns it as it is: it lost the region, and a disabled one was written into the caller's script."""
+    x, made = torch.randn(2, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    code = made.code
+    with pytest.raises(ScriptError, match="it is a script already") as caught:
+        nc.trace(made, (x,), under="bf16")
+    assert "nc.script(it, under=...)" in caught.value.advice and made.code == code
+
+
+def test_arguments_by_keyword_are_given_as_torch_s_trace_takes_them():
+    """In example_kwarg_inputs, or as inputs=((), {...})."""
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    made = nc.trace(layer, example_kwarg_inputs={"input": x}, under="bf16")
+    assert made(x).dtype == torch.bfloat16
+
+
+class Inner(nn.Module):
+    """A loop, which a trace unrolls and a script keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, times: int):
+        for _ in range(times):
+            x = self.layer(x)
+        return x
+
+
+class Outer(nn.Module):
+    """It calls that, or a script of it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x, 2)
+
+
+def test_rules_about_modules_of_a_script_that_a_trace_calls_hold_or_are_said_not_to():
+    """torch's script does not say which of its modules a call is in; ours does."""
+    x, rule = torch.randn(2, 8), nc.Rule("aten.linear", "full", module="inner.layer")
+    policy = nc.Policy.native().with_rules(rule)
+    assert nc.trace(Outer(nc.script(Inner())), (x,), under=policy)(x).dtype == torch.float32
+    with pytest.warns(nc.errors.ScriptWarning, match="rules about these hold for none of its calls"):
+        nc.trace(Outer(torch.jit.script(Inner())), (x,), under=policy, check_trace=False)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("where", [{"module_class": "LayerNorm"}, {"module": "nowhere"}, {"module": "0"}, {}])
+def test_rules_that_match_elsewhere_leave_recurrent_layers_of_a_trace_as_they_are(kind, where):
+    """A glob that named the op, wherever it holds, had it taken for one that a rule decides: it was fp32."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(6, 8, batch_first=True)), torch.randn(2, 5, 6)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.*", "full", **where))
+    with torch.no_grad():
+        with nc.autocast("cpu", torch.bfloat16, policy=policy):
+            expected = model(x)[0]
+        made = nc.trace(model, (x,), under=policy, check_trace=False)(x)[0]
+    is_low = bool({"nowhere", "LayerNorm"} & {*where.values()}) and kind is not nn.GRU  # on the CPU it is in fp32
+    assert made.dtype == expected.dtype == (torch.bfloat16 if is_low else torch.float32)
+    assert torch.equal(made, expected)
+
+
 # -- nothing is left out
 
 

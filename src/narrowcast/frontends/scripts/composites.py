@@ -81,7 +81,8 @@ def casts_inside(node: Any, policies: Iterable[Policy], device_type: str) -> boo
     calls_one = not decided_as_itself(facts.id, device_type) or op_name(facts.op) in named("inside.stands_for_one")
     if not (calls_one or is_composite(node)):
         return False
-    return not any(_rules_about(policy, node) for policy in policies)
+    of_op = (rule for policy in policies for rule in _rules_about(policy, node))
+    return not any(rule.is_unconditional for rule in of_op)  # where others hold is seen as the graph is made explicit
 
 
 def is_composite(node: Any) -> bool:

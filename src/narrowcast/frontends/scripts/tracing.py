@@ -10,14 +10,17 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from narrowcast.core.policy import NOWHERE
-from narrowcast.errors import ScriptWarning
+from narrowcast.errors import Origin, ScriptWarning
 from narrowcast.frontends.scripts import scripted
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.calls import device_of_regions
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
+from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import policy_of
 from narrowcast.runtime.regions.stack import told_of_regions
@@ -73,6 +76,11 @@ def _following(kept: list[scripted.Method]) -> AbstractContextManager[None]:
         if not any_autocast() or scripted.methods_of(script):
             return call(script, *args, **kwargs)
         raw = script.graph.copy()
+        inner = [node for kind in ("prim::CallMethod", "prim::CallFunction") for node in raw.findAllNodes(kind)]
+        if inner and scripted.ambient({})[2]:
+            text = "narrowcast: a trace calls a script that torch made, of which it does not know the modules and "
+            text += "functions inside: rules about these hold for none of its calls. Make the script with nc.script"
+            warnings.warn(text, ScriptWarning, stacklevel=2)
         inline_calls(raw)
         owner = getattr(script, "owner", None)  # a function has none
         kept.append(scripted.Method(script.name, script.schema, raw, {}, owner))
@@ -131,6 +139,19 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> scripted.ExplicitMod
     for graph in graphs_of(module):
         unmark(graph)
     return scripted.with_methods(module, methods)
+
+
+def called_in_python(traced: Any) -> list[tuple[str, tuple[Origin, ...]]]:
+    """Return the autograd.Functions that convert something inside, perhaps as the region says, with their places: a
+    trace runs them as Python code.
+    """
+    found = []
+    for graph in graphs_of(traced) if isinstance(traced, torch.nn.Module) else [traced.graph]:
+        for node in graph.findAllNodes("prim::PythonOp"):
+            inner = node.g("Subgraph") if node.hasAttribute("Subgraph") else None
+            if inner is None or list(inner.findAllNodes("aten::to")):
+                found.append((node.pyname(), shown_at(node)))
+    return found
 
 
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
