@@ -1,5 +1,6 @@
 """Ops that are made of others, in scripts and conversions: the casts of eager code inside them, bit for bit."""
 
+import contextlib
 import itertools
 import warnings
 
@@ -280,3 +281,37 @@ def test_a_chain_of_products_of_several_formats_is_decided_as_itself_in_a_script
         assert torch.equal(expected, found)
         with pytest.raises(RuntimeError, match="same dtype"), nc.autocast("cpu", torch.bfloat16):
             script(x)
+
+
+class PadsBy(nn.Module):
+    """A low result is padded in a mode that is an attribute, an argument, or a convolution's own."""
+
+    def __init__(self, mode, rank):
+        super().__init__()
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        self.first, self.mode = kind(3, 4, 3), mode
+        self.second = kind(4, 4, 3, padding=1, padding_mode="zeros" if mode == "constant" else mode)
+        self.amounts = [1] * 2 * rank
+
+    def forward(self, x, mode: str, value: float):
+        y = self.first(x)
+        by_attribute = F.pad(y, self.amounts, mode=self.mode)
+        by_argument = F.pad(y, self.amounts, mode=mode, value=value if mode == "constant" else None)
+        return by_attribute, by_argument, self.second(y)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_padding_in_a_mode_that_is_no_literal_is_that_of_eager_code(mode, rank):
+    """`reflect` and `replicate` are ops that autocast lists (in two dimensions in fp32); it was taken for none."""
+    torch.manual_seed(0)
+    model, x = PadsBy(mode, rank), torch.randn(2, 3, *[7] * rank)
+    outcomes = []
+    for run in (model, nc.script(model, under="bf16")):
+        model.zero_grad()
+        with nc.autocast("cpu", BF16) if run is model else contextlib.nullcontext():
+            results = run(x, mode, 2.0)
+        torch.cat([result.float().sin().flatten() for result in results]).sum().backward()
+        outcomes.append([*(result.detach() for result in results), model.first.weight.grad.clone()])
+    assert [t.dtype for t in outcomes[0]] == [t.dtype for t in outcomes[1]]
+    assert all(map(torch.equal, *outcomes))

@@ -40,7 +40,7 @@ def decided_as(node: Any, facts: OpFacts, device_type: str) -> str:
     if name == "aten.nll_loss_nd":
         return "aten.nll_loss.default"  # lists say the same of nll_loss2d
     if name == "aten.pad":
-        return _padding_called(node) or facts.id
+        return padding_called(node) or facts.id
     if name == "aten.einsum" and not _sums(node):
         return facts.id
     if name in ("aten._convolution", "aten._convolution_mode"):
@@ -61,10 +61,12 @@ def _sums(node: Any) -> bool:
     return any(label not in output and labels.count(label) > 1 for label in labels)
 
 
-def _padding_called(node: Any) -> str:
-    """Return the op that pads in this mode; empty if no list could name it, or that is not known before it runs."""
+def padding_called(node: Any) -> str | None:
+    """Return the op that pads in this mode; empty if no list could name it, None if the running script knows it."""
     mode, amounts = constant(list(node.inputs())[2]), list_of_values(node, 1)
     name = {"reflect": "reflection_pad", "replicate": "replication_pad"}.get(str(mode))
+    if mode is None or (name and amounts is None):
+        return None
     rank = 0 if amounts is None else len(amounts) // 2
     return f"aten.{name}{rank}d.default" if name and rank in (1, 2, 3) else ""
 

@@ -14,7 +14,7 @@ from narrowcast.core.policy import Policy, Rule
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
-from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of
+from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of, padding_called
 from narrowcast.frontends.scripts.runtime import graph_of
 from narrowcast.frontends.scripts.scopes import Item, Section, policy_of
 from narrowcast.runtime.torch_bridge import find_registered, op_id
@@ -30,7 +30,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
 } | {"aten::_sparse_mm": products.sparse_mm, "aten::_sparse_addmm": products.sparse_addmm}  # fmt: skip
 _OF_OTHERS = ("aten::inner", "aten::corrcoef")
 """Those whose kernels call another of them, which a policy may name."""
-_GRU = "aten::gru"
+_GRU, _PAD = "aten::gru", "aten::pad"
 
 
 def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
@@ -45,6 +45,8 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
             continue
         if (node.kind() in _OF_OTHERS) is not of_others:
             continue
+        if node.kind() == _PAD and padding_called(node) is not None:
+            continue
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
         graph.setInsertPoint(node)
@@ -53,7 +55,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
             if outs is None:
                 continue
         else:
-            outs = list(graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs())))
+            outs = list(graph.insertGraph(graph_of(_formula(node)), list(node.inputs())))
             if node.outputsSize() > 1:
                 outs = list(graph.insertNode(graph.create("prim::TupleUnpack", outs, node.outputsSize())).outputs())
         for old, new in zip(node.outputs(), outs, strict=True):
@@ -87,10 +89,14 @@ def casts_inside(node: Any, policies: Iterable[Policy], device_type: str) -> boo
 
 def is_composite(node: Any) -> bool:
     """Return whether it is known what the op's kernel does, and this is the known overload."""
-    formula = _FORMULAS.get(node.kind())
+    formula = _formula(node)
     if formula is not None:
         return bool(len(list(graph_of(formula).inputs())) == node.inputsSize())
     return bool(node.kind() == _GRU and node.schema().startswith("aten::gru.input("))
+
+
+def _formula(node: Any) -> Callable[..., Any] | None:
+    return products.pad if node.kind() == _PAD else _FORMULAS.get(node.kind())
 
 
 def tell_closed(section: Section) -> None:

@@ -101,6 +101,7 @@ def make_graph_explicit(
     """
     attribute = partial(attribute_of, module=module, changed=set_names(graph))
     _know_tensors(graph, attribute)
+    _know_lengths(graph, attribute)
     _simplify(graph)
     scanner = Scanner(graph, around, caller, enter_call)
     section = scanner.scan()
@@ -159,6 +160,22 @@ def _simplify(graph: Any) -> None:
 def _known(device_types: Iterable[str]) -> list[str]:
     """Return device types by name; of what holds on every one, those that torch's own pass casts for."""
     return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
+
+
+def _know_lengths(graph: Any, attribute: Callable[[Any], Any]) -> None:
+    """Unpack the amounts of paddings that are attributes, as those of convolutions are: their number says which op."""
+    for node in graph.findAllNodes("aten::pad"):
+        value = node.inputsAt(1)
+        known = attribute(value)
+        if isinstance(known, list):
+            amounts = graph.create("prim::ListUnpack", [value], len(known))
+            amounts.insertBefore(node)
+            for amount in amounts.outputs():
+                amount.setType(jit.INT)
+            made = graph.create("prim::ListConstruct", list(amounts.outputs()), 1)
+            made.output().setType(value.type())
+            made.insertBefore(node)
+            node.replaceInput(1, made.output())
 
 
 def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
