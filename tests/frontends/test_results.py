@@ -139,3 +139,31 @@ def test_a_result_that_an_op_does_not_have():
     with pytest.raises(PolicyError, match="no result of that position"):
         nc.autocast("cpu", policy=policy(nc.Rule("aten.topk", "full", argument="result.values")))
     nc.autocast("cpu", policy=policy(nc.Rule("aten.split.Tensor", "full", argument="result.5")))
+
+
+NORMS = {
+    "layer_norm": lambda: torch.nn.LayerNorm(6),
+    "group_norm": lambda: torch.nn.GroupNorm(2, 8),
+    "batch_norm": lambda: torch.nn.BatchNorm2d(8).eval(),
+    "rms_norm": lambda: torch.nn.RMSNorm(6),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_norm_of_a_low_input_beside_wide_weights_gives_the_format_of_its_input(name):
+    """Its result is cast then, where a rule wants fp32: graphs took it for the widest format, and cast nothing."""
+    op = f"aten.{name}"
+    chosen = policy(nc.Rule(op, "lower", argument="input"), nc.Rule(op, "to(fp32)", argument="result"))
+    model, x = NORMS[name](), torch.randn(2, 8, 6, 6)
+    with nc.autocast("cpu", policy=chosen):
+        expected = model(x)
+    assert expected.dtype is FP
+    torch._dynamo.reset()
+    found = {
+        "compile": nc.compile(model, under=chosen, backend="aot_eager")(x),
+        "export": nc.export(model, (x,), under=chosen).module()(x),
+        "script": nc.script(model, under=chosen)(x),
+        "trace": nc.trace(model, (x,), under=chosen)(x),
+    }
+    assert all(result.dtype is FP and torch.equal(result, expected) for result in found.values()), found

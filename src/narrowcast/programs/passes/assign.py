@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from narrowcast.core.decide import Argument, Call, Output, Plan, decide
+from narrowcast.core.ops.facts import NORM, op_kind
 from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule
 from narrowcast.core.refusals import check_counted, origins, refusal
 from narrowcast.errors import RefusedError
@@ -181,7 +182,8 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Output, why:
     given = [program.values[o.value].format for o in step.operands]
     after = [cast or format for cast, format in zip(plan.formats, given, strict=True)]
     floats = [f for f in after if f is not None]
-    src = plan.computes_in or (widest(floats) if floats else None)
+    of_first = op_kind(step.op).family == NORM  # whose weights may be in another
+    src = plan.computes_in or (floats[0] if floats and of_first else widest(floats) if floats else None)
     results = [step] if step.value.shape is not None else []
     if not results:
         results = [s for s in program.steps.values() if s.op == "getitem" and s.operands[0].value == step.id]
