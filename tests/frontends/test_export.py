@@ -418,3 +418,53 @@ def test_the_model_and_the_state_are_left_alone():
     assert len(graphs) == 1 and graphs[0].after is not None
     assert not torch.is_autocast_enabled("cpu")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Noisy(torch.nn.Module):
+    """It draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(1)
+        return self.layer(x) + torch.randn(4, 8, generator=generator, dtype=x.dtype)
+
+
+def test_a_generator_that_export_lifts_is_kept():
+    """It is an object of the program's: drawing from it while formats are checked leaves it as it is."""
+    model, x = Noisy(), torch.randn(4, 8)
+    with nc.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    found = nc.export(model, (x,), under="bf16").module()(x)
+    assert torch.equal(found, expected)
+
+
+class Branches(torch.nn.Module):
+    """Two parts, and what pins them or rules name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.GELU()
+
+    def forward(self, x):
+        return self.first(x) + self.second(x), self.third(self.first(x))
+
+
+@pytest.mark.parametrize("by", ["pins", "rules"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_several_boundaries_of_modules_are_exported(by, strict):
+    """Of one model, each with another decision; Dynamo knew the first alone."""
+    model, x = Branches(), torch.randn(4, 8)
+    policy = nc.Policy.native()
+    if by == "pins":
+        nc.pin(model.first, "fp32")
+        nc.pin(model.second, "fp16")
+    else:
+        rules = [nc.Rule("module.call", "full", module="first"), nc.Rule("module.call", "to(fp16)", module="second")]
+        policy = policy.with_rules(rules)
+    with nc.autocast("cpu", torch.bfloat16, policy=policy):
+        expected = model(x)
+    found = nc.export(model, (x,), under=policy, strict=strict).module()(x)
+    assert [t.dtype for t in found] == [t.dtype for t in expected] and all(map(torch.equal, found, expected))

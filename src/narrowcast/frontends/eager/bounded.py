@@ -209,6 +209,11 @@ def rules_hold() -> bool:
     return ruling_region() is not None
 
 
+def is_refused(key: str) -> bool:
+    """Return whether the call must not run."""
+    return _traced[key].plan.refused is not None
+
+
 def traced_argument(key: str, which: int | str) -> tuple[torch.dtype | None, bool, str]:
     """Return what the argument of this position or name is cast to, whether fp64 is cast, too, and what is noted beside
     the nodes of the cast, for the ledger of the graph.
@@ -244,6 +249,7 @@ for _function in (
     boundary_key,
     paths_matter,
     rules_hold,
+    is_refused,
     traced_argument,
     traced_results,
     traced_inside,
@@ -254,7 +260,8 @@ for _function in (
 
 def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) -> Any:
     """Run a bounded call in a form that Dynamo follows: what is decided comes from constant functions."""
-    _traced[key].check()
+    if is_refused(key):  # Dynamo knows no key that has come since it first looked
+        _traced[key].check()
     new_args: list[Any] = []
     new_kwargs: dict[str, Any] = {}
     cast_ones: list[Any] = []  # as they came

@@ -234,14 +234,18 @@ def placed_program(
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:
-    """Return the placeholders' fake tensors, each requiring grad as its weight does."""
-    parameters = program.graph_signature.inputs_to_parameters  # put together whenever it is asked for
+    """Return the placeholders' fake tensors, each requiring grad as its weight does; of generators copies."""
+    signature = program.graph_signature
+    parameters, objects = signature.inputs_to_parameters, signature.inputs_to_lifted_custom_objs  # made when asked for
     inputs = []
     for node in program.graph_module.graph.find_nodes(op="placeholder"):
         value, target = node.meta.get("val"), parameters.get(node.name)
         weight = program.state_dict.get(target) if target is not None else None
         if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
             value = detached(value).requires_grad_()
+        held_object = program.constants.get(objects.get(node.name, ""))
+        if isinstance(held_object, torch.Generator):
+            value = held_object.clone_state()
         inputs.append(value)
     return inputs
 
