@@ -359,3 +359,36 @@ def test_a_group_norm_has_one_bound_by_either_name():
     mean, deviation = groups.mean((2, 3, 4)), (groups.var((2, 3, 4), correction=0) + 1e-5).sqrt()
     least = (mean / deviation).abs().repeat_interleave(4, 1)[..., None, None] * weight.view(1, 8, 1, 1)
     assert torch.equal(*sizes) and bool((sizes[0] > 2 * least).all())
+
+
+class Numbered(nn.Module):
+    """A low result, and a whole number that neither bf16 nor fp16 holds."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(8, 4), function
+        with torch.no_grad():
+            self.layer.bias.add_(3004.0)
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+WHOLE = {
+    "sub": lambda y: y - 3001,
+    "rsub": lambda y: 3001 - y,
+    "in place": lambda y: y.sub_(3001),
+    "alpha": lambda y: torch.sub(y / 3001, y / 3001, alpha=3001),
+    "mean": lambda y: y.mean() - 3001,
+    "dimension": lambda y: y.unsqueeze(0).sum(0) - 3001,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_whole_numbers_are_rounded_to_a_low_format_as_others_are(name, dtype):
+    """torch rounds 3001 as it rounds 3001.0; it was taken as exact, and the kernel was blamed."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    found = nc.compare(Numbered(WHOLE[name]), (x,), under=dtype)
+    assert not any(row.verdict in ("kernel", "fault") for row in found.rows), [r for r in found.rows if r.why]

@@ -17,6 +17,7 @@ from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.rerun import Change, run_wide
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_pointwise, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import schema_of
 
 Samples = list[torch.Tensor]
 
@@ -48,16 +49,22 @@ class Inputs:
         """Return the same with numbers, and tensors without a dimension, rounded to a low format, as some kernels read
         them; None where that changes none.
         """
-
-        def rounded(value: Any) -> Any:
-            if isinstance(value, float):
-                return float(torch.tensor(value, dtype=dtype, device="cpu"))
-            return value.detach().to(dtype) if _is_number(value) else value
-
-        args, kwargs = tuple(map(rounded, self.args)), {k: rounded(v) for k, v in self.kwargs.items()}
-        pairs = zip((*self.args, *self.kwargs.values()), (*args, *kwargs.values()), strict=True)
-        is_changed = any(_is_number(a) and float(a) != float(b) and math.isfinite(b) for a, b in pairs)
-        return Inputs(self.facts, args, kwargs) if is_changed else None
+        arguments = schema_of(self.facts.op).arguments
+        names = {a.name for a in arguments if str(a.type) in _NUMBERS}  # other whole numbers are sizes and dimensions
+        given = {**dict(zip((a.name for a in arguments), self.args, strict=False)), **self.kwargs}
+        changed = {}
+        for name, value in given.items():
+            if name in names and _is_number(value):
+                is_tensor = isinstance(value, torch.Tensor)
+                low = (
+                    value.detach().to(dtype)
+                    if is_tensor
+                    else float(torch.tensor(float(value), dtype=dtype, device="cpu"))
+                )
+                if float(low) != float(value) and math.isfinite(low):
+                    changed[name] = low
+        args = tuple(changed.get(name, value) for name, value in list(given.items())[: len(self.args)])
+        return Inputs(self.facts, args, {k: changed.get(k, v) for k, v in self.kwargs.items()}) if changed else None
 
     def given(self, name: str) -> Any:
         """Return an argument by its name."""
@@ -66,7 +73,13 @@ class Inputs:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_floating(value) and not value.dim())
+    if isinstance(value, torch.Tensor):
+        return is_floating(value) and not value.dim()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_NUMBERS = ("Tensor", "number", "Optional[Tensor]", "Optional[number]", "float", "Optional[float]")
+"""The types of arguments that are numbers where no tensor is given."""
 
 
 _MASKED_OUT = 200.0
