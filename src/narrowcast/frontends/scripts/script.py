@@ -206,9 +206,9 @@ def trace(
     if not callable(target) or inspect.isclass(target):
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     if isinstance(target, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        raise ScriptError(f"trace({type(target).__name__})", "it is a script already, which torch.jit.trace returns as "
-                          "it is", advice="Give it casts by nc.script(it, under=...), or trace what it was made "
-                          "of.")  # fmt: skip
+        found, advice = "it is a script already, which torch.jit.trace returns as it is", "Give it casts by "
+        advice += "nc.script(it, under=...), or trace what it was made of."
+        raise ScriptError(f"trace({type(target).__name__})", found, advice=advice)
     args, kwargs = call_arguments("trace", inputs)
     kwargs = kwargs or dict(options.pop("example_kwarg_inputs", None) or {})
     if kwargs:

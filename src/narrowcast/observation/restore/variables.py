@@ -8,7 +8,7 @@ from argparse import Namespace
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from operator import is_
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -30,7 +30,9 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = (set, bytearray, array)
 _OF_MODULES = frozenset(vars(Module()))
-_LOOKED_INTO = (list, tuple, deque, dict, FunctionType, MethodType, np.ndarray, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
+_CACHE = type(lru_cache(int))
+_HOLDING = (list, tuple, deque, dict, FunctionType, MethodType, np.ndarray, _CACHE)
+_LOOKED_INTO = (*_HOLDING, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
 """What is restored in containers, beside objects of the user's files."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 """Values of attributes of a class that a program replaces, as it counts."""
@@ -43,8 +45,9 @@ class Variables:
     the attributes of the object whose method it is, and of its class; of functions and objects of the user's files that
     it uses, and of namespaces, too. What objects hold is as before. Items of other lists and dicts are as before; what
     was added stays there, for code that collects results, but for tensors in a dict, which are a state. A deque, which
-    steps replay, and a set hold what they held, and so do arrays; generators of random numbers go back. An iterator
-    goes on where it was left.
+    steps replay, and a set hold what they held, and so do arrays; generators of random numbers go back. A function's
+    cache (functools.lru_cache) that was added to is empty. An iterator goes on where it was left. function: a model,
+    too: what its classes and their files hold.
 
     met: modules, parameters, other tensors that are trained, and optimizers that they name, which are not looked into;
     each with its variable's or attribute's name.
@@ -60,6 +63,7 @@ class Variables:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._numbers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
+        self._caches: list[tuple[Any, int]] = []
         self._seen: set[int] = set()
         self._are_own: dict[str | None, bool] = {}
         self._classes: set[int] = set()
@@ -106,6 +110,10 @@ class Variables:
                 numbers[:] = copy
         for restore, state in self._generators:
             restore(state)
+        for cache, misses in self._caches:
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
+        self._caches = [(cache, cache.cache_info().misses) for cache, _ in self._caches]
 
     def _look(self, value: Any, is_state: bool = False, name: str = "") -> None:
         """Note what a value holds. is_state: an object holds it, or something in one. name: of what names it."""
@@ -117,6 +125,7 @@ class Variables:
                 self.met.append((name, value))
                 self._look_at_hooks(value)
                 self._look_at_attributes(value)
+                self._look_at_classes(value)
             return
         if isinstance(value, MethodType):
             self._look(value.__func__)
@@ -129,6 +138,11 @@ class Variables:
                 self._look(one, name=key if isinstance(key, str) else f"args.{key}")
         elif isinstance(value, FunctionType):
             self._look_around(value)
+        elif isinstance(value, staticmethod | classmethod):
+            self._look(value.__func__)
+        elif isinstance(value, _CACHE):
+            self._caches.append((value, value.cache_info().misses))
+            self._look(value.__wrapped__)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes <= _LARGEST and value.dtype != object:
                 self._arrays.append((value, value.copy()))
@@ -172,6 +186,13 @@ class Variables:
         for one in owner.modules() if isinstance(owner, Module) else ():
             held = ((name, value) for name, value in vars(one).items() if name not in _OF_MODULES)
             self._look_at_items(held, is_state=True)
+
+    def _look_at_classes(self, owner: Any) -> None:
+        """Look at the user's classes of a model's modules: what they hold, and the files of their methods."""
+        kinds = {type(one) for one in owner.modules()} if isinstance(owner, Module) else set()
+        for kind in dict.fromkeys(base for one in sorted(kinds, key=str) for base in one.__mro__):
+            if self._is_own(kind.__module__):
+                self._look_at_class(None, kind)
 
     def _look_at_items(self, items: Iterable[tuple[Any, Any]], is_state: bool, name: str = "") -> None:
         """Look at the objects of the user's files in a container, and at containers; it may be long."""

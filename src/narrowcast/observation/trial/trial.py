@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields as dataclass_fields, is_dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from narrowcast.frontends.scripts.state import converted_script
 from narrowcast.observation.restore.gradients import GradientsAside
 from narrowcast.observation.restore.modules import restored
 from narrowcast.observation.restore.process import Process
+from narrowcast.observation.restore.variables import Variables
 from narrowcast.observation.restore.weights import Weights
 from narrowcast.observation.trial.isolation import Isolated, StandIn, Through, isolated, stand_ins
 from narrowcast.observation.trial.own_parts import closes_over_itself
@@ -74,6 +75,7 @@ class Trial:
     name: str = ""
     _is_copied: bool | None = field(default=None, compare=False, repr=False)  # once that is known
     _process: Process | None = field(default=None, compare=False, repr=False)  # as each run begins
+    _files: Variables | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(verb: str, model: Any, inputs: Inputs, backward: bool | Loss = False) -> Trial:
@@ -95,9 +97,7 @@ class Trial:
         return trial
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of a module by name; of a function, those of the modules that it and the functions it
-        calls name, and other tensors of theirs that are trained.
-        """
+        """Return the parameters by name; of a function those that it, and the functions which it calls, name."""
         if isinstance(self.model, torch.nn.Module):
             return parameters_of(self.model)
         process = self.process()
@@ -109,15 +109,17 @@ class Trial:
 
     def isolated(self, fake: bool = False, through: Through | None = None) -> AbstractContextManager[Isolated]:
         """Return a context that runs it and leaves model, arguments, random state; fake, through: see `isolated`."""
-        return isolated(self.model, self.args, self.kwargs, fake, through, process=self.process())
+        return self._with_files(isolated(self.model, self.args, self.kwargs, fake, through, process=self.process()))
 
     def process(self) -> Process | None:
         """Return what a function may change, or a model that runs itself: each run begins with it as it was."""
         if self._is_copied is None:
             self._is_copied = isinstance(self.model, torch.nn.Module) and not closes_over_itself(self.model)
-            if not self._is_copied:
-                self._process = Process()
-                with suppress(Exception):  # what its variables say of themselves is code of others
+            self._process = None if self._is_copied else Process()
+            with suppress(Exception):  # what its variables say of themselves is code of others
+                if self._process is None:
+                    self._files = Variables(self.model)
+                else:
                     self._process.follow(self.model)
         return self._process
 
@@ -164,7 +166,7 @@ class Trial:
         model: Any = compiled_of(self.model)
         if model is None and asked_before(self.model) is not None:
             model = getattr(self.model, "__wrapped__", None)
-        return self if model is None else replace(self, model=model, _is_copied=None, _process=None)
+        return self if model is None else replace(self, model=model, _is_copied=None, _process=None, _files=None)
 
     def fp32_for_low(self) -> torch.dtype | None:
         """Return fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
@@ -245,10 +247,19 @@ class Trial:
             return
         stand_in = None if dtype is None else _converted(dtype)
         of_script = None if dtype is None else lambda script: converted_script(script, dtype)
-        with isolated(
+        run = isolated(
             self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script, process=self.process()
-        ) as run:
-            yield run
+        )
+        with self._with_files(run) as isolated_run:
+            yield isolated_run
+
+    @contextmanager
+    def _with_files(self, run: AbstractContextManager[Isolated]) -> Iterator[Isolated]:
+        """Restore what classes and files of a model hold, of which a copy has no other."""
+        with run as isolated_run, ExitStack() as stack:
+            if self._files is not None:
+                stack.callback(self._files.restore)
+            yield isolated_run
 
     def _wanted(self, run: Any) -> dict[str, torch.Tensor]:
         """Return the tensors whose gradients are wanted: the model's parameters, and arguments that require them."""
