@@ -250,3 +250,33 @@ def test_a_loop_that_could_not_be_inspected_is_not_sound(monkeypatch):
     check = nc.check_training(averaging(False))
     assert check.verdict == "not inspected" and not check and check.not_inspected == check.steps, str(check)
     assert "Not all of this loop could be inspected" in str(check) and parse(check.to_json()).verdict == check.verdict
+
+
+def of_two_networks(clears):
+    """Two optimizers of one scaler, whose first scale is too high; the second's loss goes through the first network."""
+    torch.manual_seed(0)
+    judge, maker = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), nn.Linear(4, 8)
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (judge, maker)]
+    scaler = torch.amp.GradScaler("cpu")
+    real, seed = torch.randn(16, 8) * 5, torch.randn(16, 4)
+
+    def step():
+        for number, optimizer in enumerate(optimizers):
+            if clears:
+                optimizer.zero_grad()
+            with nc.autocast("cpu", torch.float16):
+                made = maker(seed)
+                logits = judge(made) if number else judge(real) - judge(made.detach())
+                loss = logits.float().square().mean() * 20
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_are_never_cleared_are_told_where_their_steps_are_skipped(clears):
+    """Infinity stays in them, so that all steps are skipped, and `nc.watch` finds nothing; cleared, they are sound."""
+    kinds = nc.check_training(of_two_networks(clears)).kinds
+    assert kinds == () if clears else kinds[0] == "gradients never cleared", kinds

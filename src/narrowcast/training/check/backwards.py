@@ -166,9 +166,12 @@ class Backwards:
         if by != 1:  # an optimizer's own kernel will divide
             self._judge_divided(gradients)
         self.found += self._scaled_by.divided(gradients, 1 / by if by else 0.0)
+        if is_skipped:  # what is not finite stays so
+            self._judge_added([seen for g in gradients if (seen := self._gradients.get(g)) is not None])
         for gradient in gradients:
             power, known = self._powers.of(gradient), self._gradients.setdefault(gradient, _Gradient)
             known.unscaled = None if is_skipped else loop_line()
+            known.is_used |= is_skipped
             known.divided = power if (power.power or 0) < 0 and power.site is not NOWHERE else None
         return is_skipped
 
@@ -344,7 +347,7 @@ class Backwards:
         if again:
             self.found.append((
                 "gradients never cleared",
-                f"{counted(len(again), 'gradient')} that an optimizer has used: later ones are added to them, and used "
+                f"{counted(len(again), 'gradient')} that an optimizer has used, or left out: later ones are added to them, and used "
                 "again, so that each step repeats those before it",
                 "Clear them before the first backward of each step: optimizer.zero_grad().",
                 again[0] or NOWHERE,
