@@ -643,3 +643,28 @@ def test_what_is_computed_of_gradients_between_two_backwards_makes_no_errors_gro
 
     found = nc.compare(step, under="bf16")
     assert is_sound(found) and found.growth is None and not found.todos, (found.growth, found.todos)
+
+
+def scaled_step(init_scale):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer, scaler = torch.optim.Adam(net.parameters()), torch.amp.GradScaler("cpu", init_scale=init_scale)
+    x, y = torch.randn(16, 8), torch.randn(16) * 20
+
+    def step():
+        optimizer.zero_grad()
+        loss = (net(x).float().squeeze(-1) - y).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return step
+
+
+def test_a_step_that_a_scaler_skips_is_not_compared():
+    """Its gradients overflow as they are meant to: that was "not finite", with advice about layers."""
+    skipped = nc.compare(scaled_step(65536.0), under="fp16")
+    assert skipped.verdict == NOT_COMPARED and not skipped.todos, skipped
+    assert any("A scaler skips this step" in note for note in skipped.notes), skipped.notes
+    assert is_sound(nc.compare(scaled_step(64.0), under="fp16"))

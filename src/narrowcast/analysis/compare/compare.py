@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.capture.capture import note_of_changed, observed_region
-from narrowcast.analysis.compare import judging
+from narrowcast.analysis.compare import judging, notes
 from narrowcast.analysis.compare.advising import Advising, about_lost, harm_of, region_to_try
 from narrowcast.analysis.compare.bands import Bands, Moved, by_names_of, cast_formats, moved_formats
 from narrowcast.analysis.compare.isolating import low_alone
 from narrowcast.analysis.compare.reference import REFERENCES, Alone, Compared, Keep, KeptCall, RunAlone, check_arguments
-from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ledger.pairing import pairs_of
@@ -162,13 +161,13 @@ class _Comparing:
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
         if self.weights.are_written and self._casts and not self._trial.is_made:
-            result.notes += judging.about_old_casts(seen, actual)
+            result.notes += notes.about_old_casts(seen, actual)
             actual = seen  # the casts of weights that it writes to were made again there
         self._move(reference, under, expected, _SEEDS)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)
             if result.unmatched:
-                result.notes.append(judging.about_unmatched(result.unmatched, under.saw_scripts and self._is_own))
+                result.notes.append(notes.about_unmatched(result.unmatched, under.saw_scripts and self._is_own))
         is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
@@ -176,8 +175,8 @@ class _Comparing:
             with quietly():
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
-            draws = judging.about_draws(expected, actual, result.reference) if self._is_own else ""
-            self._conclude(is_beyond, expected, repeated, draws or judging.about_unseen(under.unseen))
+            draws = notes.about_draws(expected, actual, result.reference) if self._is_own else ""
+            self._conclude(is_beyond, expected, repeated, draws or notes.about_unseen(under.unseen))
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
@@ -190,7 +189,7 @@ class _Comparing:
             )
         if self._changed:
             self._note(f"{note_of_changed(list(self._changed))}: each run began with the same ones, restored since.")
-        result.notes += [judging.ABOUT_BLIND_ROWS] * bool(self._blind)
+        result.notes += [notes.ABOUT_BLIND_ROWS] * bool(self._blind)
 
     def _note(self, note: str) -> None:
         self._result.notes += [note] * (note not in self._result.notes)
@@ -247,8 +246,7 @@ class _Comparing:
         self._run(self._other, self._around, reference, self.dtype)
         if is_here:
             self._run(self._trial, self._region, here)
-        result.not_finite = first_not_finite(reference.found, here.found)
-        result.reference_not_finite = reference.found.first if is_itself else None
+        judging.name_not_finite(result, reference.found, here.found, is_itself)
 
     def _move(
         self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False
@@ -294,7 +292,7 @@ class _Comparing:
             self._move(reference, under, expected, _SEEDS, underflows=True)
             is_beyond = self._read_outputs(expected, actual)
         if not is_beyond:
-            self._note(judging.about_underflow(self._result.rows, small[0]))
+            self._note(notes.about_underflow(self._result.rows, small[0]))
         return is_beyond
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -307,19 +305,19 @@ class _Comparing:
         pairs = pairs_of(reference, under)
         single = (*pairs.only_a, *pairs.only_b)
         modules, ops = {i.module_path for i in single}, {(i.module_path, i.op) for i in single}
-        result.unmatched += [judging.unmatched(call, "only under the policy") for call in pairs.only_b.values()]
+        result.unmatched += [notes.unmatched(call, "only under the policy") for call in pairs.only_b.values()]
         for identity, (expected, kept) in pairs.both.items():
             is_other = not judging.has_same_shapes(kept, expected) and identity.module_path in modules
             in_doubt = (identity.module_path, identity.op) in ops and judging.other_arguments(kept, expected)
             if is_other or in_doubt:
                 why = "another call, in a module that makes other calls, too"
-                result.unmatched.append(judging.unmatched(kept, why))
+                result.unmatched.append(notes.unmatched(kept, why))
                 continue
             band = self._bands.calls.get(identity)
             alone = again.get(identity)
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
-        result.unmatched += [judging.unmatched(call, "only in the reference") for call in pairs.only_a.values()]
-        result.notes += judging.about_shaky(result.rows)
+        result.unmatched += [notes.unmatched(call, "only in the reference") for call in pairs.only_a.values()]
+        result.notes += notes.about_shaky(result.rows)
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
         """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""
@@ -363,7 +361,7 @@ class _Comparing:
             self._note(unknown)
         elif is_low and result.reference in REFERENCES:
             result.verdict = verdicts.NOT_COMPARED
-            self._note(judging.SAME_FORMATS)
+            self._note(notes.SAME_FORMATS)
 
     def _advise(self, expected: Outcome) -> None:
         """Find by runs what helps where an error is too large; of code that was made, by runs of its original."""

@@ -11,13 +11,15 @@ from dataclasses import replace
 
 import torch
 
+from narrowcast.analysis.compare import notes
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
 from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Alone, Keep, KeptCall, sample_like
+from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
-from narrowcast.formats import FORMATS as FORMATS_BY_NAME, Format, fp32
+from narrowcast.formats import FORMATS as FORMATS_BY_NAME, fp32
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.trial.output_errors import (
     MASKED,
@@ -29,7 +31,6 @@ from narrowcast.observation.trial.output_errors import (
     output_errors,
 )
 from narrowcast.observation.trial.trial import Outcome
-from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import (
     NO_GRADIENT,
@@ -39,6 +40,7 @@ from narrowcast.reports.results.differences import (
     GradientError,
     OutputError,
 )
+from narrowcast.reports.results.findings import FOR_SCALER, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon
@@ -46,27 +48,17 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
-SAME_FORMATS = (
-    "The reference computes in the same low formats, which the model brings with it: nothing is compared. Give "
-    "reference=the model without them."
-)
-_CAST_AGAIN = (
-    "Weights are written to inside of the region, which casts them again here. torch's own goes on with the old casts: "
-    "open it around each forward."
-)
-ABOUT_BLIND_ROWS = (
-    "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
-)
 
 
-def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
-    """Return the note that torch's cache keeps casts of weights that were written to since, if that changes outputs
-    or gradients. seen: the run in which they were made again.
+def name_not_finite(result: Differences, reference: Watching, here: Watching, is_itself: bool) -> None:
+    """Name the call that makes what is not finite under the policy alone, and, if is_itself, the reference's own. What
+    a scaler skips a step for is intended: then nothing is compared.
     """
-    errors = [error.relative_error for error in output_errors(seen.output, unseen.output)]
-    both = seen.gradients.keys() & unseen.gradients.keys()
-    errors += [gradient_error(seen.gradients[name], unseen.gradients[name]) for name in both]
-    return [_CAST_AGAIN] if any(errors) else []
+    result.not_finite = first_not_finite(reference, here)
+    result.reference_not_finite = reference.first if is_itself else None
+    if result.verdict == verdicts.NOT_FINITE and here.first is None and FOR_SCALER in here.intentional:
+        result.verdict = verdicts.NOT_COMPARED
+        result.notes.append(notes.SKIPPED)
 
 
 def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:
@@ -113,18 +105,6 @@ def judge_call(
 def came_to_something(row: CallError) -> CallError:
     """Return the row for outputs or gradients that are not finite: a limit of an op is then at fault."""
     return replace(row, verdict=verdicts.NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
-
-
-def about_shaky(rows: list[CallError]) -> list[str]:
-    """Return a note on calls that differ between two runs of the reference, if there are any."""
-    shaky = [row for row in rows if row.verdict == verdicts.NONDETERMINISTIC]
-    if not shaky:
-        return []
-    first = shaky[0]
-    return [
-        f"{counted(len(shaky), 'call', 'differ')} between two runs of the reference with the same random state, the "
-        f"first is {first.id} ({first.file}:{first.line}): the policy is not to blame."
-    ]
 
 
 def _verdict(
@@ -190,28 +170,6 @@ def _about_kernel(judged: Judged) -> str:
     return (
         f"its kernel is off by {judged.error:.1e} from the same op in fp64 on the same inputs: of one element by "
         f"{judged.share:.1f} times what its formats and sums allow"
-    )
-
-
-def about_draws(expected: Outcome, actual: Outcome, reference: str) -> str:
-    """Return a note where two runs have drawn other random numbers, as `randn_like` does in another format; empty
-    without.
-    """
-    if expected.random_state == actual.random_state:
-        return ""
-    return (
-        f"The model draws other random numbers in {reference}, in the format of a tensor (randn_like): nothing can be "
-        "said of what is computed from them."
-    )
-
-
-def about_unseen(unseen: list[CallId]) -> str:
-    """Return a note on calls whose results are not compared; empty without one."""
-    if not unseen:
-        return ""
-    return (
-        f"{counted(len(unseen), 'call')} returned nested or sparse tensors, which are not compared "
-        f"(first {unseen[0]}): how far their rounding carries to the output is not known."
     )
 
 
@@ -355,38 +313,6 @@ def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
     return not any(row.is_low for row in forward) and (low or (is_made and not rows))
 
 
-def about_underflow(rows: list[CallError], format: Format) -> str:
-    """Return a note that values below the range of a format explain the error, with the first call, and what helps."""
-    lost = next((row for row in rows if row.underflow >= 0.01), None)
-    where, advice = "", "Use bf16; in a backward scale the loss (nc.Scaler)."
-    if lost is not None:
-        where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)"
-        in_backward = lost.id.direction == BACKWARD
-        advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
-    return (
-        f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
-        f"round-off{where}. {advice}"
-    )
-
-
 def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """Return all calls but the sums of a tensor's gradients, whose order in autograd depends on the casts."""
     return {identity: kept for identity, kept in calls.items() if not identity.is_sum_of_gradients}
-
-
-def unmatched(kept: KeptCall, why: str) -> str:
-    """Return the text about a call that one side alone made."""
-    site, identity = kept.call.site, kept.call.id
-    return f"{identity}{f' ({site.file}:{site.line})' if site.file else ''}: {why}"
-
-
-def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
-    """Return a note about calls that one side alone made."""
-    first = f"{counted(len(unmatched), 'call', 'have')} no partner, the first is {unmatched[0]}: "
-    if in_scripts:
-        return first + (
-            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
-            "Call by call: nc.compare(nc.script(script, under=...), inputs, "
-            "reference=nc.script(script, under=nc.Policy('fp32', extends=())))."
-        )
-    return first + "modules compute by other ops here than in the reference, and are judged by what they give."

@@ -347,8 +347,8 @@ class Backwards:
         if again:
             self.found.append((
                 "gradients never cleared",
-                f"{counted(len(again), 'gradient')} that an optimizer has used, or left out: later ones are added to them, and used "
-                "again, so that each step repeats those before it",
+                f"{counted(len(again), 'gradient')} that an optimizer has used, or left out: later ones are added to "
+                "them, and used again, so that each step repeats those before it",
                 "Clear them before the first backward of each step: optimizer.zero_grad().",
                 again[0] or NOWHERE,
             ))  # fmt: skip
