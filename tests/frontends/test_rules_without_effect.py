@@ -1,5 +1,7 @@
 """Rules of the user that match nothing are named, with the nearest name: in regions, recordings and explanations."""
 
+import contextlib
+import typing
 import warnings
 
 import pytest
@@ -106,3 +108,57 @@ def test_explanations_list_built_in_rules_only_where_they_hold():
     assert all(row.calls for row in rows)
     rows = nc.explain(Model(), (X,), under=policy_of(module="nowhere")).rules
     assert [row.calls for row in rows] == [0]
+
+
+class TestTransforms:
+    """torch.func takes composite ops apart before a region sees them."""
+
+    @staticmethod
+    def warned(function):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function()
+        return [str(one.message) for one in caught if "does not hold inside of torch.func" in str(one.message)]
+
+    @staticmethod
+    def region(policy):
+        return nc.autocast("cpu", torch.bfloat16, policy=policy)
+
+    TRANSFORMS: typing.ClassVar = {
+        "vmap": lambda f, x: torch.vmap(f)(x),
+        "grad": lambda f, x: torch.func.grad(lambda t: f(t).float().sum())(x),
+        "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+    }
+
+    @pytest.mark.parametrize("name", TRANSFORMS)
+    @pytest.mark.parametrize("is_inside", [False, True])
+    def test_a_rule_about_a_composite_op_is_said_not_to_hold(self, name, is_inside):
+        """It was dropped without a word; the region is around the transform, or inside of it."""
+        layer, x = torch.nn.Linear(8, 8), torch.randn(3, 4, 8)
+        policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
+
+        def inside(t):
+            with self.region(policy):
+                return layer(t)
+
+        def run():
+            with contextlib.nullcontext() if is_inside else self.region(policy):
+                self.TRANSFORMS[name](inside if is_inside else layer, x)
+
+        said = self.warned(run)
+        assert said and "the rule aten.linear: full" in said[0], said
+
+    @pytest.mark.parametrize("policy", ["native", "safe", "gelu"])
+    def test_other_rules_and_those_of_this_library_are_not(self, policy):
+        """A rule about an op with kernels of its own holds there."""
+        layer, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.randn(3, 4, 8)
+        rule = nc.Rule("aten.gelu", "full")
+        chosen = nc.Policy.native().with_rules(rule) if policy == "gelu" else policy
+
+        def run():
+            with self.region(chosen):
+                results.append(torch.vmap(layer)(x))
+
+        results = []
+        assert not self.warned(run) and len(results) == 1

@@ -15,6 +15,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.registered import in_trial, install
+from narrowcast.frontends.eager.transforms import watch_transforms
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.regions.native_state import Carried, NativeState, carried_by
 from narrowcast.runtime.regions.pinned import watch_module_calls
@@ -66,6 +67,7 @@ class Opening:
         if self.is_changed:
             install(self.prepared.ops, self.prepared.changed, self.state[0])
             carry_into_recomputation()
+            watch_transforms()
         self.is_ready = not in_trial()
 
     def checked_as(self, policy: Policy, around: Prepared) -> Opening:

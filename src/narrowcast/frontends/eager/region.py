@@ -16,6 +16,7 @@ from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.eager.opening import Asked, Opening, find_opening, opening_of
 from narrowcast.frontends.eager.steps import run_inside
+from narrowcast.frontends.eager.transforms import tell_lost
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.runtime.regions.native_state import Identity, NativeState, enter_native, leave_native
@@ -23,6 +24,7 @@ from narrowcast.runtime.regions.pinned import Pin, is_module, set_pin
 from narrowcast.runtime.regions.stack import CHECKED, OpenRegion, Prepared, open_anywhere, region_watchers, stack
 from narrowcast.runtime.sites.numbering import begin_counting
 from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_surface.dispatch import in_transform
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_trace
 from narrowcast.runtime.torch_surface.state import any_autocast
 
@@ -107,6 +109,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         for watcher in tuple(region_watchers):
             watcher.entered(self)
+        if opening.is_changed and in_transform():
+            tell_lost()
         if torch.compiler.is_exporting():
             hold(opening.key, self)
             note = note_exported(opening.key, depth)

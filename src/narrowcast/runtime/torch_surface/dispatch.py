@@ -217,6 +217,37 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
     return partial(op._op_dk, key) if has_kernel(op, key) else None
 
 
+def in_transform() -> bool:
+    """Return whether a transform of torch.func runs on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def told_of_transforms(tell: Callable[[], None]) -> None:
+    """Call a function, from now on, as a transform of torch.func begins."""
+
+    def telling(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begins(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return begin(*args, **kwargs)
+
+        return begins
+
+    for module, names in _TRANSFORMS.items():
+        for name in names:
+            if hasattr(sys.modules.get(module), name):
+                stay(sys.modules[module], name, telling, "rules about composite ops do not hold in transforms")
+
+
+_TRANSFORMS = {
+    "torch._functorch.vmap": ("_vmap_increment_nesting",),
+    "torch._functorch.eager_transforms": (
+        "_grad_increment_nesting",
+        "_jvp_increment_nesting",
+        "_func_increment_nesting",
+    ),
+}
+
+
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
