@@ -200,3 +200,18 @@ def test_pinv_is_what_it_is_in_eager_code(hermitian):
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
     with pytest.warns(UserWarning, match="pinv with gradients casts inside"):
         nc.compile(program, under=nc.autocast("cpu", "bf16"), backend="aot_eager")(x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_scripted_encoder_is_that_of_eager_code_under_safe(has_mask):
+    """Its mask may be None as it runs: the casts that an op's arguments need together pass over that."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    inputs = (torch.randn(2, 5, 16), None, torch.tensor([[0] * 5, [0, 0, 0, 1, 1]]).bool() if has_mask else None)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with nc.autocast("cpu", torch.bfloat16, policy="safe"):
+            expected = model(*inputs)
+        found = nc.script(model, under="safe")(*inputs)
+    assert torch.equal(found, expected)

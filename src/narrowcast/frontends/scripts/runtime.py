@@ -116,6 +116,28 @@ def inside(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
     return [cast(x, on, device, 6) for x in xs]
 
 
+def those_there(xs: list[Tensor | None]) -> list[Tensor]:
+    """Leave out what is None."""
+    there: list[Tensor] = []
+    for x in xs:
+        if x is not None:
+            there.append(x)
+    return there
+
+
+def at_places_of(casts: list[Tensor], xs: list[Tensor | None]) -> list[Tensor | None]:
+    """Put them where those were that are not None."""
+    all_of_them: list[Tensor | None] = []
+    at = 0
+    for x in xs:
+        if x is None:
+            all_of_them.append(None)
+        else:
+            all_of_them.append(casts[at])
+            at += 1
+    return all_of_them
+
+
 def back(x: Tensor, firsts: list[Tensor], on: bool, device: str) -> Tensor:
     """Cast a result to the input format of the first eligible operand."""
     for first in firsts:

@@ -236,12 +236,19 @@ class Writer:
         function = {"promote": runtime.promote, "align": runtime.align, "inside": runtime.inside}[step.constants]
         is_list = len(values) == 1 and is_tensor_list(values[0])
         given = values[0] if is_list else self._list(values)
+        optional = None
+        if not is_list and any(map(is_optional_tensor, values)):
+            optional = jit.inserted(
+                self.graph, "prim::ListConstruct", values, jit.ListType(jit.OptionalType(jit.TENSOR))
+            )
+            given = self._call(runtime.those_there, [optional])
         cast = self._call(function, [given, self._on(scope), self._constant(scope.device_type), self._low(scope)])
         if is_list:
             return [cast]
+        cast = cast if optional is None else self._call(runtime.at_places_of, [cast, optional])
         unpack = self.graph.create("prim::ListUnpack", [cast], len(values))
-        for output in unpack.outputs():
-            output.setType(jit.TENSOR)
+        for value, output in zip(values, unpack.outputs(), strict=True):
+            output.setType(value.type() if is_optional_tensor(value) else jit.TENSOR)
         self.graph.insertNode(unpack)
         return list(unpack.outputs())
 
@@ -313,6 +320,7 @@ class Writer:
         """Cast the result to the input format of the first operand."""
         scope = self._scope(step)
         operands = [source.value for source in self.reading.operands[step.id]]
+        operands = [value for value in operands if not is_optional_tensor(value)]  # they are further arguments
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
