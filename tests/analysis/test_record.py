@@ -338,3 +338,31 @@ def test_an_accelerator_that_torch_is_only_built_for_is_not_present(monkeypatch)
     assert present_device_types() == ["cpu"]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert present_device_types() == ["cpu", "cuda"]
+
+
+class Checkpointed(nn.Module):
+    """A module and a function, both computed again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 4)
+
+    def forward(self, x, reentrant):
+        x = checkpoint(self.first, x, use_reentrant=reentrant)
+        return checkpoint(lambda t: self.last(t), x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("region", ["narrowcast", "torch"])
+def test_casts_that_a_checkpoint_makes_again_have_the_places_of_the_forward(reentrant, region):
+    """Their paths began at the module that was called again, and what torch calls itself had no line."""
+    opened = nc.autocast if region == "narrowcast" else torch.autocast
+    with nc.record() as ledger:
+        with opened("cpu", torch.bfloat16):
+            y = Checkpointed()(torch.randn(2, 8, requires_grad=True), reentrant)
+        count = len(ledger.casts)
+        y.float().sum().backward()
+    places = [(c.op, c.argument, c.module_path, c.file, c.line) for c in ledger.casts if c.direction == "forward"]
+    forward, again = set(places[:count]), set(places[count:])
+    assert again and again <= forward and {place[2] for place in again} == {"first.0", "last"}
+    assert all(file == __file__ and line for *_, file, line in places)

@@ -13,6 +13,7 @@ from narrowcast.frontends.eager.registered import install_visiting, remove_visit
 from narrowcast.frontends.eager.watch import Watcher, add_watcher, present_device_types, remove_watcher
 from narrowcast.observation.observer.door import Door
 from narrowcast.observation.restore.weights import Weights
+from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.sites.numbering import coming_round
 from narrowcast.runtime.torch_bridge import OpFacts, op_facts, ops_of
 from narrowcast.runtime.torch_surface.dispatch import DispatchMode, OpOverload, call_op, quietly
@@ -50,6 +51,7 @@ class WatchingMode(DispatchMode, Watcher):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe what runs inside."""
+        carry_into_recomputation()
         with ExitStack() as stack:
             for device_type, ops in self._ops.items():
                 install_visiting(ops.values(), device_type)

@@ -26,7 +26,6 @@ from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.module_calls import ModuleCalls, Who
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import deciding_rule, planned_names
-from narrowcast.runtime.regions.ruling import carry_into_recomputation
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.graph_nodes import current_site, script_site, told_of_script_sites
 from narrowcast.runtime.sites.python_stack import find_site
@@ -132,7 +131,6 @@ class Observer(WatchingMode):
     def observing(self) -> Iterator[None]:
         """Observe what runs inside."""
         ask_at_calls()
-        carry_into_recomputation()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
         with told_of_script_sites(), script_calls_replaced(around, "runs are observed"), super().observing():
             yield

@@ -143,7 +143,7 @@ def hidden_policy(device_type: str) -> str:
 class _CarriedArguments(dict[str, Any]):
     """torch's keyword arguments for the cpu region, with ours beside them, and where the checkpoint was called."""
 
-    region: OpenRegion
+    region: OpenRegion | None
     around: Around
     counted: PerRecomputation[dict[str, int]]
     casts: PerRecomputation[WeightCache]
@@ -174,14 +174,15 @@ def carry_into_recomputation() -> None:
 def _with_region(original: Any) -> Any:
     def with_region(*args: Any, **kwargs: Any) -> Any:
         device, cpu = original(*args, **kwargs)
-        region = stack.innermost
-        if region is not None and region.is_innermost:
+        region, is_observed = stack.innermost, count_dispatch_modes() > 0
+        region = region if region is not None and region.is_innermost else None
+        if region is not None or is_observed:
             cpu = _CarriedArguments(cpu)
             cpu.region = region
-            if region.prepared.differs:
+            has_rules = region is not None and region.prepared.differs
+            if has_rules:
                 _carried[next(_numbers)] = cpu
-            asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or an observer
-            cpu.around = Around.now() if asks else NO_AROUND
+            cpu.around = Around.now() if has_rules or is_observed else NO_AROUND
             cpu.counted, cpu.casts = counted_here(), PerRecomputation(WeightCache)
         return device, cpu
 
