@@ -8,6 +8,8 @@ from types import FunctionType
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import RefusedError
