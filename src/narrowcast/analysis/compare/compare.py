@@ -318,6 +318,8 @@ class _Comparing:
             result.rows.append(judging.judge_call(identity, kept, expected, alone, band, self._is_own))
         result.unmatched += [notes.unmatched(call, "only in the reference") for call in pairs.only_a.values()]
         result.notes += notes.about_shaky(result.rows)
+        if self._is_same and any(row.is_low for row in result.rows):
+            result.notes += notes.about_low_reference(result.rows)
 
     def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
         """Note the errors of outputs and gradients; return whether one is beyond its rounding bound."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from narrowcast.analysis.compare.reference import KeptCall
-from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.formats import Format
 from narrowcast.observation.trial.output_errors import gradient_error, output_errors
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import CallError
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
 
 SAME_FORMATS = (
     "The reference computes in the same low formats, which the model brings with it: nothing is compared. Give "
@@ -27,6 +28,8 @@ ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
 )
 
+_LOW = frozenset(str(FORMATS[dtype]) for dtype in LOW)
+
 
 def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
     """Return the note that torch's cache keeps casts of weights that were written to since, if that changes outputs
@@ -36,6 +39,19 @@ def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
     both = seen.gradients.keys() & unseen.gradients.keys()
     errors += [gradient_error(seen.gradients[name], unseen.gradients[name]) for name in both]
     return [_CAST_AGAIN] if any(errors) else []
+
+
+def about_low_reference(rows: list[CallError]) -> list[str]:
+    """Return a note on calls of the forward whose code asks for a low format, which the reference has, too."""
+    forward = [row for row in rows if row.id.direction == FORWARD and row.computes == row.reference]
+    calls = [row for row in forward if row.computes in _LOW]
+    if not calls:
+        return []
+    first, are = calls[0], "are" if len(calls) > 1 else "is"
+    return [
+        f"{counted(len(calls), 'call')} {are} in {first.computes} in the reference, too, since the code asks for it: "
+        f"what that costs is not seen here. The first is {first.id} ({first.file}:{first.line})."
+    ]
 
 
 def about_shaky(rows: list[CallError]) -> list[str]:

@@ -70,7 +70,7 @@ class Variables:
         inner = function
         while isinstance(inner, partial):
             inner = inner.func
-        self._file = getattr(inner, "__module__", None)
+        self._file = None if isinstance(inner, Module) else getattr(inner, "__module__", None)
         self._look(function)
 
     def restore(self) -> None:
@@ -84,7 +84,7 @@ class Variables:
                 if is_state or tensors_in(names[name]):
                     del names[name]
             for name, value in before.items():
-                if names.get(name, names) is not value:
+                if dict.get(names, name, names) is not value:  # a class of others may have its own
                     names[name] = value
         for items, held, is_state in self._listed:
             if len(items) == len(held) and all(map(is_, items, held)):
