@@ -11,9 +11,13 @@ from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.analysis.compare import bands
+from narrowcast.analysis.compare.notes import about_underflow
 from narrowcast.cli import runs as commands
 from narrowcast.cli.options import with_groups
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.formats import fp16
 from narrowcast.observation.trial import noise
+from narrowcast.reports.documents.comparisons import error_todos
 from narrowcast.reports.results.differences import CallError, Differences
 from narrowcast.reports.results.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
 
@@ -687,3 +691,20 @@ def test_low_formats_that_the_code_asks_for_are_said_to_be_in_the_reference():
     found = nc.compare(AsksForLow(), X, under="bf16")
     assert any("1 call is in bf16 in the reference, too" in note for note in found.notes), found.notes
     assert not any("in the reference, too" in note for note in nc.compare(nn.Linear(64, 16), X, under="bf16").notes)
+
+
+def row_of(op, computes="bf16", reference="fp32", **others):
+    return CallError(CallId("", op), "model.py", 7, computes, reference, ROUND_OFF, **others)
+
+
+def test_a_note_of_underflow_names_a_call_in_another_format():
+    """One in fp32 has its zeros from before: it was named, with the advice to keep it in fp32."""
+    rows = [row_of("aten.topk.default", "fp32", underflow=0.04), row_of("aten.mm.default", "fp16", underflow=0.02)]
+    note = about_underflow(rows, fp16)
+    assert "aten.mm.default" in note and "topk" not in note
+
+
+def test_a_call_that_moves_the_output_by_nothing_is_no_advice():
+    """Six of these stood before a note that has the line."""
+    found = error_todos([row_of("aten.conv2d.default", alone=0.0, local=1e-3), row_of("aten.bmm.default", alone=1e-2)])
+    assert ["aten.bmm.default" in todo.what for todo in found] == [True], found

@@ -90,7 +90,7 @@ def about_unseen(unseen: list[CallId]) -> str:
 
 def about_underflow(rows: list[CallError], format: Format) -> str:
     """Return a note that values below the range of a format explain the error, with the first call, and what helps."""
-    lost = next((row for row in rows if row.underflow >= 0.01), None)
+    lost = next((row for row in rows if row.underflow >= 0.01 and row.is_low), None)
     where, advice = "", "Use bf16; in a backward scale the loss (nc.Scaler)."
     if lost is not None:
         where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)"

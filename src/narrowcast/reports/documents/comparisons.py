@@ -325,15 +325,15 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False, is_made: 
     """
     todos: list[Todo] = []
     for row in worst:
-        at_fault = row.verdict in AT_FAULT
-        if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
+        at_fault, alone = row.verdict in AT_FAULT, number(row.alone)
+        says_nothing = row.verdict == PASSED_ON or (alone == 0 and not at_fault)
+        if not is_low(row.computes) or at_fault < faults_only or says_nothing:
             continue
         if is_made and row.verdict == NOT_FINITE:
             at = f"Look at {row.id.op} ({place(row.file, row.line)})"
             why = "compare the model that this one was made of: there rules are tried, and the one that helps is named"
             todos.append(Todo(at, f"{row.why}; {why}", path=row.id.module_path))
             continue
-        alone = number(row.alone)
         why = f"its local error is {number_text(row.local)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
