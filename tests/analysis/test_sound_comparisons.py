@@ -708,3 +708,23 @@ def test_a_call_that_moves_the_output_by_nothing_is_no_advice():
     """Six of these stood before a note that has the line."""
     found = error_todos([row_of("aten.conv2d.default", alone=0.0, local=1e-3), row_of("aten.bmm.default", alone=1e-2)])
     assert ["aten.bmm.default" in todo.what for todo in found] == [True], found
+
+
+class Rounding(nn.Module):
+    """Logits rounded to whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 12)
+
+    def forward(self, x):
+        return torch.round(self.layer(x))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_op_that_rounds_to_whole_numbers_is_nothing_to_look_at(dtype):
+    """What is rounded by it was rounded before: the rule about that helps, and stands alone."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 2
+    found = nc.compare(Rounding(), (x,), under=dtype)
+    assert found.todos and all("aten.linear" in todo.what for todo in found.todos), found.todos

@@ -145,7 +145,7 @@ def test_an_op_without_a_bound_that_adds_an_error_is_named_before_rules():
     with torch.no_grad():
         found = nc.compare(Between(doubled), (X,), under="bf16")
     assert found.todos[0].what.startswith("Look at narrowcast_tests.doubled.default"), found
-    assert found.todos[1].rule and "no bound of its own error is known" in found.todos[0].why
+    assert found.todos[1].rule and "no bound of its own is known" in found.todos[0].why
 
 
 def test_where_nothing_helps_the_call_at_which_the_error_grows_is_named(monkeypatch):
