@@ -21,7 +21,7 @@ _CAST_AGAIN = (
     "open it around each forward."
 )
 SKIPPED = (
-    "A scaler skips this step in the region, since gradients overflow at its scale, as it is meant to: nothing is "
+    "A scaler skips this step in the region, since gradients overflow at its scale: that is intended, and nothing is "
     "compared. Compare a step at a scale that it keeps (init_scale), or after some steps."
 )
 ABOUT_BLIND_ROWS = (

@@ -54,22 +54,22 @@ def tensordot(self: Tensor, other: Tensor, dims_self: list[int], dims_other: lis
 
 def pad(self: Tensor, pad: list[int], mode: str, value: float | None) -> Tensor:
     """Pad in a mode that only the running script knows (PadNd.cpp): `reflect` and `replicate` are ops of their own."""
-    kind, rank = {"reflect": 0, "replicate": 1, "circular": 2, "constant": 3}[mode], len(pad) // 2
+    rank = len(pad) // 2
     padded: Tensor = self
-    if kind == 0 and rank == 1:
+    if mode == "reflect" and rank == 1:
         padded = torch.ops.aten.reflection_pad1d(self, pad)
-    elif kind == 0 and rank == 2:
+    elif mode == "reflect" and rank == 2:
         padded = torch.ops.aten.reflection_pad2d(self, pad)
-    elif kind == 0 and rank == 3:
+    elif mode == "reflect" and rank == 3:
         padded = torch.ops.aten.reflection_pad3d(self, pad)
-    elif kind == 1 and rank == 1:
+    elif mode == "replicate" and rank == 1:
         padded = torch.ops.aten.replication_pad1d(self, pad)
-    elif kind == 1 and rank == 2:
+    elif mode == "replicate" and rank == 2:
         padded = torch.ops.aten.replication_pad2d(self, pad)
-    elif kind == 1 and rank == 3:
+    elif mode == "replicate" and rank == 3:
         padded = torch.ops.aten.replication_pad3d(self, pad)
     else:
-        padded = torch.ops.aten._pad_enum(self, pad, kind, value)
+        padded = torch.ops.aten.pad(self, pad, mode, value)
     return padded
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -102,8 +104,14 @@ trials.add(id(Isolated.__call__.__code__))
 
 def _calling(model: Callable[..., Any], is_converted: bool) -> Callable[..., Any]:
     """Return a function that calls a model or another object, and is copied as itself; an object that is_converted."""
-    is_itself = isinstance(model, torch.nn.Module) or not is_converted
-    return (lambda *args, **kwargs: model(*args, **kwargs)) if is_itself else model
+    if isinstance(model, types.FunctionType) or (is_converted and not isinstance(model, torch.nn.Module)):
+        return model
+
+    @functools.wraps(model, assigned=(), updated=())  # its signature
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return calling
 
 
 def stand_ins(make: StandIn) -> StandIn:

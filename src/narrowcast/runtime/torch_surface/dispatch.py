@@ -108,6 +108,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether Dynamo compiles under it: what ops of higher order have compiled, and no other code."""
+        return bool(getattr(_higher_order, "_in_hop_compile", bool)())
+
     def __enter__(self) -> Any:
         for owner in (_higher_order, sys.modules.get("torch.nn.attention.flex_attention", _higher_order)):
             if hasattr(owner, _COMPILING):
@@ -132,11 +137,11 @@ def _lifting(make: Callable[[], Any]) -> Callable[[], Any]:
         with make() as backend, ExitStack() as stack:
             modes = [torch._C._get_dispatch_stack_at(n) for n in range(torch._C._len_torch_dispatch_stack())]
             others = [mode for mode in modes if not isinstance(mode, DispatchMode)]
-            if len(others) < len(modes):
-                skips = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in others)
+            skips = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in others)
+            if len(others) < len(modes) and not skips:
                 stack.callback(_set_skipping, getattr(_python_dispatch, f"_is_{_SKIPPING}", False))
                 stack.enter_context(CompiledCode(on=True))
-                _set_skipping(skips)
+                _set_skipping(False)
             yield backend
 
     return lifting
