@@ -867,6 +867,13 @@ def test_a_trace_refuses_a_function_that_it_would_call_outside_of_the_region(has
         assert torch.equal(made(x), expected)
 
 
+def test_looking_for_such_a_function_updates_no_running_statistics():
+    """Nobody asked for a check, which runs the module again."""
+    model, x = nn.Sequential(nn.BatchNorm1d(8), Calling(OwnFloat, False)), torch.randn(4, 8) + 3
+    nc.trace(model, (x,), under="bf16", check_trace=False)
+    assert model[0].num_batches_tracked == 1 and torch.allclose(model[0].running_mean, 0.1 * x.mean(0))
+
+
 def test_a_script_is_no_code_to_trace():
     """torch returns it as it is: it lost the region, and a disabled one was written into the caller's script."""
     x, made = torch.randn(2, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))

@@ -236,8 +236,22 @@ def trace(
         python = called_in_python(explicit) if ruled else ()
         if checked or python:
             low = {torch.get_autocast_dtype(device_type) for device_type in ruled}
-            _check_trace(target, explicit, args, kwargs, low, python)
+            with contextlib.nullcontext() if checked else _buffers_kept(target):
+                _check_trace(target, explicit, args, kwargs, low, python)
     return add_text(explicit, TARGET, made_on) if is_module else explicit
+
+
+@contextlib.contextmanager
+def _buffers_kept(target: Any) -> Iterator[None]:
+    """Restore what a module updates as it runs (running statistics), where nobody asked for a check."""
+    buffers = list(target.buffers()) if isinstance(target, torch.nn.Module) else []
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ def _lifting(make: Callable[[], Any]) -> Callable[[], Any]:
         with make() as backend, ExitStack() as stack:
             modes = [torch._C._get_dispatch_stack_at(n) for n in range(torch._C._len_torch_dispatch_stack())]
             others = [mode for mode in modes if not isinstance(mode, DispatchMode)]
-            skips = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in others)
+            skips = any(not (m.is_infra_mode() or getattr(m, "ignore_compile_internals", bool)()) for m in others)
             if len(others) < len(modes) and not skips:
                 stack.callback(_set_skipping, getattr(_python_dispatch, f"_is_{_SKIPPING}", False))
                 stack.enter_context(CompiledCode(on=True))
