@@ -18,7 +18,7 @@ _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
 _NO_KERNEL = re.compile(r'"(?P<kernel>\w+)" not implemented for \'(?P<type>BFloat16|Half)\'')
 _BEYOND = re.compile(r"value cannot be converted to type (c10|at)::(?P<type>BFloat16|Half) without overflow")
-_NOT_FINITE = re.compile("contained non-finite values")
+_NOT_FINITE = re.compile("contained non-finite values|algorithm failed to converge")
 _NAMES = {"BFloat16": "bf16", "Half": "fp16"}
 
 
@@ -67,8 +67,9 @@ def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) ->
         )
         return
     if _NOT_FINITE.search(first_line):
+        was = "was given NaN or infinity" if "non-finite" in first_line else "has perhaps read infinity"
         error.add_note(
-            f"{_MARK}this call was given NaN or infinity{_where(error)}.\n"
+            f"{_MARK}this call {was}{_where(error)}.\n"
             "  Run it in `with nc.watch() as watched:`: watched.first names the call that made them, and what to do."
         )
         return
