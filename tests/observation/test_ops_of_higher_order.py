@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch._higher_order_ops.map import map as mapped
 from torch._higher_order_ops.scan import scan
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.observation.statistics import statistics
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -88,3 +90,12 @@ def test_code_that_the_user_compiled_runs_as_before_after_an_op_of_higher_order(
             conditional(weight)
         assert run() == 0
     assert run() == 1
+
+
+def test_no_fake_tensor_is_kept_that_was_made_while_a_graph_was():
+    """Rows to inspect are kept by shape: a fake one was found by the next capture, which then inspected nothing."""
+    device = torch.device("cpu")
+    with FakeTensorMode():
+        statistics._row_index((3, 61), device)
+    kept = (*statistics._row_index((3, 61), device), statistics._row_numbers(3 * 61, device))
+    assert not any(isinstance(tensor, FakeTensor) for tensor in kept)

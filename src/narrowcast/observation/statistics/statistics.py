@@ -21,7 +21,7 @@ from narrowcast.observation.statistics.sampled import Taken, facts_of
 from narrowcast.reports.results.run_records import TensorFacts
 from narrowcast.reports.results.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
-from narrowcast.runtime.torch_surface.dispatch import version_of
+from narrowcast.runtime.torch_surface.dispatch import version_of, without_modes
 
 SAMPLE = 4096
 """How many elements of a tensor the sampled statistics read."""
@@ -197,13 +197,15 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
+    with without_modes():  # a fake one, where a graph is made meanwhile, would be kept
+        return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=4096)
 def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return where the inspected rows lie, by dimension."""
-    return torch.unravel_index(_row_numbers(math.prod(leading), device), leading)
+    with without_modes():
+        return torch.unravel_index(_row_numbers(math.prod(leading), device), leading)
 
 
 def _raw(x: torch.Tensor) -> Any:
