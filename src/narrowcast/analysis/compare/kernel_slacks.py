@@ -55,12 +55,7 @@ class Inputs:
         changed = {}
         for name, value in given.items():
             if name in names and _is_number(value):
-                is_tensor = isinstance(value, torch.Tensor)
-                low = (
-                    value.detach().to(dtype)
-                    if is_tensor
-                    else float(torch.tensor(float(value), dtype=dtype, device="cpu"))
-                )
+                low = value.detach().to(dtype) if isinstance(value, torch.Tensor) else _rounded(value, dtype)
                 if float(low) != float(value) and math.isfinite(low):
                     changed[name] = low
         args = tuple(changed.get(name, value) for name, value in list(given.items())[: len(self.args)])
@@ -76,6 +71,10 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return is_floating(value) and not value.dim()
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(float(value), dtype=dtype, device="cpu"))
 
 
 _NUMBERS = ("Tensor", "number", "Optional[Tensor]", "Optional[number]", "float", "Optional[float]")

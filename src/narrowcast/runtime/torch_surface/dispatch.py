@@ -182,7 +182,7 @@ def step_out(mode: DispatchMode) -> bool:
     """
     depth = torch._C._len_torch_dispatch_stack()
     is_innermost = depth and torch._C._get_dispatch_stack_at(depth - 1) is mode
-    if not is_innermost or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not is_innermost or in_transform():
         return False
     torch._C._pop_torch_dispatch_stack(None)
     return True
