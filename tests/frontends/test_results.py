@@ -132,6 +132,21 @@ def test_what_cannot_be_said_of_results_is_an_error():
         nc.script(plain, under=nc.autocast("cpu", policy=follows))
 
 
+@pytest.mark.parametrize(
+    ("op", "argument", "advice"),
+    [
+        ("aten.add_.Tensor", "self", "Write one of: other"),
+        ("aten.add.out", "out", "Write one of: other, self"),
+        ("aten.batch_norm", "running_mean", "Write one of: bias, input, weight"),
+        ("aten.relu_.default", None, "Delete"),
+    ],
+)
+def test_a_rule_about_what_an_op_writes_to_is_refused(op, argument, advice):
+    """A cast makes a copy, and the op would write to that: such a rule did nothing, and nobody said so."""
+    with pytest.raises(PolicyError, match=advice):
+        nc.autocast("cpu", policy=policy(nc.Rule(op, "lower", argument=argument)))
+
+
 def test_a_result_that_an_op_does_not_have():
     """By its position."""
     with pytest.raises(PolicyError, match="no result of that position"):

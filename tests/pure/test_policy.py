@@ -132,6 +132,28 @@ def test_a_merge_that_would_bury_rules_is_refused():
         Policy("a", ((Rule("aten.mm", "full"),),), extends=("nothing",)).merge(Policy.native())
 
 
+def test_files_and_built_in_policies_are_extended_in_the_order_given(tmp_path):
+    """Safe is native and more: a team's rules over native go on top of it; what would bury them is refused there."""
+    rule = '[[rule]]\nop = "aten.gelu"\naction = "{}"\n'
+    (tmp_path / "team.toml").write_text(rule.format("full"))
+    (tmp_path / "strict.toml").write_text('extends = "safe"\n' + rule.format("to(fp64)"))
+    of = lambda *names: f"extends = {list(names)}\n"
+    mine = tmp_path / "mine.toml"
+    for *names, gelu in [
+        ("safe", "team.toml", "full"),
+        ("strict.toml", "team.toml", "full"),
+        ("strict.toml", "to(fp64)"),
+    ]:
+        mine.write_text(of(*names))
+        policy = Policy.load(mine)
+        assert policy.extends == ("safe",) and whole(policy.resolve("cpu"), "aten.gelu.default") == gelu
+        assert policy.effective_cache == "off" and Policy.parse(policy.to_toml()) == policy
+    mine.write_text("# ours\n" + of("team.toml", "safe"))
+    with pytest.raises(PolicyError, match="name safe first") as refused:
+        Policy.load(mine)
+    assert (refused.value.where[0].file, refused.value.where[0].line) == (str(mine), 2)
+
+
 def test_the_digest_changes_with_the_rules_and_with_nothing_else():
     """Names, reasons and places in files take no part."""
     rule = Rule("aten.mm", "full", reason="because", origin=Origin("x", 1))

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -103,8 +103,7 @@ class Policy:
     def load(path: str | Path) -> Policy:
         """Return the policy in a TOML file, or the built-in one of that name. PolicyError names file and line."""
         if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
-            check_builtin_name(path)
-            return Policy.native() if path == "native" else load_builtin(path)
+            return as_policy(path)
         return _load(Path(path), ())
 
     @staticmethod
@@ -134,11 +133,14 @@ class Policy:
     def merge(self, other: Policy) -> Policy:
         """Return this policy with `other`'s layers on top; what both extend is taken once, `other`'s cache wins."""
         check_is(other, Policy, "merge", 'Write merge(Policy.load("safe")), for example.')
-        extra = tuple(name for name in other.extends if name not in self.extends)
+        built = [load_builtin(name) for name in self.extends if name != "native"]
+        extra = tuple(n for n in other.extends if n not in self.extends and not any(n in p.extends for p in built))
         if extra and self.layers:
             names = ", ".join(extra)
             found = f"{other.name} extends {names}, which would have to come below rules that are there"
-            advice = f"Merge the other way round, or let {self.name} extend {names} itself."
+            advice = (
+                f"Merge the other way round (in a file: name {names} first), or let {self.name} extend {names} itself."
+            )
             raise PolicyError(f"{self.name} merged with {other.name}", found, advice=advice)
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
         settings["allowances"] = self.allowances + other.allowances
@@ -290,9 +292,8 @@ class Policy:
 
     def forward(self) -> Policy:
         """Return this policy without its rules about the backward."""
-        if not self.has_backward_rules:
-            return self
-        return replace(self, layers=self._layers_about(forward=True), text=None, text_layers=0)
+        layers = self._layers_about(forward=True)
+        return replace(self, layers=layers, text=None, text_layers=0) if self.has_backward_rules else self
 
     def backward(self) -> Policy:
         """Return the rules about the backward alone."""
@@ -315,9 +316,8 @@ class Policy:
     def __repr__(self) -> str:
         if not self.rules and self.extends == (self.name,):
             return f"<Policy {self.name!r}, built in, {self.digest[:8]}>"
-        extends = ", ".join(self.extends) or NOTHING
-        own = f"{counted(len(self.rules), 'rule')} of its own"
-        return f"<Policy {self.name!r}, {own}, extends {extends}, {self.digest[:8]}>"
+        own, extends = counted(len(self.rules), "rule"), ", ".join(self.extends) or NOTHING
+        return f"<Policy {self.name!r}, {own} of its own, extends {extends}, {self.digest[:8]}>"
 
 
 class _WeakDict(dict[Any, Any]):
@@ -361,20 +361,20 @@ def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
 
 def _made(parsed: PolicyText, folder: Path, inside: tuple[Path, ...]) -> Policy:
     """Return the policy that a text says; the paths of files that it extends start at `folder`."""
+    names = tuple(name for name in parsed.extends if not name.endswith(".toml"))
     try:
-        below = [_load(folder / name, inside) for name in parsed.extends if name.endswith(".toml")]
-        policy = Policy(
-            parsed.name, parsed.layers, tuple(n for n in parsed.extends if not n.endswith(".toml")) or (NOTHING,),
-            parsed.description, allowances=parsed.allowances, text=parsed.text, text_layers=len(parsed.layers),
-            **parsed.settings,
+        own = Policy(
+            parsed.name, parsed.layers, names or (NOTHING,), parsed.description, allowances=parsed.allowances,
+            text=parsed.text, text_layers=len(parsed.layers), **parsed.settings,
         )  # fmt: skip
+        if names == parsed.extends:
+            return own
+        below = [Policy(n, extends=(n,)) if n in names else _load(folder / n, inside) for n in parsed.extends]
+        return replace(reduce(Policy.merge, [*below, own]), name=own.name, description=own.description)
     except NarrowcastError as error:
         if error.where:
             raise
         raise with_origin(error, Origin(parsed.file, parsed.line_of(error))) from None
-    for base in reversed(below):
-        policy = replace(base.merge(policy), name=policy.name, description=policy.description)
-    return policy
 
 
 @cache

@@ -244,6 +244,9 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     return overloads
 
 
+_CASTING = (Kind.LOWER, Kind.FULL, Kind.TO, Kind.INSIDE, Kind.ALIGN, Kind.PROMOTE)
+
+
 def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
     """Raise PolicyError for a rule whose argument none of the ops has, or whose action does not fit one of them."""
     if rule.is_about_result:
@@ -251,7 +254,12 @@ def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
     elif rule.argument is not None and ops:
         _check_argument(rule, ops)
     unfit, lack = None, ""
-    if rule.action.kind is Kind.FULL_SET_DTYPE:
+    if rule.action.kind in _CASTING and not rule.is_pattern:
+        unfit = next((op for op in ops if all(slot.written for slot in op_facts(op).slots)), None)
+        if unfit is not None:
+            found = f"{op_id(unfit)} has no tensor argument that it only reads: nothing to cast"
+            raise PolicyError(f"action {rule.action} for {rule.op}", found, _where(rule), "Delete the rule.")
+    elif rule.action.kind is Kind.FULL_SET_DTYPE:
         unfit, lack = next((op for op in ops if op_facts(op).dtype_position is None), None), "takes no dtype"
     elif rule.action.kind is Kind.FULL_APPEND_DTYPE:
         unfit = next((op for op in ops if overload_with_dtype(op) is None), None)
@@ -274,14 +282,15 @@ def _check_result(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
 
 
 def _check_argument(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
-    names = sorted({slot.name for op in ops for slot in op_facts(op).slots})
-    if rule.argument not in names:
-        raise PolicyError(
-            asked=f"argument {rule.argument!r} of {rule.op}",
-            found=f"it has no tensor argument of that name{did_you_mean(rule.argument or '', names)}",
-            where=_where(rule),
-            advice=f"Write one of: {', '.join(names)}.",
-        )
+    slots = [slot for op in ops for slot in op_facts(op).slots]
+    names, read = sorted({slot.name for slot in slots}), sorted({slot.name for slot in slots if not slot.written})
+    if rule.argument in read:
+        return
+    found = f"it has no tensor argument of that name{did_you_mean(rule.argument or '', read)}"
+    if rule.argument in names:
+        found = "the op writes to it, and what a cast makes is a copy"
+    advice = f"Write one of: {', '.join(read)}." if read else "Delete the rule: none of its arguments can be cast."
+    raise PolicyError(f"argument {rule.argument!r} of {rule.op}", found, _where(rule), advice)
 
 
 def _where(rule: Rule) -> tuple[Origin, ...]:
