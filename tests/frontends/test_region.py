@@ -97,6 +97,22 @@ def test_regions_of_two_device_types_keep_apart():
             assert dtypes() == OURS
 
 
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_names_its_type(device):
+    """As torch.autocast takes `cuda:0`; in code that Dynamo traces, too."""
+
+    @torch.compile(backend="eager")
+    def traced():
+        with nc.autocast(device, policy=THREE):
+            return F.gelu(lin(x))
+
+    with nc.autocast(device, policy=THREE), nc.autocast("cpu"):
+        assert dtypes() == NATIVE
+    with nc.autocast(device, policy=THREE):
+        assert dtypes() == OURS
+    assert traced().dtype is FP and not torch.is_autocast_enabled("cpu")
+
+
 def test_an_exception_restores_everything():
     """Also one raised by an op of ours."""
     refusing = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse"))
@@ -151,8 +167,8 @@ def test_a_decorated_function_runs_in_the_region():
     ("arguments", "said"),
     [
         (("tpu",), "no autocast for it"),
-        (("cuda:0",), "x.device.type"),
-        ((torch.device("cpu"),), "no autocast for it"),
+        (("CPU",), "x.device.type"),
+        ((0,), "no autocast for it"),
         (("cpu", torch.float8_e4m3fn), "8-bit formats need scales"),
         (("cpu", torch.int32), "not a format"),
         (("cpu", torch.float64), "not a format"),

@@ -99,7 +99,8 @@ def find_opening(policy: Policy, asked: Asked) -> Opening:
 
 def _make_opening(policy: Policy, asked: Asked) -> Opening:
     """Check the arguments of `autocast`, and prepare what entering such a region takes. RegionError, UnknownOpError."""
-    device_type, dtype, enabled, cache_enabled, limit_bytes = asked
+    given, dtype, enabled, cache_enabled, limit_bytes = asked
+    device_type = _device_type(given)
     if policy.has_backward_rules:
         rule = next(r for r in policy.rules if r.direction != "forward")
         raise RegionError(
@@ -141,6 +142,14 @@ def opening_of(policy: Policy, prepared: Prepared, asked: Asked) -> Opening:
         is_checked_inside=cache is None and prepared.grade == "native",
         counts=policy.counts_calls and facts.enabled,
     )  # fmt: skip
+
+
+def _device_type(given: str | torch.device) -> str:
+    """Return the device type of what may be a device: torch.autocast takes `cuda:0`, too, as all devices of its type."""
+    try:
+        return torch.device(given).type if isinstance(given, str | torch.device) else given
+    except RuntimeError:  # no device
+        return str(given)
 
 
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
@@ -196,7 +205,7 @@ def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
 
 def _has_autocast(device_type: str) -> bool:
     try:
-        return torch.device(device_type).type == device_type and torch.amp.is_autocast_available(device_type)
+        return torch.amp.is_autocast_available(device_type)
     except (RuntimeError, TypeError):  # no device type at all
         return False
 

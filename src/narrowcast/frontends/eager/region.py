@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class autocast:  # noqa: N801 (a drop-in keeps the name)
     """A region in which ops compute in the formats that a policy gives them; same arguments as torch.autocast.
 
-    device_type: cpu, cuda, xpu, mps, mtia or maia, as in `tensor.device.type`.
+    device_type: cpu, cuda, xpu, mps, mtia or maia, as in `tensor.device.type`; of a device (`cuda:0`), its type.
     dtype:       the low format, torch.bfloat16 or torch.float16; None takes the policy's, or the device type's default.
                  A policy other than native may also run a region in torch.float32, which torch ignores on most devices.
     enabled:     False switches autocasting off inside.
