@@ -208,6 +208,71 @@ def test_attention_that_is_fused_in_eager_code_alone_is_no_bug(fresh_dynamo):
     assert [d.module_path for d in decision_differences(eager, graph)] == ["ab"]
 
 
+class Complex(torch.nn.Module):
+    def forward(self, x):
+        return torch.view_as_real(torch.view_as_complex(x.float().reshape(4, 4, 2)) * 2)
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.Linear(8, 8)
+        self.layers = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.mm(weight.t()).to(x.dtype), x.t().mm(gradient).to(weight.dtype)
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return Times.apply(x, self.weight)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda t: self.layer(t).sin(), lambda t: self.layer(t).cos(), (x,))
+
+
+@pytest.mark.parametrize("front_end", ["compile", "export"])
+@pytest.mark.parametrize("model", [Complex, Twice, Own, Branches])
+def test_what_is_decided_alike_is_no_difference(model, front_end, fresh_dynamo):
+    """A view that a list names, a module of two names, the backward of a Function; of two branches one runs."""
+    found = nc.explain(model(), (torch.randn(4, 8),), under="bf16", front_end=front_end)
+    assert found.graphs and not found.differences
+    assert ("one branch" in found.note) is (model is Branches)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_traced_for_a_branch_is_not_recorded(gradients, fresh_dynamo):
+    """torch.cond traces both branches, more than once, before it runs one."""
+    with torch.set_grad_enabled(gradients), nc.record() as ledger, nc.autocast("cpu"):
+        Branches()(torch.randn(4, 8))
+    assert sum(tally.calls for kind, tally in ledger.calls.items() if kind.op == "aten.linear.default") == 1
+    assert sorted(cast.argument for cast in ledger.casts) == ["bias", "input", "weight"]
+
+
 @pytest.mark.parametrize("goal", [None, "fast"])
 def test_times_are_those_of_eager_code_and_said_to_be(goal, fresh_dynamo):
     """What is compiled is not run: a goal that was asked for is not advised."""

@@ -20,7 +20,7 @@ from narrowcast.analysis.explain.eager_flow import EagerFlow
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
 from narrowcast.analysis.explain.recurrent import RecurrentLayers
-from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
+from narrowcast.analysis.record.graph_ledger import compare_with_eager, graph_ledger
 from narrowcast.analysis.record.record import recording
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
@@ -46,7 +46,7 @@ from narrowcast.reports.results.explanation import Attempt, Comparison, Explanat
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
-from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
+from narrowcast.runtime.sites.python_stack import find_site, first_names, innermost_frame
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
@@ -154,21 +154,13 @@ def _run(
         return replace(ran, note=_sentences(note, _script_note(trial)))
     graphs, eager = graphs_of(asked.front_end, trial, opened, goal, backend)
     of_graphs = graph_ledger(graphs)
-    is_whole = bool(graphs) and not goal.places and not any(g.fallback or g.broken_by for g in graphs)
-    differences = decision_differences(ledger, of_graphs) if is_whole else ()
-    other, on = "", f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
+    differences, other = compare_with_eager(ledger, of_graphs, graphs, first_names(trial.model))
+    on = f"nothing was captured, so the eager run is listed, which ran on {ran.ran_on}"
     if any(graph.after is not None for graph in graphs):
-        others = ", ".join(path or "the model itself" for path in other_paths(ledger, of_graphs))
-        other = f"{_OTHER_PATH}: {others}" if others else ""
         ledger, on = of_graphs, f"eager beside it ran on {ran.ran_on}"
     note = _sentences(note, eager, other, _script_note(trial))
+    differences = () if goal.places else differences
     return replace(ran, ledger=ledger, ran_on=on, note=note, graphs=graphs, differences=differences)
-
-
-_OTHER_PATH = (
-    "One fused op in eager code, in evaluation and without gradients, and torch's unfused path where it is traced, "
-    "whose last bits differ"
-)
 
 
 def _check(front_end: str, goal: Goal, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from narrowcast.core.decide import Plan, decide
@@ -38,15 +39,40 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
     return ledger
 
 
-def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifference, ...]:
+def compare_with_eager(
+    eager: Ledger, graph: Ledger, graphs: Sequence[CompiledGraph], names: Mapping[str, str]
+) -> tuple[tuple[DecisionDifference, ...], str]:
+    """Return what eager code decides otherwise than the graphs, and a sentence about what differs by torch's choice."""
+    others = ", ".join(path or "the model itself" for path in other_paths(eager, graph))
+    other = f"{_OTHER_PATH}: {others}" if others else ""
+    if not graphs or any(g.fallback or g.broken_by for g in graphs):
+        return (), other
+    ops = {step.op for g in graphs if g.after is not None for step in g.after.steps.values()}
+    if ops & {f"higher_order.{name}" for name in named("inside.branches")}:
+        return (), f"{other}. {_BRANCHES}" if other else _BRANCHES
+    return decision_differences(eager, graph, names), other
+
+
+_OTHER_PATH = (
+    "One fused op in eager code, in evaluation and without gradients, and torch's unfused path where it is traced, "
+    "whose last bits differ"
+)
+_BRANCHES = "Eager code runs one branch of torch.cond and its like, and a graph holds all: the two are not compared"
+
+
+def decision_differences(
+    eager: Ledger, graph: Ledger, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[DecisionDifference, ...]:
     """Return decided calls of which eager and graph have different numbers in some formats; none if they agree. Not
     those that only move values, and do so in another format since a cast of what they move stands before them.
+
+    names: of modules that have several, the first.
     """
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
         for kind, tally in ledger.calls.items():
             if kind.action != "no rule" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
-                count[kind.op, kind.module_path, kind.computes] += tally.calls
+                count[kind.op, names.get(kind.module_path, kind.module_path), kind.computes] += tally.calls
     differences = [DecisionDifference(*key, *both) for key, both in other_counts(*counts).items()]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
     moving = {(edit.op, edit.module_path) for edit in graph.edits if edit.kind == "follow"}
@@ -106,6 +132,8 @@ class _Walker:
         self.read: set[int] = set()
         self.parts = parts_of(before)
         self.is_placed, self.returned = bool(placed), set(after.body.returns)
+        functions = (step for step in after.steps.values() if step.op == "higher_order.autograd_function_apply")
+        self.backward = {s.id for step in functions for block in step.blocks[1:] for _, s in block.walk()}
 
     def run(self) -> None:
         """Add every call, in order; what only moves or shapes is passed by, as in a recording."""
@@ -117,8 +145,10 @@ class _Walker:
                 self._cast_of_result(step)
             elif known is None and self.is_placed and step.is_cast and step.id in self.returned:
                 self._cast_returned(step)
-            moves = passes(step) or step.op.startswith("prim.")  # a question about a tensor, or about an object
-            if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
+            is_call = known is not None and not known.is_cast and not step.blocks and step.operands
+            if known is None or not is_call or step.op.startswith("prim."):  # that asks about a tensor, or an object
+                continue
+            if not passes(step) or self._plan(known)[0].rules:
                 self._call(known, step)
 
     def _call(self, known: Step, step: Step) -> None:
@@ -129,7 +159,7 @@ class _Walker:
         inputs, computes, result, read, done = read_of(step, self.before, self.after, outputs, self.is_placed)
         action, reason = self._why(step, plan.rule)
         about = action or "no rule", reason or "follows input dtype", policy
-        kind = CallKind(known.op, *step.site.at, inputs, computes, result, *about)
+        kind = CallKind(known.op, *step.site.at, inputs, computes, result, *about, self._direction(step))
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):
             cast = self.after.steps.get(new.value)
@@ -137,6 +167,9 @@ class _Walker:
             came = came_in(old, new, self.before, self.after, self.is_placed)
             if cast is not None and is_new and cast.value.type != came.type:
                 self._cast(known, plan, policy, old.name, came, cast)
+
+    def _direction(self, step: Step) -> str:
+        return "backward" if step.id in self.backward else "forward"
 
     def _why(self, step: Step, rule: Rule | None) -> tuple[str, str]:
         """Return the action and the reason of a call: its rule's, or the goal's where that chose another format."""
@@ -178,7 +211,7 @@ class _Walker:
         """Add a cast of this value, as the ledger has it; facts: what is not read off it."""
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
         known = {"src": source.type, "dst": cast.value.type, "elements": source.elements, "kind": kind}
-        known |= {"moved_bytes": source.bytes + cast.value.bytes, "how": "copied", "direction": "forward"}
+        known |= {"moved_bytes": source.bytes + cast.value.bytes, "how": "copied", "direction": self._direction(cast)}
         self.ledger.add(Cast.of(op, argument, site, rule, **{**known, **facts}))
 
     def _plan(self, step: Step) -> tuple[Plan, str]:

@@ -34,6 +34,7 @@ from narrowcast.runtime.torch_surface.autograd import (
     sequence_number,
 )
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, call_op, converts, version_of
+from narrowcast.runtime.torch_surface.dynamo import is_traced
 
 _UNLISTED = "follows input dtype"
 _SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
@@ -119,7 +120,8 @@ class Recorder(WatchingMode):
 
     def begin(self, call: DecidedCall) -> None:
         """Note that a call reaches a kernel of ours, with its plan, and the casts to be seen until it ends."""
-        call_seen = self.door.run(call.facts.id, self._begun, call)
+        is_ours = not is_traced({type(t) for _, t in call.tensors})
+        call_seen = self.door.run(call.facts.id, self._begun, call) if is_ours else None
         lost = _RecordedCall(call, "", [True] * len(call.tensors), widens=False, again=True)
         self._state.calls.append(call_seen or lost)
 
@@ -211,6 +213,8 @@ class Recorder(WatchingMode):
             self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
         on = self._autocast_on()
+        if is_traced(types):
+            return self._execute(func, args, kwargs, on)
         self._keep_weights(facts, args, kwargs)
         in_call = bool(self._state.calls)
         self.door.run(facts.id, self.adviser.runs, facts, tensors_in(args, kwargs), bool(on), in_call)

@@ -145,7 +145,7 @@ def opening_of(policy: Policy, prepared: Prepared, asked: Asked) -> Opening:
 
 
 def _device_type(given: str | torch.device) -> str:
-    """Return the device type of what may be a device: torch.autocast takes `cuda:0`, too, as all devices of its type."""
+    """Return the device type of what may be a device: torch.autocast takes `cuda:0`, too, for its type."""
     try:
         return torch.device(given).type if isinstance(given, str | torch.device) else given
     except RuntimeError:  # no device

@@ -304,6 +304,13 @@ def name_in(parent: Module, module: Module) -> str:
     return without_wrapper(name)
 
 
+def first_names(model: Any) -> dict[str, str]:
+    """Return of each name of a module inside a model the first that this module has; nothing for a function."""
+    first: dict[int, str] = {}
+    parts = model.named_modules(remove_duplicate=False) if isinstance(model, Module) else ()
+    return {name: first.setdefault(id(part), name) for name, part in parts}
+
+
 def _holds(parent: Module, module: Module) -> bool:
     """Return whether a module is registered in another, at any depth."""
     seen, waiting = {id(parent)}, [parent]

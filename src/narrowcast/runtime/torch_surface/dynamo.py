@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from traceback import walk_stack
@@ -58,8 +58,11 @@ def dynamo_trace() -> Any:
     """Return what Dynamo keeps of the frame that it traces on this thread. None if it traces nothing, or has handed its
     graph to a backend that traces now.
     """
-    root = _dynamo_root()
-    return None if any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES) else root
+    return None if _backend_traces() else _dynamo_root()
+
+
+def _backend_traces() -> bool:
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES)
 
 
 def _dynamo_root() -> Any:
@@ -273,6 +276,15 @@ def never_trace(*functions: Callable[..., Any], with_calls: bool = True) -> None
 
 never_begin_at = partial(never_trace, with_calls=False)
 """Dynamo compiles no frame of these functions by itself. What they call it may; inside others it follows them."""
+
+
+def is_traced(types: Iterable[type]) -> bool:
+    """Return whether tensors of these types are those of no run, but of code that is traced on this thread: by Dynamo
+    or a backend, or for the derivative of an op of higher order.
+    """
+    fx = sys.modules.get("torch._subclasses.fake_tensor")
+    is_fake = fx is not None and any(issubclass(t, fx.FakeTensor) for t in types)
+    return is_fake and (_dynamo_root() is not None or _backend_traces())
 
 
 def tracing_compiled_code() -> bool:
