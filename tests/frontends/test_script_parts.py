@@ -456,6 +456,17 @@ class WithRNN(Recurrent):
         self.layer = torch.nn.RNN(8, 8)
 
 
+@pytest.mark.parametrize("make", [nc.script, lambda model, under: nc.trace(model, (torch.randn(3, 2, 8),), under=under)])
+def test_a_rule_about_a_part_of_a_call_inside_a_recurrent_layer_is_not_dropped_in_silence(make):
+    """A simple one is one op in a script, which calls linear for each step; of a GRU the calls stand in the script."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "to(fp32)", argument="result"))
+    for model, warned in ((WithRNN(), True), (WithGRU(), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(model, under=policy)
+        assert any("result: to(fp32) does not hold in it" in str(w.message) for w in caught) is warned
+
+
 @pytest.mark.parametrize("kind", [Recurrent, WithGRU, WithRNN])
 @pytest.mark.parametrize("asked", ["pin", "pin with results", "full", "lower", "inside"])
 def test_recurrent_layers_keep_their_pins_and_rules_in_scripts(kind, asked):

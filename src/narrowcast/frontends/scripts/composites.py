@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from narrowcast.core.ops import named
+from narrowcast.core.ops import called_by, named
 from narrowcast.core.policy import Policy, Rule
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of, padding_called
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.frontends.scripts.scopes import Item, Section, policy_of
+from narrowcast.frontends.scripts.scopes import Item, Scope, Section, policy_of
 from narrowcast.runtime.torch_bridge import find_registered, op_id
 from narrowcast.runtime.torch_surface.dispatch import op_name
 
@@ -111,6 +111,18 @@ def tell_closed(section: Section) -> None:
             text = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
             text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
             warnings.warn(text, ScriptWarning, stacklevel=2)
+        elif on and closed and (rule := _rule_inside(overload.replace("::", "."), item, on)) is not None:
+            site = site_in(item.caller, item.node)
+            text = f"narrowcast: {name} ({site}) calls {rule.op} inside, and a script casts its tensors around the whole: "
+            text += f"the rule {rule} does not hold in it. Write what it does, or let the rule be about all arguments"
+            warnings.warn(text, ScriptWarning, stacklevel=2)
+
+
+def _rule_inside(op: str, item: Item, on: Iterable[Scope]) -> Rule | None:
+    """Return a rule about one argument, or the result, of the op that this one calls, if one holds where the node is."""
+    called, site = called_by(op, device_of_regions(on)) or op, site_in(item.caller, item.node)
+    rules = (r for scope in on for r in policy_of(scope).table.candidates(called, True).per_argument)
+    return next((rule for rule in rules if rule.matches_site(site)), None)
 
 
 def _is_ruled(policy: Policy, item: Item) -> bool:
