@@ -7,7 +7,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.analysis.diff.aligned_values import is_number
+from narrowcast.analysis.diff.alignment import Aligned
+from narrowcast.analysis.diff.given_numbers import is_number, scaled_before
+from narrowcast.analysis.diff.sides import Side
 
 
 class Attention(nn.Module):
@@ -224,6 +226,26 @@ def test_a_part_of_sequences_one_by_one_or_padded_is_no_outcome():
 
 def test_numbers_that_are_one_but_for_rounding_are_no_other_arguments():
     assert not is_number(str(1 - 0.9), "0.1") and is_number("0.1", "0.1001") and is_number("1e-08", "1e-06")
+
+
+def test_a_number_that_stands_before_a_call_or_in_it_is_the_same():
+    """Decay: `gradient.add(weight, alpha=0.001)`, or `gradient + 0.001 * weight`; another alpha is another."""
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(4, 8), torch.randn(4, 8)
+
+    def side(function):
+        with nc.capture() as run:
+            function()
+        return Side([run])
+
+    inside = side(lambda: gradient.add(weight, alpha=1e-3))
+    before = side(lambda: gradient.mul(1.02) + weight * 1.02e-3)  # a run in a low format has led a little apart
+    other = side(lambda: gradient.add(weight, alpha=2e-3))
+    found = []
+    for sides in ((inside, before), (inside, other)):
+        added = [next(x for x in one.bundles if x.id.op == "aten.add.Tensor") for one in sides]
+        found.append(scaled_before(sides, Aligned((added[0],), (added[1],), "")))
+    assert found == [{"alpha", "other"}, set()]
 
 
 def test_gradients_far_apart_behind_equal_outputs_are_told_in_low_formats_too():

@@ -456,7 +456,9 @@ class WithRNN(Recurrent):
         self.layer = torch.nn.RNN(8, 8)
 
 
-@pytest.mark.parametrize("make", [nc.script, lambda model, under: nc.trace(model, (torch.randn(3, 2, 8),), under=under)])
+@pytest.mark.parametrize(
+    "make", [nc.script, lambda model, under: nc.trace(model, (torch.randn(3, 2, 8),), under=under)]
+)
 def test_a_rule_about_a_part_of_a_call_inside_a_recurrent_layer_is_not_dropped_in_silence(make):
     """A simple one is one op in a script, which calls linear for each step; of a GRU the calls stand in the script."""
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "to(fp32)", argument="result"))

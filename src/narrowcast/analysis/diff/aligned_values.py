@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned
 from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
+from narrowcast.analysis.diff.given_numbers import other_numbers, scaled_before
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
     UNLIKE,
@@ -36,7 +37,7 @@ growth that sizes explain; what exceeds that and local rounding is a fault. The 
 """
 NEAR = 0.25
 """So near are gradients of parameters of one constant value, which may be each other's."""
-_ORDERED, _MASKED = 3, -1e4
+_ORDERED = 3
 _SWAPPED = {"self": "other", "other": "self"}
 """The names of two operands, which may be swapped in a symmetric op."""
 
@@ -53,6 +54,7 @@ class Values:
         self._as_read, self._growths = as_read, dict[tuple[int, int, int], float]()
         self.results = cache(self._results)
         self._are_swapped = cache(self._are_nearer_swapped)
+        self._scaled = cache(partial(scaled_before, self.sides))
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
     def _results(self, pair: Aligned, is_equal: bool = False) -> Distance:
@@ -143,9 +145,7 @@ class Values:
         """
         a, b = pair.a[0].call, pair.b[0].call
         is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in INTERCHANGEABLE
-        numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
-        rows = [(n, x, y) for n, x in numbers_a.items()
-                 if n != "keepdim" and (y := numbers_b.get(n)) is not None and x != y and is_number(x, y)]  # fmt: skip
+        rows = other_numbers(pair, self._scaled(pair)) if is_same or a.id.op == b.id.op else []
         if a.id.op == b.id.op and pair.a[0].family == NORM:  # its weight may be part of a later call
             names = [{n for n, _ in call.inputs if n in ("weight", "bias")} for call in (a, b)]
             there = ["there", "not there"]
@@ -277,7 +277,7 @@ class Values:
         return nearest[1] < nearest[0] / 2
 
     def _names(self, pair: Aligned) -> list[str]:
-        there = {name for name, _ in pair.b[0].call.inputs}
+        there = {name for name, _ in pair.b[0].call.inputs} - self._scaled(pair)
         return [name for name, _ in pair.a[0].call.inputs if name in there]
 
     def _argument(self, pair: Aligned, name: str) -> Pick:
@@ -382,19 +382,3 @@ def _worst(distances: Iterable[Distance]) -> Distance:
 
 def _row_of(name: str, a: str, b: str, difference: float) -> tuple[str, str, str]:
     return name, a, f"{b}, {difference:.1e} apart"
-
-
-def is_number(a: str, b: str) -> bool:
-    """Return whether two texts are different floats, flags or words; whole numbers are sizes, which layouts change, and
-    numbers that fill what is masked leave the same of a softmax.
-    """
-    for text in (a, b):
-        if text.startswith("'"):
-            return True
-        try:
-            float(text)
-        except ValueError:
-            return {a, b} == {"True", "False"}
-    if max(float(a), float(b)) <= _MASKED:
-        return False
-    return not math.isclose(float(a), float(b), rel_tol=1e-6) and any(mark in text for text in (a, b) for mark in ".en")

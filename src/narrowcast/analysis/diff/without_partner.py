@@ -45,7 +45,7 @@ def _is_unlike(judging: Judging, pair: Aligned, row: RunRow) -> bool:
     if row.verdict == DIFFERS and row.why == UNEXPLAINED and (math.isnan(row.inputs) or _reads_more(pair)):
         return True
     numbers = {name for name, *_ in row.given} - {name for name, _ in pair.a[0].call.inputs}
-    is_sure = bool(numbers) or (are_of_one_weight(pair) and _reads_once(judging, pair))
+    is_sure = (bool(numbers) and not row.inputs > UNLIKE) or (are_of_one_weight(pair) and _reads_once(judging, pair))
     unlike = row.inputs if row.is_part or math.isnan(row.difference) else row.difference
     return unlike > UNLIKE and not is_sure
 

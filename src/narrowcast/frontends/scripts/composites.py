@@ -113,13 +113,15 @@ def tell_closed(section: Section) -> None:
             warnings.warn(text, ScriptWarning, stacklevel=2)
         elif on and closed and (rule := _rule_inside(overload.replace("::", "."), item, on)) is not None:
             site = site_in(item.caller, item.node)
-            text = f"narrowcast: {name} ({site}) calls {rule.op} inside, and a script casts its tensors around the whole: "
+            text = (
+                f"narrowcast: {name} ({site}) calls {rule.op} inside, and a script casts its tensors around the whole: "
+            )
             text += f"the rule {rule} does not hold in it. Write what it does, or let the rule be about all arguments"
             warnings.warn(text, ScriptWarning, stacklevel=2)
 
 
 def _rule_inside(op: str, item: Item, on: Iterable[Scope]) -> Rule | None:
-    """Return a rule about one argument, or the result, of the op that this one calls, if one holds where the node is."""
+    """Return a rule about one argument, or the result, of the op that this one calls, if one holds there."""
     called, site = called_by(op, device_of_regions(on)) or op, site_in(item.caller, item.node)
     rules = (r for scope in on for r in policy_of(scope).table.candidates(called, True).per_argument)
     return next((rule for rule in rules if rule.matches_site(site)), None)
