@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -468,3 +469,35 @@ def test_several_boundaries_of_modules_are_exported(by, strict):
         expected = model(x)
     found = nc.export(model, (x,), under=policy, strict=strict).module()(x)
     assert [t.dtype for t in found] == [t.dtype for t in expected] and all(map(torch.equal, found, expected))
+
+
+class Distilled(torch.nn.Module):
+    """A teacher that is not trained."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.student, self.teacher, self.inside = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), inside
+
+    def forward(self, x):
+        if self.inside == "set_grad_enabled":
+            torch.set_grad_enabled(False)
+            aim = self.teacher(x)
+            torch.set_grad_enabled(True)
+            return (self.student(x) - aim).square().mean()
+        with torch.autocast("cpu", enabled=False) if self.inside == "autocast" else nullcontext(), torch.no_grad():
+            aim = self.teacher(x)
+        return (self.student(x) - aim).square().mean()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("inside", ["", "autocast", "set_grad_enabled"])
+@pytest.mark.parametrize("by", ["", "pin", "rule"])
+def test_what_has_no_gradient_in_eager_code_has_none_in_a_program(by, inside, strict):
+    """torch.export loses `no_grad` in an autocast block, which a boundary of a module is, too."""
+    model = Distilled(inside)
+    if by == "pin":
+        nc.pin(model, "fp32")
+    rules = [nc.Rule("module.call", "full", module_class="Distilled")] if by == "rule" else []
+    program = nc.export(model, (torch.randn(4, 8),), under=nc.Policy.native().with_rules(rules), strict=strict).module()
+    program(torch.randn(4, 8)).backward()
+    assert {name for name, p in program.named_parameters() if p.grad is not None} == {"student.weight", "student.bias"}

@@ -306,3 +306,30 @@ def test_a_tensor_that_a_list_got_is_written_through_it():
 def test_what_needs_no_search_has_none():
     """A linear layer casts its weight and goes on."""
     assert "aten::__is__" not in str(nc.script(nn.Linear(4, 4), under="bf16").graph)
+
+
+class Looped(torch.nn.Module):
+    """Reads one weight several times: in a loop, and in either branch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        count = 0
+        while count < 3:
+            x = self.layer(x)
+            count += 1
+        return self.layer(x) if bool(x.sum() > 0) else self.layer(x * 2)
+
+
+@pytest.mark.parametrize("action", ["lower", "to(fp16)", "to(fp64)"])
+def test_a_weight_is_cast_once_in_whatever_format_a_rule_names(action):
+    """So that its gradients add up in that format, as in eager code."""
+    policy, x, gradients = nc.Policy.native().with_rules(nc.Rule("aten.linear", action)), torch.randn(4, 8), []
+    for make in (lambda model: nc.autocast("cpu", policy=policy)(model), lambda model: nc.script(model, under=policy)):
+        model = Looped()
+        make(model)(x).double().sum().backward()
+        gradients.append(model.layer.weight.grad)
+    assert torch.equal(*gradients)

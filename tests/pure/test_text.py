@@ -250,6 +250,15 @@ def test_lint_goes_on_after_what_it_finds():
         assert str(finding) == f"{other}aten.mm.default: lower can never apply: {strong} ({where}) always comes first"
 
 
+@pytest.mark.parametrize("op", ["backward.aten.mm", "dgrad.aten.mm.default", "wgrad.aten.*"])
+def test_lint_knows_rules_about_the_backward(op):
+    """They win over rules about the backward alone."""
+    weak, strong = Rule(op, "lower"), Rule(op, "full")
+    assert found(weak, extends=("native",)) == found(weak, Rule("aten.mm", "full")) == []
+    (finding,) = Policy("p", ((weak,), (strong,)), ()).lint()
+    assert (finding.kind, finding.rule) == ("never matches", weak)
+
+
 def test_lint_knows_rules_about_modules_and_other_libraries():
     """Also where nothing lists their ops."""
     for op in ("module.call", "lib.op.default", "lib.op"):

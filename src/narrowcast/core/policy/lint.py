@@ -52,14 +52,14 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     if rule.argument is not None:
         return None
     table = RuleTable(policy.layers[number:])
-    winners = [table.candidates(op).whole for op in ops]
+    winners = [table.candidates(op, direction=rule.direction).whole for op in ops]
     return None if any(rule in whole for whole in winners) else winners[0][-1]
 
 
 def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[RuleTable, ...]) -> bool:
     if rule.argument is not None or rule.action.kind is Kind.REFUSE:
         return False
-    winners = (table.candidates(op).whole for table in bases for op in ops)
+    winners = (table.candidates(op, direction=rule.direction).whole for table in bases for op in ops)
     return all(whole and whole[0].action == rule.action for whole in winners)
 
 

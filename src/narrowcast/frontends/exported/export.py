@@ -29,7 +29,7 @@ from narrowcast.runtime.torch_bridge import device_type_of
 from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
-from narrowcast.runtime.torch_surface.fx import FakeTensor, all_frames, rename, updated_program
+from narrowcast.runtime.torch_surface.fx import FakeTensor, all_frames, keeping_grad_modes, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
 
 
@@ -123,6 +123,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
         caches_as_in_eager_code(),
         nullcontext() if options.get("strict") else held(torch.overrides, _WHY, has_torch_function=_without_modes),
         all_frames(is_user_file),
+        keeping_grad_modes(),
         called_with(model, args, kwargs or {}),
     ):
         return torch.export.export(model, args, kwargs, **options)

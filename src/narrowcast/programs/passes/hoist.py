@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from narrowcast.formats import fp32
 from narrowcast.programs.passes.readers import cast_inside
 from narrowcast.programs.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step, Why, Writes
 
@@ -93,7 +94,7 @@ def _session(program: Program, step: Step, left: Set[int]) -> int | None:
     if not step.is_cast or step.region is None:
         return None
     region, source = program.regions[step.region], program.values[step.operands[0].value]
-    low = step.value.format is region.facts.low and region.facts.cache
+    kept = region.facts.cache and step.value.format is not fp32  # a weight is in fp32; a rule may name any other format
     maker = program.steps.get(source.id)
     if maker is not None and maker.op == WEIGHT:
         return None
@@ -101,7 +102,7 @@ def _session(program: Program, step: Step, left: Set[int]) -> int | None:
         maker = program.steps.get(maker.operands[0].value, maker)
     passed_on = maker is None or not (maker.computes or maker.id in left)
     may_be = source.weight or (source.type == TENSOR and passed_on)
-    return region.session if low and may_be else None
+    return region.session if kept and may_be else None
 
 
 def _left_early(program: Program) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import FrameSummary, StackSummary
@@ -16,6 +17,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import checkpoint
 
 from narrowcast.runtime.torch_surface.patches import held
+from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST
 
 without_pre_dispatch_mode = proxy_tensor._temp_remove_pre_dispatch_torch_function_mode
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -56,6 +58,27 @@ def all_frames(is_kept: Callable[[str], bool]) -> AbstractContextManager[None]:
         return filtered
 
     return held(torch.fx.proxy.TracerBase, "rules name functions", _filter_traceback_frames=wrap)
+
+
+def keeping_grad_modes() -> AbstractContextManager[None]:
+    """Return a context in which torch.export keeps a `no_grad` block inside an autocast block: it splits the graph
+    there, opens the autocast block anew before each part, and asks whether a part begins with a grad mode.
+    """
+    passes = importlib.import_module("torch._export.passes.replace_set_grad_with_hop_pass")
+
+    def wrap(asked: Callable[..., bool]) -> Callable[..., bool]:
+        def begins(node: torch.fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+            part = getattr(node.graph.owning_module, str(node.target), None) if node.op == "call_module" else None
+            nodes = getattr(part, "graph", torch.fx.Graph()).nodes
+            passed = ("placeholder", "get_attr")
+            first = next((n for n in nodes if n.op not in passed and n.target is not ENTER_AUTOCAST), None)
+            if first is None or first.target is not torch._C._set_grad_enabled:
+                return asked(node, omit_if_same_with_ambient)
+            return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+        return begins
+
+    return held(passes, "no_grad in an autocast block", _is_set_grad_enabled_sub_mod=wrap)
 
 
 def keep_calls(*functions: Callable[..., Any]) -> None:
