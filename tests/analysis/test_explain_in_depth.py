@@ -369,3 +369,30 @@ def test_numbers_that_vmap_converts_are_no_casts():
     explained = nc.explain(step, (), under="bf16", run=True)
     assert explained.failure is None and "not inspected" not in explained.note
     assert nc.diff(nc.capture(step, under="bf16"), nc.capture(step, under="bf16")).verdict == "alike"
+
+
+@pytest.mark.parametrize("makes_data", [False, True])
+def test_a_loop_that_is_a_generator_goes_on_after_it_was_explained(makes_data):
+    """What it computes stays in its frame, which must not hold fake tensors; what the frame names is restored."""
+    torch.manual_seed(0)
+    model, given = torch.nn.Linear(6, 2), torch.randn(16, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def training(model, optimizer):
+        x = torch.randn(16, 6) if makes_data else given
+        while True:
+            loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    steps = training(model, optimizer)
+    if not makes_data:
+        next(steps)  # it has begun, with its own model, which no closure names
+    before = [p.detach().clone() for p in model.parameters()]
+    for run in (False, True):
+        explained = nc.explain(lambda: next(steps), under="bf16", run=run)
+        assert explained.failure is None and "generator" in explained.note, explained
+        assert all(map(torch.equal, before, model.parameters()))
+    assert type(next(steps)) is torch.Tensor and bool(next(steps).isfinite())

@@ -102,7 +102,7 @@ class TestVerdicts:
         """A factor from the model's own iterator differs in each run, so the verdict is nondeterministic."""
         numbers = iter(range(1, 100))
         found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), under="bf16", isolate=0)
-        assert found.verdict == "nondeterministic", found
+        assert found.verdict == "nondeterministic" and not found.todos, found  # what a rule moves, the iterator moves
 
     def test_what_grows_where_terms_cancel_is_inherited_round_off(self):
         """Rounding what is cast moves a sum that cancels by far more than its own unit, and a logarithm shows it."""

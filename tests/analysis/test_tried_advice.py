@@ -253,3 +253,47 @@ def test_what_fp32_rounding_leaves_of_a_sum_is_no_place_where_the_error_grows():
 
     found = nc.compare(Left(), (X,), under="bf16")
     assert found.verdict == "round-off" and found.growth.id.op == "aten.sin.default", found
+
+
+def test_gradients_that_no_rule_helps_get_no_advice_about_outputs():
+    """A rounding that gradients pass straight through moves them by 9 %; nc.repair is about outputs."""
+
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(5)
+            self.encode = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+            self.decode = nn.Linear(3, 16)
+
+        def forward(self, x):
+            z = torch.tanh(self.encode(x).float()) * 4
+            z = z + (z.round() - z).detach()
+            return (self.decode(z / 4).float() - x).pow(2).mean()
+
+    found = nc.compare(Codes(), (torch.randn(20, 16),), under="bf16", backward=True)
+    assert found.verdict == "round-off" and max(g.relative_error for g in found.gradients) > 0.05
+    assert not found.todos, found
+
+
+@pytest.mark.parametrize("factor", [100.0, 400.0])
+def test_what_overflows_in_fp32_at_other_elements_is_the_models_own(factor):
+    """An exponential by hand, in fp32 in either run: which elements overflow is due to what it reads."""
+
+    def by_hand(x):
+        e = torch.exp(factor * x.float())
+        return e / e.sum(-1, keepdim=True)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Between(torch.relu), nn.Linear(16, 8))
+    found = nc.compare(lambda x: by_hand(model(x) * 3), (torch.randn(200, 16),), under="bf16")
+    assert found.verdict == "not compared" and "aten.exp" in found.todos[0].why, found
+
+
+def test_a_run_gets_no_rule_about_a_mask_that_fills_in_infinities():
+    """A row that is masked whole: softmax is NaN, in any format."""
+    masked = torch.zeros(2, 5, dtype=torch.bool)
+    masked[1] = True
+    layer = nn.Linear(8, 8)
+    with torch.no_grad(), nc.capture() as run, nc.autocast("cpu", torch.bfloat16):
+        (layer(torch.randn(2, 5, 8)) @ torch.randn(2, 8, 5)).masked_fill(masked[:, None], -torch.inf).softmax(-1)
+    assert run.verdict == "not finite" and not [todo.rule for todo in run.todos if todo.rule], run.todos

@@ -27,7 +27,7 @@ from narrowcast.observation.trial.trial import Outcome, Trial, has_numbers, tens
 from narrowcast.observation.trial.uncast import NOTHING
 from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import AskedFormat, CallError, Differences, Remedy
+from narrowcast.reports.results.differences import AskedFormat, CallError, Differences, Growth, Remedy
 from narrowcast.runtime.regions.ruling import never_tell_hidden
 from narrowcast.runtime.torch_bridge import FORMATS
 
@@ -125,6 +125,7 @@ class Advising:
 
     def __init__(self, run: RunIn, region: autocast, expected: Outcome, result: Differences, harm: Harm) -> None:
         self._run, self._region, self._expected, self._result, self._harm = run, region, expected, result, harm
+        self._growth: Growth | None = None
 
     def run(self, around: autocast, is_low: bool = False) -> None:
         """Note what helps, or how many runs were tried in vain. around: the reference's region. is_low: the code has
@@ -136,7 +137,8 @@ class Advising:
             is_region = is_low and self._result.verdict == verdicts.ROUND_OFF
             self._result.remedy = self._remedy(error) if is_region else None
             return
-        self._result.growth = flow.growth(self._result.rows, VISIBLE * self._epsilon)
+        self._growth = flow.growth(self._result.rows, VISIBLE * self._epsilon)
+        self._result.growth = None if self._harm.parameter else self._growth  # that of gradients grows in the backward
         self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
 
     # -- lines that ask for a low format -------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ class Advising:
 
     def _to_blame(self) -> list[CallId]:
         """Return the first call at fault, that where the error grows, and the worst; of a backward call its forward."""
-        result, growth = self._result, self._result.growth
+        result, growth = self._result, self._growth
         rows = [*result.faults[:1], *(row for row in result.worst if row.verdict not in verdicts.AT_FAULT)]
         blamed = [row.forward or row.id for row in rows]
         blamed[len(result.faults[:1]) : 0] = [growth.id] if growth is not None else []

@@ -52,13 +52,17 @@ _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has n
 
 def name_not_finite(result: Differences, reference: Watching, here: Watching, is_itself: bool) -> None:
     """Name the call that makes what is not finite under the policy alone, and, if is_itself, the reference's own. What
-    a scaler skips a step for is intended: then nothing is compared.
+    a scaler skips a step for is intended: then nothing is compared. Nor where the calls that make it are the
+    reference's, whichever elements they make so.
     """
     result.not_finite = first_not_finite(reference, here)
     result.reference_not_finite = reference.first if is_itself else None
     if result.verdict == verdicts.NOT_FINITE and here.first is None and FOR_SCALER in here.intentional:
         result.verdict = verdicts.NOT_COMPARED
         result.notes.append(notes.SKIPPED)
+    is_same = None not in (here.first, result.reference_not_finite) and result.not_finite is None
+    if result.verdict == verdicts.NOT_FINITE and is_same:
+        result.verdict = verdicts.NOT_COMPARED
 
 
 def bound_of(outputs: Sequence[OutputError], band: float, low: torch.dtype) -> float:

@@ -196,6 +196,9 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     why, device_type = "", asked.device_type
     failed: Exception | None = None
     has_meta = any(tensor.is_meta for tensor in trial.weights())
+    process = trial.process()
+    if process is not None and process.is_suspended and not real:
+        real, why = True, "A generator keeps what it computes, which must not be fake tensors."
     if not real:
         try:
             flow = EagerFlow((region.policy,))

@@ -57,6 +57,11 @@ class Process:
         """The models, optimizers and parameters that the variables of the function name, with these names."""
         return [] if self._variables is None else self._variables.met
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the function goes on with a generator, which keeps what it computes."""
+        return self._variables is not None and self._variables.is_suspended
+
     def hold_optimizers(self) -> None:
         """Copy what the optimizers that they name may write to: of code whose ops and steps are not seen."""
         for _, met in self.met:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from operator import is_
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ _NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = (set, bytearray, array)
 _OF_MODULES = frozenset(vars(Module()))
 _CACHE = type(lru_cache(int))
-_HOLDING = (list, tuple, deque, dict, FunctionType, MethodType, np.ndarray, _CACHE)
+_HOLDING = (list, tuple, deque, dict, FunctionType, GeneratorType, MethodType, np.ndarray, _CACHE)
 _LOOKED_INTO = (*_HOLDING, *_NAMESPACES, *_NUMBERS, *_GENERATORS)
 """What is restored in containers, beside objects of the user's files."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
@@ -50,11 +50,13 @@ class Variables:
     too: what its classes and their files hold.
 
     met: modules, parameters, other tensors that are trained, and optimizers that they name, which are not looked into;
-    each with its variable's or attribute's name.
+    each with its variable's or attribute's name. is_suspended: a generator is among them, whose frame keeps what it
+    computes, and goes on where it was left.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.met: list[tuple[str, Any]] = []
+        self.is_suspended = False
         self._cells: list[tuple[CellType, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._named: list[tuple[dict[Any, Any], dict[Any, Any], bool]] = []
@@ -138,6 +140,11 @@ class Variables:
                 self._look(one, name=key if isinstance(key, str) else f"args.{key}")
         elif isinstance(value, FunctionType):
             self._look_around(value)
+        elif isinstance(value, GeneratorType):
+            self.is_suspended = True
+            frame = value.gi_frame
+            for variable, one in dict(frame.f_locals if frame is not None else {}).items():
+                self._look(one, name=variable)
         elif isinstance(value, staticmethod | classmethod):
             self._look(value.__func__)
         elif isinstance(value, _CACHE):

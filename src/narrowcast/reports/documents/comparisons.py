@@ -42,6 +42,7 @@ from narrowcast.reports.results.verdicts import (
     AT_FAULT,
     EXACT,
     FAULT,
+    NONDETERMINISTIC,
     NOT_COMPARED,
     NOT_FINITE,
     NOT_JUDGED,
@@ -182,7 +183,7 @@ def _todos(result: Differences) -> list[Todo]:
         reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
         return [Todo(f"Fix what is not finite in {reference} either", "nc.watch() saw no call that made it")]
     is_made = not result.policy
-    faults_only = result.verdict in (*SOUND, NOT_JUDGED) or (is_made and result.verdict == NOT_FINITE)
+    faults_only = result.verdict in (*SOUND, NOT_JUDGED, NONDETERMINISTIC) or (is_made and result.verdict == NOT_FINITE)
     return once(advice_todos(result) or error_todos(_worst(result.rows), faults_only, is_made))
 
 

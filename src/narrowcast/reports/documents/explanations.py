@@ -14,7 +14,7 @@ from narrowcast.reports.documents.words import in_time, place
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, NOT_JUDGED
+from narrowcast.reports.results.verdicts import AT_FAULT, NONDETERMINISTIC, NOT_COMPARED, NOT_JUDGED
 
 SLOWER = 1.05
 _APART = 0.1
@@ -212,7 +212,7 @@ def _todos(result: Explanation) -> list[Todo]:
         is_by_casts = bool(on) and comparison.casts_ms > more_ms / 2
         of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
     todos += [*of_casts, *unhelped]
-    is_open = comparison is not None and differences.verdict in (NOT_COMPARED, NOT_JUDGED)
+    is_open = comparison is not None and differences.verdict in (NOT_COMPARED, NOT_JUDGED, NONDETERMINISTIC)
     if comparison is not None and not (is_sound or differences.tried or is_open):
         todos += comparisons.error_todos(comparison.worst)[:1]
     if comparison is None and failure is None and not result.has_stand_in:

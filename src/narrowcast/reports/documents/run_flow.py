@@ -109,7 +109,8 @@ class RunFlow:
             clean = all(facts.is_finite for facts in read)
             inputs = ", and its inputs are" if clean else "; nor are its inputs"
             node.finding = f"{next(iter(bad))} is not finite{inputs}"
-            overflows = not (any(facts.nan for facts in bad.values()) or call.may_be_at_pole(read))
+            has_nan = any(facts.nan for facts in bad.values())
+            overflows = not (has_nan or call.may_be_at_pole(read) or call.is_given_infinities(read))
             self.overflowing += [node] * (clean and overflows)
         return node
 

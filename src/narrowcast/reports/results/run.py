@@ -132,9 +132,7 @@ class Run(Result):
             inputs, outputs = ([self.tensors[n] for _, n in those] for those in (call.inputs, call.returned))
             has_nan = any(t.nan for t in outputs)
             if all(t.is_finite for t in inputs):
-                is_filled_in = any(value in ("inf", "-inf") for _, value in call.given)
-                is_at_pole = end_finite and call.may_be_at_pole(inputs)
-                is_meant = is_filled_in or is_at_pole or any(t.is_mask for t in inputs)
+                is_meant = call.is_given_infinities(inputs) or (end_finite and call.may_be_at_pole(inputs))
                 if has_nan or not is_meant:
                     return call
             elif has_nan and not any(t.nan for t in inputs):

@@ -144,6 +144,10 @@ class CallRecord:
         """The op without its namespace and overload."""
         return self.id.op.split(".")[1]
 
+    def is_given_infinities(self, inputs: Iterable[TensorFacts]) -> bool:
+        """Return whether it fills in infinities as it was asked to, or reads a mask, whose numbers become some."""
+        return any(value in ("inf", "-inf") for _, value in self.given) or any(t.is_mask for t in inputs)
+
     def may_be_at_pole(self, inputs: Iterable[TensorFacts]) -> bool:
         """Return whether it may be infinite, or NaN, for an input is zero; what whole numbers hold is not known."""
         return self.name in named("finite.not_at_zero") and any(t.zeros or not t.inspected for t in inputs)
