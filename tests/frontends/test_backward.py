@@ -188,6 +188,44 @@ def test_wgrad_in_fp32_is_nearer_to_exact():
     assert errors["fp32"] < errors["bf16"]
 
 
+def _hidden(x, layer):
+    return torch.tanh(layer(x))
+
+
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = two_layers()[0], nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.last(_hidden(x, self.first))
+
+
+@pytest.mark.parametrize(
+    ("where", "changed"),
+    [
+        ({}, {"first", "last"}),
+        ({"module": "last"}, {"last"}),
+        ({"module": "fir*"}, {"first"}),
+        ({"module_class": "Linear"}, {"first", "last"}),
+        ({"module_class": "Conv2d"}, set()),
+        ({"function": "*._hidden"}, {"first"}),
+        ({"function": "*InParts.forward"}, {"first", "last"}),
+    ],
+)
+def test_a_rule_about_the_backward_holds_where_the_calls_of_the_forward_are(where, changed):
+    """A call of the backward has the place of the call whose gradients it makes: module, class, function."""
+    torch.manual_seed(0)
+    model, x, found = InParts(), torch.randn(64, 16), []
+    for rules in ([], [nc.Rule("wgrad.aten.mm", "full", **where)]):
+        model.zero_grad()
+        policy = nc.Policy.native().with_rules(rules)
+        nc.compile(model, under=policy, backend="aot_eager")(x).float().square().sum().backward()
+        found.append({name: part.weight.grad.clone() for name, part in model.named_children()})
+        torch._dynamo.reset()
+    assert {name for name in found[0] if not torch.equal(found[0][name], found[1][name])} == changed
+
+
 def test_another_rule_is_another_graph():
     """Also where AOTAutograd's caches know nothing of rules."""
     model, x = two_layers(), torch.randn(4, 16)

@@ -180,7 +180,7 @@ class GraphBackend:
             if callable(earlier):
                 joint = earlier(joint, joint_inputs)
             start = time.perf_counter()
-            reading, outcome = edit_joint(joint, regions, rules, weights)
+            reading, outcome = edit_joint(joint, regions, rules, weights, explicit)
             if rules is not None:
                 _check_joint(joint, rules)
             report.joint_before, report.joint_after = reading.program, outcome.program

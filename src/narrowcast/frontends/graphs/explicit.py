@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.decide import Region
 from narrowcast.core.ops import named
-from narrowcast.core.policy import Policy
+from narrowcast.core.policy import Policy, Site
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.capture import capture
 from narrowcast.frontends.graphs.levels import Ambient
@@ -105,18 +105,21 @@ def refuse_scripts(verb: str, model: object) -> None:
 
 
 def edit_joint(
-    graph: GraphModule, regions: Mapping[str, Region], rules: Policy | None, weights: frozenset[int]
+    graph: GraphModule, regions: Mapping[str, Region], rules: Policy | None, weights: frozenset[int], forward: Explicit
 ) -> tuple[ReadGraph, PassResult]:
     """Change a joint graph in place.
 
     regions: by device type, for the low format that rules about the backward mean. rules: those rules alone.
-    weights: numbers of the primals that are weights.
+    weights: numbers of the primals that are weights. forward: its graph; a call of the backward is where the call is
+    whose gradients it makes.
     """
-    ambient = Ambient()
+    ambient, places = Ambient(), dict[Node, Site]()
     if rules is not None:
         ambient = Ambient({d: Prepared(facts, rules.resolve(d)) for d, facts in regions.items()})
+        steps, origins = forward.outcome.program.steps, forward_nodes(graph.graph.nodes, forward.nodes)
+        places = {node: steps[origin].site for node, origin in origins.items() if origin in steps}
     with collector_paused():
-        reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights))
+        reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights), places=places)
         outcome, _ = write_passes(reading, AFTER_AUTOGRAD, assigns=rules is not None, lowered=True)
     return reading, outcome
 
@@ -152,14 +155,22 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
 
 def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, int]:
     """Return for each step of a joint graph the step of the forward graph that it was, or whose gradients it makes.
+    written: the nodes of that graph by step.
+    """
+    origins = forward_nodes(joint.nodes.values(), written)
+    return {step: origins[node] for step, node in joint.nodes.items() if node in origins}
 
-    written: the nodes of that graph by step. AOTAutograd notes on each node which one it came from, and numbers what
-    autograd recorded: a node of the backward has the number of the forward's. Nothing for nodes without such notes.
+
+def forward_nodes(nodes: Iterable[Node], written: Mapping[int, Node]) -> dict[Node, int]:
+    """Return for each node of a joint graph the step of the forward graph that it was, or whose gradients it makes.
+
+    AOTAutograd notes on each node which one it came from, and numbers what autograd recorded: a node of the backward
+    has the number of the forward's. Nothing for nodes without such notes.
     """
     by_name = {node.name: step for step, node in written.items()}
     by_number: dict[Any, int] = {}
-    origins: dict[int, int] = {}
-    for step, node in joint.nodes.items():
+    origins: dict[Node, int] = {}
+    for node in nodes:
         sources, number = node.meta.get("from_node"), node.meta.get("seq_nr")
         if node.meta.get("partitioner_tag") == "is_backward":
             origin = by_number.get(number)
@@ -168,7 +179,7 @@ def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, in
             if origin is not None and number is not None:
                 by_number[number] = origin
         if origin is not None:
-            origins[step] = origin
+            origins[node] = origin
     return origins
 
 

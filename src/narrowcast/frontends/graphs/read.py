@@ -57,20 +57,29 @@ def read_graph(
     flags: Flags | None = None,
     grad_mode: bool = True,
     joint: Mapping[Node, str] | None = None,
+    places: Mapping[Node, Site] | None = None,
 ) -> ReadGraph:
     """Return the graph as a program; it is not changed.
 
     flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
-    than forward.
+    than forward. places: of nodes that do not note it, where they are.
     """
-    return _GraphReader(name, ambient, flags or {}, grad_mode, joint or {}).run(graph)
+    return _GraphReader(name, ambient, flags or {}, grad_mode, joint or {}, places or {}).run(graph)
 
 
 class _GraphReader:
-    def __init__(self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        ambient: Ambient,
+        flags: Flags,
+        grad_mode: bool,
+        joint: Mapping[Node, str],
+        places: Mapping[Node, Site],
+    ) -> None:
         self.name = name
         self.flags = flags
-        self.joint = joint
+        self.joint, self.places = joint, places
         self.outside = ambient.outside
         self.numbering = Numbering(ambient.outside.begins)
         self.grad_mode = grad_mode
@@ -187,7 +196,7 @@ class _GraphReader:
         return self._placed(node, step, number)
 
     def _placed(self, node: Node, step: Step, number: int = 1) -> Step:
-        direction, site = self.joint.get(node, "forward"), self._site(node)
+        direction, site = self.joint.get(node, "forward"), self.places.get(node) or self._site(node)
         return replace(step, grad_mode=self.grad_mode, direction=direction, site=site, number=number)
 
     # -- gradients that in-place ops bring to what shares memory with their target
