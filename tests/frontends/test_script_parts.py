@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -486,3 +487,63 @@ def test_recurrent_layers_keep_their_pins_and_rules_in_scripts(kind, asked):
     with torch.no_grad():
         found = scripted(x)
     assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+class Tied(nn.Module):
+    """A product, and its weight read by another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias) @ self.weight
+
+
+def test_rules_about_all_arguments_of_a_call_make_its_result():
+    """A call whose tensors are all kept in fp32 gives fp32, whatever its own rule says; what reads that is cast."""
+    rules = [nc.Rule("aten.linear", "to(fp32)", argument=argument) for argument in ("weight", "bias", "input")]
+    policy, model, x = nc.Policy.native().with_rules(rules), Tied(), torch.randn(4, 8)
+    with nc.autocast("cpu", policy=policy):
+        expected = model(x)
+    assert torch.equal(nc.script(model, under=policy)(x), expected)
+
+
+LAYERS = {"lstm": Recurrent, "gru": WithGRU, "rnn_tanh": WithRNN}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("rule", ["full", "lower", "to(fp16)", "in a function", "linear in a function"])
+def test_rules_about_recurrent_ops_themselves_hold_in_scripts_and_traces(name, rule):
+    """Not only those about the op that each calls; in a trace those about functions, too."""
+    op, where = ("linear" if rule.startswith("linear") else name), {}
+    action = "full" if rule.endswith("function") else rule
+    if rule.endswith("function"):
+        where = {"function": "*Recurrent.forward*"}
+    policy = nc.Policy.native().with_rules(nc.Rule(f"aten.{op}", action, **where))
+    model, x = LAYERS[name](), torch.randn(3, 2, 8)
+    with torch.no_grad(), nc.autocast("cpu", torch.bfloat16, policy=policy):
+        expected = model(x)
+    made = [nc.trace(model, (x,), under=policy)] + [nc.script(model, under=policy)] * (not where)
+    for each in made:
+        with torch.no_grad():
+            found = each(x)
+        pairs = list(zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True))
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def test_actions_that_compare_formats_of_lists_are_refused():
+    """TorchScript's own text was that a bug be reported to PyTorch."""
+    with pytest.raises(RefusedError, match="compares formats of lists"):
+        nc.script(Recurrent(), under=nc.Policy.native().with_rules(nc.Rule("aten.lstm", "inside")))
+
+
+def test_a_trace_warns_of_ops_inside_which_eager_code_casts():
+    """As a script does."""
+    model, x = nn.Bilinear(5, 6, 4), (torch.randn(3, 5), torch.randn(3, 6))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nc.trace(model, x, under="bf16", check_trace=False)
+        nc.trace(model, x, under=nc.Policy.native().with_rules(nc.Rule("aten.bilinear", "lower")), check_trace=False)
+    assert sum("aten.bilinear" in str(w.message) and "casts in this region" in str(w.message) for w in caught) == 1

@@ -80,10 +80,11 @@ def test_the_casts_of_a_weight_in_one_session_are_one_before_the_first():
     assert hoisted(WEIGHTS.replace(" weight", "")) == []
 
 
-@pytest.mark.parametrize("facts", ["cpu bf16 enabled uncached", "cpu fp16 enabled cached"])
-def test_what_the_weight_cache_would_not_keep_is_not_hoisted(facts):
-    """Without a cache, or to another format than the region's."""
-    assert hoisted(WEIGHTS, regions=f"region 0: {facts} session 1 policy native") == []
+def test_what_the_weight_cache_would_not_keep_is_not_hoisted():
+    """Without a cache, or to the format of weights; any other format than the region's is kept, as a rule names it."""
+    assert hoisted(WEIGHTS, regions="region 0: cpu bf16 enabled uncached session 1 policy native") == []
+    assert hoisted(WEIGHTS.replace("bf16", "fp32")) == []
+    assert hoisted(WEIGHTS, regions="region 0: cpu fp16 enabled cached session 1 policy native") == [(4, (4, 6))]
     user_s = WEIGHTS.replace(" in 0", "")
     assert hoisted(user_s) == []
 

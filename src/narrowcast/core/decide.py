@@ -340,4 +340,9 @@ def _override(
         if a.name in wanted and (floats if a.name in exactly else eligible)[position]:
             dst = wanted[a.name]
             formats[position] = dst if dst is not a.format else None
-    return replace(plan, formats=tuple(formats), argument_rules=overrides, results=tuple(results.values()))
+    computes_in = plan.computes_in
+    if wanted and computes_in is not None:  # the call as a whole is no longer in one format, or in another
+        read = {dst or a.format for a, dst, is_float in zip(call.arguments, formats, floats, strict=True) if is_float}
+        computes_in = read.pop() if len(read) == 1 else None
+    found, outputs = tuple(formats), tuple(results.values())
+    return replace(plan, formats=found, argument_rules=overrides, results=outputs, computes_in=computes_in)

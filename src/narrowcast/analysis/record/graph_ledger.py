@@ -48,7 +48,7 @@ def compare_with_eager(
     if not graphs or any(g.fallback or g.broken_by for g in graphs):
         return (), other
     ops = {step.op for g in graphs if g.after is not None for step in g.after.steps.values()}
-    if ops & {f"higher_order.{name}" for name in named("inside.branches")}:
+    if ops & named("inside.branches"):
         return (), f"{other}. {_BRANCHES}" if other else _BRANCHES
     return decision_differences(eager, graph, names), other
 

@@ -15,7 +15,7 @@ from typing import Any
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.decorated import check_class
-from narrowcast.frontends.scripts.places import site_of
+from narrowcast.frontends.scripts.places import functions_around, site_of
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.runtime.sites.python_stack import is_user_file
 from narrowcast.runtime.torch_surface.jit import compiled_methods, find_type, inserting_after
@@ -113,9 +113,10 @@ def site_in(caller: Site, node: Any) -> Site:
     path = caller.module_path or _path_in_hierarchy(node)
     if caller.file and not _is_users(file):
         file, line = caller.file, caller.line
-    if not (path or file or caller.functions or caller.classes or caller.around):
+    functions = functions_around(node) + caller.functions
+    if not (path or file or functions or caller.classes or caller.around):
         return NOWHERE
-    return Site(path, caller.classes, caller.functions, file, line, caller.around)
+    return Site(path, caller.classes, functions, file, line, caller.around)
 
 
 def set_names(graph: Any) -> set[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from narrowcast.core.ops import called_by
+from narrowcast.core.policy import Policy, Site
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.runtime.torch_bridge import OpFacts, find_registered, op_facts
-from narrowcast.runtime.torch_surface.dispatch import parse_schema
+from narrowcast.runtime.torch_surface.dispatch import op_name, parse_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,19 @@ def decided_as_itself(op: str, device_type: str) -> bool:
     return called_by(op, device_type) is None
 
 
-def decided_as(node: Any, facts: OpFacts, device_type: str) -> str:
-    """Return the op about which policies are asked: the one that a composite op, or a traced convolution, calls."""
+def decided_as(
+    node: Any, facts: OpFacts, device_type: str, policies: Iterable[Policy], site: Callable[[], Site]
+) -> str:
+    """Return the op about which policies are asked: the one that a composite op, or a traced convolution, calls. A
+    composite op of which a rule itself holds at this site is decided as a whole.
+    """
+    called = _called(node, facts, device_type)
+    if called == facts.id or op_name(facts.op) in _TRACED:
+        return called
+    return facts.id if any(_holds(policy, facts.id, site) for policy in policies) else called
+
+
+def _called(node: Any, facts: OpFacts, device_type: str) -> str:
     name = facts.id.rpartition(".")[0]
     if name == "aten.nll_loss_nd":
         return "aten.nll_loss.default"  # lists say the same of nll_loss2d
@@ -43,9 +55,19 @@ def decided_as(node: Any, facts: OpFacts, device_type: str) -> str:
         return padding_called(node) or facts.id
     if name == "aten.einsum" and not _sums(node):
         return facts.id
-    if name in ("aten._convolution", "aten._convolution_mode"):
+    if op_name(facts.op) in _TRACED:
         return _convolution_called(node, name) or facts.id
     return called_by(facts.id, device_type) or facts.id
+
+
+_TRACED = ("_convolution", "_convolution_mode")
+"""What traces have of convolutions, whose ops eager code has."""
+
+
+def _holds(policy: Policy, op: str, site: Callable[[], Site]) -> bool:
+    known = policy.table.candidates(op, True)
+    rules = (*known.whole, *known.per_argument)
+    return any(rule.matches_site(site()) for rule in rules)
 
 
 def _sums(node: Any) -> bool:

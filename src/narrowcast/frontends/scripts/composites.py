@@ -6,11 +6,11 @@ Eager autocast works so by itself: such an op has no autocast kernel, and the op
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from narrowcast.core.ops import called_by, named
-from narrowcast.core.policy import Policy, Rule
+from narrowcast.core.policy import Policy, Rule, Site
 from narrowcast.errors import ScriptWarning
 from narrowcast.frontends.scripts import products
 from narrowcast.frontends.scripts.callers import site_in
@@ -50,6 +50,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
         graph.setInsertPoint(node)
+        start = graph.insertConstant(None).node()
         if node.kind() == _GRU:
             outs = products.insert_gru(graph, node)
             if outs is None:
@@ -58,12 +59,23 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
             outs = list(graph.insertGraph(graph_of(_formula(node)), list(node.inputs())))
             if node.outputsSize() > 1:
                 outs = list(graph.insertNode(graph.create("prim::TupleUnpack", outs, node.outputsSize())).outputs())
+        for inner in node.owningBlock().nodes():
+            if start.isBefore(inner) and inner.isBefore(node):
+                _place(inner, node)
         for old, new in zip(node.outputs(), outs, strict=True):
             new.setType(old.type())
             old.replaceAllUsesWith(new)
         node.destroy()
         opened = True
     return opened
+
+
+def _place(inner: Any, node: Any) -> None:
+    """Place what stands for a node, with all that is in it, where that node is."""
+    inner.copyMetadata(node)
+    for block in inner.blocks():
+        for each in block.nodes():
+            _place(each, node)
 
 
 def traced_inside() -> list[str]:
@@ -102,27 +114,48 @@ def _formula(node: Any) -> Callable[..., Any] | None:
 def tell_closed(section: Section) -> None:
     """Warn of ops inside which eager autocast casts, and a script does not."""
     for item in section.walk():
-        kind, on = item.node.kind(), [scope for scope in item.scopes.values() if scope.enabled is not False]
-        overload, _, _ = (item.node.schema() or "").partition("(")
-        name = kind.replace("::", ".")
-        closed = name.removeprefix("aten.") in named("inside.closed")
-        if on and closed and decided_as_itself(overload.replace("::", "."), device_of_regions(on)):
-            site = site_in(item.caller, item.node)
-            text = f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
-            text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
-            warnings.warn(text, ScriptWarning, stacklevel=2)
-        elif on and closed and (rule := _rule_inside(overload.replace("::", "."), item, on)) is not None:
-            site = site_in(item.caller, item.node)
-            text = (
-                f"narrowcast: {name} ({site}) calls {rule.op} inside, and a script casts its tensors around the whole: "
-            )
-            text += f"the rule {rule} does not hold in it. Write what it does, or let the rule be about all arguments"
-            warnings.warn(text, ScriptWarning, stacklevel=2)
+        node, on = item.node, [scope for scope in item.scopes.values() if scope.enabled is not False]
+        if not on or not _is_closed(node):
+            continue
+        site, device_type = site_in(item.caller, node), device_of_regions(on)
+        if decided_as_itself(_overload(node), device_type):
+            tell_of_inside(node, site)
+        elif (rule := _rule_inside(_overload(node), site, on)) is not None:
+            text = f"narrowcast: {_name(node)} ({site}) calls {rule.op} inside, and a script casts its tensors around "
+            text += f"the whole: the rule {rule} does not hold in it. Write what it does, or let the rule be about all "
+            warnings.warn(f"{text}arguments", ScriptWarning, stacklevel=3)
 
 
-def _rule_inside(op: str, item: Item, on: Iterable[Scope]) -> Rule | None:
+def tell_of_inside(node: Any, site: Site) -> None:
+    """Warn that a script does not cast inside of an op as eager code does."""
+    text = f"narrowcast: {_name(node)} ({site}) calls ops inside that eager code casts in this region; "
+    text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
+    warnings.warn(text, ScriptWarning, stacklevel=4)
+
+
+def is_closed(node: Any, policies: Iterable[Policy], device_type: str) -> bool:
+    """Return whether eager code casts inside of what a trace has recorded as one op, and a script does not: no rule is
+    about the op itself, with which it would be recorded cast.
+    """
+    is_known = decided_as_itself(_overload(node), device_type) and not is_composite(node)
+    return _is_closed(node) and is_known and not any(_rules_about(policy, node) for policy in policies)
+
+
+def _is_closed(node: Any) -> bool:
+    return _name(node).removeprefix("aten.") in named("inside.closed")
+
+
+def _name(node: Any) -> str:
+    return str(node.kind()).replace("::", ".")
+
+
+def _overload(node: Any) -> str:
+    return str((node.schema() or "").partition("(")[0]).replace("::", ".")
+
+
+def _rule_inside(op: str, site: Site, on: Sequence[Scope]) -> Rule | None:
     """Return a rule about one argument, or the result, of the op that this one calls, if one holds there."""
-    called, site = called_by(op, device_of_regions(on)) or op, site_in(item.caller, item.node)
+    called = called_by(op, device_of_regions(on)) or op
     rules = (r for scope in on for r in policy_of(scope).table.candidates(called, True).per_argument)
     return next((rule for rule in rules if rule.matches_site(site)), None)
 

@@ -12,14 +12,24 @@ import torch
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import ScriptError
 from narrowcast.frontends.scripts.boundaries import enter_call
-from narrowcast.frontends.scripts.callers import keep_norms, norms_kept, path_of, set_names
+from narrowcast.frontends.scripts.callers import keep_norms, norms_kept, path_of, set_names, site_in
 from narrowcast.frontends.scripts.calls import decided_as, device_of_regions, facts_of, is_optional_tensor
 from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.frontends.scripts.composites import open_composites, tell_closed
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import region_class
-from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, passage, value_of
+from narrowcast.frontends.scripts.scopes import (
+    ANYWHERE,
+    Item,
+    Scanner,
+    Scope,
+    Scopes,
+    Section,
+    passage,
+    policy_of,
+    value_of,
+)
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
 from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.runtime.sites.graph_nodes import MARK, number_of
@@ -345,7 +355,8 @@ def _number(item: Item, counts: Counts, begins: bool) -> None:
     rules = [scope for scope in item.scopes.values() if scope.enabled is not False]
     if facts is None or not rules or passage(item.node) is not None:
         return
-    key = (item.call, decided_as(item.node, facts, device_of_regions(rules)))
+    site = partial(site_in, item.caller, item.node)
+    key = (item.call, decided_as(item.node, facts, device_of_regions(rules), map(policy_of, rules), site))
     before = counts.get(key, 0)
     is_known = before != _LOST and (begins or item.call) and all(scope.enabled is True for scope in rules)
     counts[key] = before + 1 if is_known else _LOST

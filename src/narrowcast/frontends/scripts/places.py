@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import Origin
+from narrowcast.runtime.sites.graph_nodes import function_at
 from narrowcast.runtime.sites.python_stack import is_user_file
 
 _FRAME = re.compile(r"(.+)\((\d+)\): ")
+_TRACER = str(Path("torch", "jit", "_trace.py"))
 
 
 def shown_at(node: Any) -> tuple[Origin, ...]:
@@ -20,6 +24,13 @@ def shown_from(node: Any) -> tuple[Origin, ...]:
     """Return the place of a node, or of the first node behind it with a known one."""
     behind = (other for other in node.owningBlock().nodes() if other.isAfter(node))
     return next(filter(None, map(shown_at, (node, *behind))), ())
+
+
+def functions_around(node: Any) -> tuple[str, ...]:
+    """Return the user's functions, in what was traced, that met a node, the innermost first; nothing for a script's."""
+    frames = (_FRAME.match(line) for line in node.sourceRange().splitlines())
+    inside = takewhile(lambda frame: not frame[1].endswith(_TRACER), filter(None, frames))
+    return tuple(function_at(frame[1], int(frame[2])) for frame in inside if is_user_file(frame[1]))
 
 
 def shown_in(text: str) -> tuple[Origin, ...]:

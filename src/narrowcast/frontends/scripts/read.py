@@ -204,6 +204,8 @@ class ReadScript:
         kind = plan.rule.action.kind
         if opened.open and kind is not Kind.FOLLOW:
             return TENSOR
+        if any(not rule.is_about_result for _, rule in plan.argument_rules):
+            return plan.computes_in.name if plan.computes_in is not None else TENSOR
         if kind is Kind.LOWER:
             return opened.facts.low.name
         if kind is Kind.FULL or plan.set_dtype or plan.append_dtype:
@@ -278,9 +280,11 @@ class ReadScript:
                 region=regions[0] if regions else None, grad_mode=item.grad_mode, site=site, others=regions[1:],
             )  # fmt: skip
         device_type = calls.device_of_regions(item.scopes.values())
+        policies = [self.policies[self.opened[number].policy] for number in regions]
+        op = calls.decided_as(node, facts, device_type, policies, lambda: site)
+        is_itself = op == facts.id or calls.decided_as_itself(facts.id, device_type)
         return Step(
-            Value(-1, OTHER), calls.decided_as(node, facts, device_type), operands,
-            "" if calls.decided_as_itself(facts.id, device_type) else COMPOSITE, given, facts.computes,
+            Value(-1, OTHER), op, operands, "" if is_itself else COMPOSITE, given, facts.computes,
             regions[0] if regions else None, item.grad_mode,
             effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:], number=item.number,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from narrowcast.frontends.scripts import scripted
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.calls import device_of_regions
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
-from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
+from narrowcast.frontends.scripts.composites import casts_inside, is_closed, tell_of_inside, traced_inside
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import region_class
@@ -161,6 +161,9 @@ def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name:
     policies = [policy_of(scope) for scope in scopes.values()]
     device_type = device_of_regions(scopes.values())
     inside = [node for node in graph.nodes() if policies and casts_inside(node, policies, device_type)]
+    for node in graph.nodes():
+        if policies and is_closed(node, policies, device_type):
+            tell_of_inside(node, site_in(NOWHERE, node))
     if not inside:
         switch_off(graph, regions)
         return

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.refusals import origins
+from narrowcast.errors import RefusedError
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
 from narrowcast.frontends.scripts.memory import Leaves
@@ -235,6 +237,9 @@ class Writer:
         values = [self._value(o.value) for o in step.operands]
         function = {"promote": runtime.promote, "align": runtime.align, "inside": runtime.inside}[step.constants]
         is_list = len(values) == 1 and is_tensor_list(values[0])
+        if not is_list and any(map(is_tensor_list, values)):
+            asked, found = f"action {step.constants} for a call in a script", "it compares formats of lists of tensors"
+            raise RefusedError(asked, found, origins(step.site, None), 'Name the format, action = "full" for example.')
         given = values[0] if is_list else self._list(values)
         optional = None
         if not is_list and any(map(is_optional_tensor, values)):

@@ -129,7 +129,7 @@ def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outsi
         return NOWHERE
     users = [frame for frame in frames if is_user_file(frame[0])]
     file, line = users[-1] if users else (outside.site.file, outside.site.line)
-    functions = tuple(_function(*frame) for frame in reversed(users))
+    functions = tuple(function_at(*frame) for frame in reversed(users))
     around = outside.site.functions
     if functions and around and functions[-1] == around[0]:
         around = around[1:]
@@ -202,7 +202,7 @@ def _members(module: Module) -> Mapping[str, Module]:
 
 
 @lru_cache(maxsize=4096)
-def _function(file: str, line: int) -> str:
+def function_at(file: str, line: int) -> str:
     """Return the qualified name of the function around a line, `package.module.Class.method`."""
     qualname = next((name for start, end, name in _functions(file) if start <= line <= end), "<module>")
     return f"{_module_name(file)}.{qualname}"
