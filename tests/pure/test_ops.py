@@ -10,8 +10,8 @@ from narrowcast.core.ops import FAMILIES, called_by, named, op_kind, written_as
 
 FOLDER = Path(narrowcast.__file__).parent
 TABLE = tomllib.loads((FOLDER / "core/ops/facts.toml").read_text(encoding="utf-8"))
-FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key, names in rows.items()
-         if "aten." not in key and "higher_order." not in names]  # fmt: skip
+NAMED = {f"{table}.{key}": names for table, rows in TABLE.items() for key, names in rows.items() if "aten." not in key}
+FACTS = [fact for fact, names in NAMED.items() if "higher_order." not in names]
 
 
 def packets():

@@ -71,7 +71,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
 
 
 def _place(inner: Any, node: Any) -> None:
-    """Place what stands for a node, with all that is in it, where that node is."""
+    """Place a node that replaces another, with all that is in it, where that one is."""
     inner.copyMetadata(node)
     for block in inner.blocks():
         for each in block.nodes():

@@ -62,7 +62,7 @@ def all_frames(is_kept: Callable[[str], bool]) -> AbstractContextManager[None]:
 
 def keeping_grad_modes() -> AbstractContextManager[None]:
     """Return a context in which torch.export keeps a `no_grad` block inside an autocast block: it splits the graph
-    there, opens the autocast block anew before each part, and asks whether a part begins with a grad mode.
+    there, opens the autocast block again before each part, and asks whether a part begins with a grad mode.
     """
     passes = importlib.import_module("torch._export.passes.replace_set_grad_with_hop_pass")
 
