@@ -11,7 +11,7 @@ from narrowcast.errors import Origin
 from narrowcast.runtime.sites.graph_nodes import function_at
 from narrowcast.runtime.sites.python_stack import is_user_file
 
-_FRAME = re.compile(r"(.+)\((\d+)\): ")
+_FRAME = re.compile(r"(.+)\((\d+)\): (\S*)")
 _TRACER = str(Path("torch", "jit", "_trace.py"))
 
 
@@ -30,7 +30,7 @@ def functions_around(node: Any) -> tuple[str, ...]:
     """Return the user's functions, in what was traced, that met a node, the innermost first; nothing for a script's."""
     frames = (_FRAME.match(line) for line in node.sourceRange().splitlines())
     inside = takewhile(lambda frame: not frame[1].endswith(_TRACER), filter(None, frames))
-    return tuple(function_at(frame[1], int(frame[2])) for frame in inside if is_user_file(frame[1]))
+    return tuple(function_at(frame[1], int(frame[2]), frame[3]) for frame in inside if is_user_file(frame[1]))
 
 
 def shown_in(text: str) -> tuple[Origin, ...]:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import Module
 
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.runtime.sites.python_stack import Around, is_user_file, module_path, name_in
-from narrowcast.runtime.torch_surface.dynamo import dynamo_code, dynamo_frames, is_resumption
+from narrowcast.runtime.torch_surface.dynamo import Frame, dynamo_code, dynamo_frames, is_resumption
 from narrowcast.runtime.torch_surface.modules import COMPILED, STACK, without_wrapper
 from narrowcast.runtime.torch_surface.patches import note_staying, once
 
@@ -123,12 +123,12 @@ def node_site(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Site:
     return _site(meta.get(STACK) or {}, _frames(meta.get("stack_trace") or ""), outside)
 
 
-def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Site:
+def _site(modules: Mapping[str, Any], frames: tuple[Frame, ...], outside: Outside) -> Site:
     called = outside.modules
     if not modules and not frames and outside is NO_OUTSIDE:
         return NOWHERE
     users = [frame for frame in frames if is_user_file(frame[0])]
-    file, line = users[-1] if users else (outside.site.file, outside.site.line)
+    file, line = users[-1][:2] if users else (outside.site.file, outside.site.line)
     functions = tuple(function_at(*frame) for frame in reversed(users))
     around = outside.site.functions
     if functions and around and functions[-1] == around[0]:
@@ -139,13 +139,13 @@ def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outsi
     return Site(path, classes, functions + around, file, line, outside.site.around if called else around_root)
 
 
-_FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:,|[ \t]*$)', re.MULTILINE)
+_FRAME = re.compile(r'^[ \t]*File "(.*?)", line (\d+)(?:, in (\S+)|,|[ \t]*$)', re.MULTILINE)
 
 
 @lru_cache(maxsize=4096)
-def _frames(trace: str) -> tuple[tuple[str, int], ...]:
-    """Return files and lines of a stack trace as text, outermost first."""
-    return tuple((file, int(line)) for file, line in _FRAME.findall(trace))
+def _frames(trace: str) -> tuple[Frame, ...]:
+    """Return files, lines and names of functions of a stack trace as text, outermost first."""
+    return tuple((file, int(line), name) for file, line, name in _FRAME.findall(trace))
 
 
 def _class_name(kind: Any) -> str:
@@ -202,10 +202,17 @@ def _members(module: Module) -> Mapping[str, Module]:
 
 
 @lru_cache(maxsize=4096)
-def function_at(file: str, line: int) -> str:
-    """Return the qualified name of the function around a line, `package.module.Class.method`."""
-    qualname = next((name for start, end, name in _functions(file) if start <= line <= end), "<module>")
+def function_at(file: str, line: int, called: str = "") -> str:
+    """Return the qualified name of the function around a line, `package.module.Class.method`. called: what Python calls
+    it; a lambda, or a comprehension, has no name of its own.
+    """
+    qualname = next((name for start, end, name in _functions(file) if start <= line <= end), _MODULE)
+    if called.startswith("<") and called != _MODULE:
+        qualname = called if qualname == _MODULE else f"{qualname}.<locals>.{called}"
     return f"{_module_name(file)}.{qualname}"
+
+
+_MODULE = "<module>"
 
 
 @lru_cache(maxsize=256)

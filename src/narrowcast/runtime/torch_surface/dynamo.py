@@ -26,6 +26,8 @@ InductorCompiler = torch._TorchCompileInductorWrapper
 """What torch.compile makes of backend="inductor"."""
 functorch_config: Any = functorch_configuration
 """The settings of AOTAutograd."""
+Frame = tuple[str, int, str]
+"""A file, a line, and the name of the function there, as Python writes it: `forward`, `<lambda>`."""
 _BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -37,7 +39,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
+def dynamo_frames() -> tuple[dict[str, Any], tuple[Frame, ...]] | None:
     """Return what Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' places.
 
     Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
@@ -49,7 +51,7 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
     frames = []
     inner = tx = root.output.current_tx
     while inner is not None:
-        frames.append((inner.f_code.co_filename, inner.lineno))
+        frames.append((inner.f_code.co_filename, inner.lineno, inner.f_code.co_name))
         inner = getattr(inner, "parent", None)
     return dict(tx.nn_module_stack), tuple(reversed(frames))
 
