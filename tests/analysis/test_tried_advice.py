@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.analysis.compare.isolating import runs_alone
 from narrowcast.reports.results.saved import parse
 
 TEXT = Path(__file__).read_text().split("\n")
@@ -297,3 +298,9 @@ def test_a_run_gets_no_rule_about_a_mask_that_fills_in_infinities():
     with torch.no_grad(), nc.capture() as run, nc.autocast("cpu", torch.bfloat16):
         (layer(torch.randn(2, 5, 8)) @ torch.randn(2, 8, 5)).masked_fill(masked[:, None], -torch.inf).softmax(-1)
     assert run.verdict == "not finite" and not [todo.rule for todo in run.todos if todo.rule], run.todos
+
+
+def test_large_models_run_less_often_with_single_ops_low():
+    """As many calls in all: sixteen runs of a thousand; what is asked for is done in any case."""
+    assert [runs_alone(None, calls) for calls in (0, 10, 1000, 2000, 4000, 10**6)] == [16, 16, 16, 8, 4, 4]
+    assert [runs_alone(asked, 4000) for asked in (0, 3, 40)] == [0, 3, 40]

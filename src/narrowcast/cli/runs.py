@@ -55,7 +55,9 @@ def compare_command(
     backward: options.BackwardOption = False,
     reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
     by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
-    isolate: Annotated[int, typer.Option(help="Number of trials of one op alone in its low format.")] = 16,
+    isolate: Annotated[
+        int | None, typer.Option(help="Number of trials of one op alone in its low format: 16, of large models fewer.")
+    ] = None,
 ) -> None:
     """Compare TARGET's model with the same in fp32: which op adds which error.
 

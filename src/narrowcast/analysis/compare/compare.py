@@ -20,7 +20,7 @@ from narrowcast.analysis.capture.capture import note_of_changed, observed_region
 from narrowcast.analysis.compare import judging, notes
 from narrowcast.analysis.compare.advising import Advising, about_lost, harm_of, region_to_try
 from narrowcast.analysis.compare.bands import Bands, Moved, by_names_of, cast_formats, moved_formats
-from narrowcast.analysis.compare.isolating import low_alone
+from narrowcast.analysis.compare.isolating import low_alone, runs_alone
 from narrowcast.analysis.compare.reference import REFERENCES, Alone, Compared, Keep, KeptCall, RunAlone, check_arguments
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
@@ -62,7 +62,7 @@ def compare(
     reference: str | Callable[..., Any] = "fp32",
     by: str = "op",
     backward: bool | Loss = False,
-    isolate: int = 16,
+    isolate: int | None = None,
     limit_bytes: int = 1 << 30,
 ) -> Differences:
     """Compare a model in a region with a reference run, call by call.
@@ -76,9 +76,9 @@ def compare(
             arguments, run in the same region if it has none of its own: exported code against its source.
     by:     what the first screen lists: `op` or `module`.
     backward: also differentiate, as for `capture`; then gradients are compared, too.
-    isolate: the model runs this many times more, unobserved, with single ops of single modules alone in the low format,
-            which shows what they do to the output (`alone`). Where there are more ops than that, modules are tried as
-            groups first, and then the ops of those that moved the output most.
+    isolate: the model runs this many times more (16; where there are over 1,000 calls fewer, at least 4), unobserved,
+            with single ops of single modules alone in the low format, which shows what they do to the output (`alone`).
+            Of more ops, modules are tried as groups first, then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
     Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
@@ -141,11 +141,11 @@ class _Comparing:
         self._changed, self._door = set[str](), Door(result.notes)
         self._blind = 0  # calls of attention whose masks hide every key from a query
 
-    def run(self, isolate: int) -> None:
-        with long_work(f"comparing {self._result.subject}", 6 + isolate * self._is_own) as self._step:
+    def run(self, isolate: int | None) -> None:
+        with long_work(f"comparing {self._result.subject}", 6 + runs_alone(isolate) * self._is_own) as self._step:
             self._run_all(isolate)
 
-    def _run_all(self, isolate: int) -> None:
+    def _run_all(self, isolate: int | None) -> None:
         result = self._result
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         expected = self._run_reference(reference)
@@ -179,8 +179,8 @@ class _Comparing:
             self._conclude(is_beyond, expected, repeated, draws or notes.about_unseen(under.unseen))
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
-        if self._is_own and isolate and not under.saw_scripts:  # rules do not decide what is low in these
-            self._isolate(isolate, expected)
+        if self._is_own and not under.saw_scripts:  # rules do not decide what is low in these
+            self._isolate(runs_alone(isolate, len(result.rows)), expected)
         if not under.saw_scripts if self._is_own else self._trial.is_made and not self._other.is_made:
             self._advise(expected)
         if result.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in result.rows):

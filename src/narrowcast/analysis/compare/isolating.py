@@ -20,6 +20,15 @@ Place = tuple[str, str]
 """A module's path and an op's id: what a rule can name."""
 
 
+def runs_alone(asked: int | None, calls: int = 0) -> int:
+    """Return how often the model runs with single ops low: as asked, else 16 times, and fewer where calls are many."""
+    return asked if asked is not None else max(_LEAST, min(_MOST, _MOST * _MANY // max(calls, 1)))
+
+
+_LEAST, _MOST, _MANY = 4, 16, 1000
+"""Of runs; and the number of calls from which on they are fewer."""
+
+
 def low_alone(
     rows: list[CallError], budget: int, region: autocast, run: Callable[[autocast], float | None]
 ) -> list[Place]:
@@ -27,7 +36,7 @@ def low_alone(
 
     budget: how often the model may run. run: runs the model in a region; returns the output's error, None if it raises.
     """
-    places = _low_places(rows)
+    places = _low_places(rows) if budget else {}
     ranked = sorted(places, key=lambda place: -max(rows[n].local for n in places[place]))
     left = budget
     if len(ranked) > budget:

@@ -33,13 +33,20 @@ def scaled_before(sides: Sequence[Side], pair: Aligned) -> set[str]:
     for factor, operands in _FACTORS.items():
         names = [name for name in operands if all(name in of for of in read)]
         x, y = (of.get(factor, "1") for of in given)
-        if not names or x == y or not is_number(x, y) or 0.0 in (float(x), float(y)):
+        if not names or x == y or not is_number(x, y) or not all(map(_is_factor, (x, y))):
             continue
         rms = [math.prod(side.piece(0, of[n]).rms for n in names) for side, of in zip(sides, read, strict=True)]
         plain = math.log(rms[0] / rms[1]) if min(rms) > 0 else 0.0
         if abs(plain + math.log(abs(float(x) / float(y)))) < min(abs(plain) / 2, _NEAR):
             found |= {factor, *names}
     return found
+
+
+def _is_factor(text: str) -> bool:
+    try:
+        return float(text) != 0
+    except ValueError:  # a flag, or a word
+        return False
 
 
 def is_number(a: str, b: str) -> bool:
