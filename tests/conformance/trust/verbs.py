@@ -156,6 +156,8 @@ def course(subject: Subject, dtype: torch.dtype, number: int) -> dict[str, Any]:
         raise NotSound(f"{type(error).__name__}: {error}") from error
     if not finite(tensors_of(losses)):
         raise NotSound("not finite")
+    if not any(bool(loss.any()) for loss in tensors_of(losses)):
+        raise NotSound("its loss is zero")  # what a model without training makes too small for the format
     return {"losses": bits(tensors_of(losses)), **moved()}
 
 

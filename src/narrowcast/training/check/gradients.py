@@ -198,8 +198,10 @@ class Gradients:
             return None
         return (
             "weights that never move",
-            "every element of every gradient is zero in each step, as where they are divided by an infinite norm",
-            "Look for what overflows on the way, in fp16 above 65504: nc.watch() around the step names it.",
+            "every element of every gradient is zero in each step, as where they are divided by an infinite norm, or "
+            "what they are made of is too small for its format",
+            "Look for what overflows on the way, in fp16 above 65504 (nc.watch() around the step names it), or is zero "
+            "in the low format alone (nc.compare of the model).",
             self._zero[0],
         )
 
