@@ -87,7 +87,7 @@ def _may_meet(a: Rule, b: Rule) -> bool:
 
 
 def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
-    """Return where no call was made, and `(did you mean ...?)`; empty if a module, or class, fits the rule's."""
+    """Return where no call was made, and `(did you mean ...?)`; empty if module, class and function fit the rule's."""
     sites = list(sites)
     if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in sites):
         names = sorted({name for p in sites for path in p.paths for name in _patterns(path)} - {""})
@@ -97,6 +97,10 @@ def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
         names = sorted({tail for p in sites for name in p.classes for tail in (name, name.rpartition(".")[2])})
         near = did_you_mean(rule.module_class, names)
         return f'no call was made in a module of class "{rule.module_class}"{near}'
+    of_function = Rule("aten.*", rule.action, function=rule.function)
+    if rule.function is not None and not any(of_function.matches_site(p) for p in sites):
+        names = sorted({name for p in sites for name in p.functions})
+        return f'no call was made in function "{rule.function}"{did_you_mean(rule.function, names)}'
     return ""
 
 

@@ -25,6 +25,7 @@ from narrowcast.frontends.race.placing import choose_now, place_graph, tell
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.regions.marks import caches_as_in_eager_code
 from narrowcast.runtime.sites.python_stack import is_user_file
+from narrowcast.runtime.sites.sightings import tell_whole
 from narrowcast.runtime.torch_bridge import device_type_of
 from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
@@ -97,6 +98,7 @@ def export(
             else:
                 written, explicit = explicit_program(exported, fold_weights)
                 tell_other_paths(model, explicit.reading.program)
+                tell_whole(explicit.reading.policies.values(), model)
             return note_target(written, made_on)
         except NarrowcastError:
             raise

@@ -12,7 +12,9 @@ import torch
 from narrowcast.core.decide import Plan, Region, decide
 from narrowcast.core.ledger import HidingBlock
 from narrowcast.core.ops import named
-from narrowcast.core.policy import MODULE_CALL_OP, Kind, Policy
+from narrowcast.core.policy import MODULE_CALL_OP, RESULT, Kind, Policy
+from narrowcast.core.refusals import origins
+from narrowcast.errors import RefusedError
 from narrowcast.formats import parse_format
 from narrowcast.frontends.scripts import calls
 from narrowcast.frontends.scripts.callers import site_in
@@ -174,6 +176,14 @@ class ReadScript:
         for number in self._regions(item.scopes):
             plan = self._plan(item, facts, read, number)
             passed = passage(node)
+            part = next((result.part for result in plan.results if result.part), "")
+            if part and passed is None and calls.is_tensor_list(next(iter(node.outputs()))):
+                rule, advice = (
+                    plan.rule_for(f"{RESULT}.{part}"),
+                    "Write a rule about the whole result, or what reads it.",
+                )
+                asked, found = f"a rule about {RESULT}.{part} of {facts.id}", "a script, in which that returns a list"
+                raise RefusedError(asked, found, origins(site_in(item.caller, node), rule), advice)
             if passed is not None:
                 return self._after_passage(plan, passed, self.opened[number], given)
             after = self._after(plan, self.opened[number], given)

@@ -23,12 +23,13 @@ from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around, compile_anew, compiling
 from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
-from narrowcast.frontends.scripts.scopes import Scopes
+from narrowcast.frontends.scripts.scopes import Scopes, policy_of
 from narrowcast.frontends.scripts.scripted import explicit_function, explicit_module
 from narrowcast.frontends.scripts.tracing import called_in_python, traced_function, traced_module, tracing
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.sites.sightings import tell_whole
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
@@ -73,7 +74,9 @@ def script(target: Callable[..., Any] | torch.nn.Module, *, under: Under = None,
     with compiling(_device_types(target)), _explained(target):
         compiled = compile_anew(target)
         if isinstance(target, torch.nn.Module):
-            return add_text(explicit_module(compiled, scopes, target), TARGET, made_on)
+            made = add_text(explicit_module(compiled, scopes, target), TARGET, made_on)
+            tell_whole(map(policy_of, scopes.values()), target)
+            return made
         return explicit_function(compiled, scopes, written, getattr(target, "__narrowcast_pinned__", None))
 
 
@@ -233,6 +236,8 @@ def trace(
                 torch.clear_autocast_cache()
             is_module = isinstance(target, torch.nn.Module)
             explicit = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
+            if asked.is_there:
+                tell_whole([chosen.resolve(device)], target)
         python = called_in_python(explicit) if ruled else ()
         if checked or python:
             low = {torch.get_autocast_dtype(device_type) for device_type in ruled}

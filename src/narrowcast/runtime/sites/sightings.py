@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch.nn import Module
@@ -25,7 +25,7 @@ class Sightings:
     def __init__(self, policy: Policy, rules: list[Rule]) -> None:
         self.policy = policy.name
         self._rules = rules  # of which nothing was said, and which matched nothing yet
-        self._sites: dict[tuple[str, tuple[str, ...], str], Site] = {}
+        self._sites: dict[tuple[object, ...], Site] = {}
         self._roots: WeakSet[Module] = WeakSet()  # the models
         self._before = 0
         self._numbers = {rule: 0 for rule in rules if rule.call is not None}  # the last call seen where it holds
@@ -37,16 +37,18 @@ class Sightings:
                 del self._numbers[rule]
             else:
                 self._numbers[rule] = max(self._numbers[rule], number)
-        if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes):
+        if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes or site.functions):
             before = len(self._sites)
-            self._sites.setdefault((site.module_path, site.classes, site.around), site)
+            self._sites.setdefault((site.module_path, site.classes, site.around, site.functions), site)
             if len(self._sites) > before and (modules := called_modules()):
                 self._roots.add(modules[-1])
 
-    def tell(self) -> None:
+    def tell(self, whole: Module | None = None) -> None:
         """Warn, once, of rules that name nothing that was seen: at once where the model has none such, or one with much
-        the same name, else when a whole region has shown nothing new.
+        the same name, else, and for functions, when a whole region has shown nothing new. whole: the model, if all its
+        calls were seen.
         """
+        self._roots.update([whole] if whole is not None else [])
         count, before = len(self._sites) + sum(self._numbers.values()), self._before
         if not count or not (self._rules or self._numbers):
             return
@@ -55,10 +57,13 @@ class Sightings:
         named = (Site(path, (f"{type(m).__module__}.{type(m).__qualname__}",)) for path, m in modules)
         sites = [*self._sites.values(), *named]
         unmatched = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
-        is_known = bool(self._roots) or count == before
-        reported = [rule for rule, text in unmatched.items() if "did you mean" in text or is_known]
+        is_over = whole is not None or count == before
+        reported = [
+            rule for rule, text in unmatched.items()
+            if is_over or ("in function" not in text and ("did you mean" in text or self._roots))
+        ]  # fmt: skip
         self._rules = [rule for rule in unmatched if rule not in reported]
-        for rule, last in list(self._numbers.items()) if count == before else []:
+        for rule, last in list(self._numbers.items()) if is_over else []:
             del self._numbers[rule]
             if last:
                 reported.append(rule)
@@ -85,11 +90,20 @@ def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
                     sightings.see(step.site, step.op, step.number)
 
 
+def tell_whole(policies: Iterable[Policy], model: Any) -> None:
+    """Warn of rules that name nothing in a model whose calls were all seen."""
+    for policy in policies:
+        sightings = sightings_of(policy)
+        if sightings is not None and isinstance(model, Module):
+            sightings.tell(model)
+
+
 def sightings_of(policy: Policy) -> Sightings | None:
     """Return the sightings of a resolved policy; None if no rule of the user's asks about modules."""
 
     def make() -> Sightings | None:
-        rules = [r for r in policy.rules if not r.is_builtin and (r.module, r.module_class, r.call) != (None,) * 3]
+        asked = ("module", "module_class", "function", "call")
+        rules = [r for r in policy.rules if not r.is_builtin and any(getattr(r, name) is not None for name in asked)]
         return Sightings(policy, rules) if rules else None
 
     return policy.remembered("sightings", make)
