@@ -226,6 +226,19 @@ def test_a_rule_about_the_backward_holds_where_the_calls_of_the_forward_are(wher
     assert {name for name in found[0] if not torch.equal(found[0][name], found[1][name])} == changed
 
 
+@pytest.mark.parametrize("rule", ["backward.aten.mm", "dgrad.aten.mm", "wgrad.aten.mm"])
+def test_the_gradient_of_an_input_is_no_weights(rule):
+    """Of a saliency map, or an adversarial input: a leaf as weights are, but no parameter."""
+    model, given, found = two_layers().requires_grad_(False), torch.randn(64, 16), []
+    for rules in ([], [nc.Rule(rule, "full")]):
+        x = given.clone().requires_grad_()
+        policy = nc.Policy.native().with_rules(rules)
+        nc.compile(model, under=policy, backend="aot_eager")(x).float().square().sum().backward()
+        found.append(x.grad)
+        torch._dynamo.reset()
+    assert torch.equal(*found) is rule.startswith("wgrad")
+
+
 def test_another_rule_is_another_graph():
     """Also where AOTAutograd's caches know nothing of rules."""
     model, x = two_layers(), torch.randn(4, 16)

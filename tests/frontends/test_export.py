@@ -501,3 +501,16 @@ def test_what_has_no_gradient_in_eager_code_has_none_in_a_program(by, inside, st
     program = nc.export(model, (torch.randn(4, 8),), under=nc.Policy.native().with_rules(rules), strict=strict).module()
     program(torch.randn(4, 8)).backward()
     assert {name for name, p in program.named_parameters() if p.grad is not None} == {"student.weight", "student.bias"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_part_of_two_names_hides_no_rule_about_another(strict):
+    """torch.export calls other objects then, which share the attributes of the model's modules."""
+    model, x = Branches(), torch.randn(4, 8)
+    model.tied = model.first
+    policy = nc.Policy.native().with_rules(nc.Rule("module.call", "full", module="second"))
+    with nc.autocast("cpu", policy=policy):
+        expected = model(x)
+    found = nc.export(model, (x,), under=policy, strict=strict).module()(x)
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert found[0].dtype is torch.float32

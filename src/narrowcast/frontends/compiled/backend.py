@@ -172,7 +172,11 @@ class GraphBackend:
         """
         earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
-        weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
+        given = explicit.graph.graph.find_nodes(op="placeholder")
+        own = {
+            k for k, node in enumerate(given) if isinstance(noted(node), torch.nn.Parameter)
+        }  # else leaves are weights
+        weights = own or frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
         regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
         rules = self.rules
 

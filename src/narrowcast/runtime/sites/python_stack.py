@@ -288,19 +288,21 @@ def is_wrapper(module: Module) -> bool:
 
 
 def name_in(parent: Module, module: Module) -> str:
-    """Return the name of a module inside the one that called it; `<Class>` if it is not registered there."""
-    if module is parent:
+    """Return the name of a module inside the one that called it; `<Class>` if it is not registered there. Modules are
+    known by their attributes: where some have two names, torch.export calls others that share these.
+    """
+    if vars(module) is vars(parent):
         return ""
     names = _names.get(parent)
-    name = names.get(id(module)) if names is not None else None
+    name = names.get(id(vars(module))) if names is not None else None
     if name is None or not _is_at(parent, name, module):
         if not _holds(parent, module):  # asked for each call of a model that another's function runs
             return f"<{type(module).__name__}>"
         names = {}
         for qualified, m in parent.named_modules(remove_duplicate=False):
-            names.setdefault(id(m), qualified)
+            names.setdefault(id(vars(m)), qualified)
         _names[parent] = names
-        name = names.get(id(module), f"<{type(module).__name__}>")
+        name = names.get(id(vars(module)), f"<{type(module).__name__}>")
     return without_wrapper(name)
 
 
@@ -316,7 +318,7 @@ def _holds(parent: Module, module: Module) -> bool:
     seen, waiting = {id(parent)}, [parent]
     while waiting:
         for child in children(waiting.pop()).values():
-            if child is module:
+            if child is not None and vars(child) is vars(module):
                 return True
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
@@ -329,7 +331,7 @@ def _is_at(parent: Module, name: str, module: Module) -> bool:
     child: Module | None = parent
     for part in name.split("."):
         child = children(child).get(part) if child is not None else None
-    return child is module
+    return child is not None and vars(child) is vars(module)
 
 
 # -- warnings at the user's line, once for each ------------------------------------------------------------------------
