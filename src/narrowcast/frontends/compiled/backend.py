@@ -176,7 +176,7 @@ class GraphBackend:
         own = {
             k for k, node in enumerate(given) if isinstance(noted(node), torch.nn.Parameter)
         }  # else leaves are weights
-        weights = own or frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
+        weights = frozenset(own or (k for k, value in enumerate(program.body.parameters) if value.weight))
         regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
         rules = self.rules
 

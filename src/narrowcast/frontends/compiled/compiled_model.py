@@ -110,9 +110,7 @@ def _called(around: Compiled, compiled: Callable[..., Any], args: Arguments, kwa
         is_in_steps = isinstance(result, GeneratorType)
         return run_in_steps(result, lambda: around.region(args, kwargs)) if is_in_steps else result
     except Exception as error:
-        inner: BaseException | None = error
-        while inner is not None and type(inner).__module__.startswith("torch._dynamo"):
-            inner = getattr(inner, "inner_exception", None) or inner.__cause__ or inner.__context__
+        inner = dynamo.wrapped_in(error)
         if inner is not error and isinstance(inner, NarrowcastError):
             raise inner from None
         raise

@@ -34,8 +34,6 @@ _BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDis
 def __getattr__(name: str) -> Any:
     if name == "OptimizedModule":  # the class of compiled modules
         return torch._dynamo.OptimizedModule
-    if name == "BackendCompilerFailed":  # what Dynamo wraps errors of backends in
-        return torch._dynamo.exc.BackendCompilerFailed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -278,6 +276,14 @@ def never_trace(*functions: Callable[..., Any], with_calls: bool = True) -> None
 
 never_begin_at = partial(never_trace, with_calls=False)
 """Dynamo compiles no frame of these functions by itself. What they call it may; inside others it follows them."""
+
+
+def wrapped_in(error: BaseException) -> BaseException | None:
+    """Return the error for which Dynamo raised one of its own, if it is known; any other error itself."""
+    inner: BaseException | None = error
+    while inner is not None and type(inner).__module__.startswith("torch._dynamo"):
+        inner = getattr(inner, "inner_exception", None) or inner.__cause__ or inner.__context__
+    return inner
 
 
 def is_traced(types: Iterable[type]) -> bool:
