@@ -533,6 +533,36 @@ def test_rules_about_recurrent_ops_themselves_hold_in_scripts_and_traces(name, r
         assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "sort", "var_mean", "topk", "tensordot"])
+def test_rules_about_results_hold_in_traces_whatever_the_op_calls(op):
+    """A trace has one call of an op that calls another of its overloads, whose cast it does not have."""
+
+    class Reduced(nn.Module):
+        def forward(self, x):
+            y = x @ x.t()
+            given = (y, y.t(), 1) if op == "tensordot" else (y, 2) if op == "topk" else (y,)
+            found = getattr(torch, op)(*given)
+            return found[0] if isinstance(found, tuple) else found
+
+    policy, x = nc.Policy.native().with_rules(nc.Rule(f"aten.{op}", "to(fp32)", argument="result")), torch.randn(4, 4)
+    with nc.autocast("cpu", policy=policy):
+        expected = Reduced()(x)
+    found = nc.trace(Reduced(), (x,), under=policy, check_trace=False)(x)
+    assert found.dtype is expected.dtype is FP32 and torch.equal(found, expected)
+
+
+def test_a_rule_about_the_result_of_what_a_script_opens_is_not_dropped_in_silence():
+    """A script has the calls inside of it."""
+
+    def product(a, b):
+        return torch.tensordot(a, b, 1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nc.script(product, under=nc.Policy.native().with_rules(nc.Rule("aten.tensordot", "full", argument="result")))
+    assert sum("aten.tensordot" in str(w.message) and "does not hold in it" in str(w.message) for w in caught) == 1
+
+
 def test_actions_that_compare_formats_of_lists_are_refused():
     """TorchScript's own text was that a bug be reported to PyTorch."""
     with pytest.raises(RefusedError, match="compares formats of lists"):

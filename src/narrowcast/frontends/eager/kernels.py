@@ -7,6 +7,7 @@ the native lists (those are removed with the recording).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from narrowcast.runtime.torch_bridge import (
 )
 from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
+from narrowcast.runtime.torch_surface.jit import records_whole
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
 from narrowcast.runtime.weights.cache import native_cast
 
@@ -178,8 +180,11 @@ class Kernel:
         if decided.steps:
             args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
         if not plan.shields:
-            result = self._pass_on(keyset, args, kwargs)
-            return cast_results(result, plan) if plan.results else result
+            if not plan.results:
+                return self._pass_on(keyset, args, kwargs)
+            op = self.facts.op.name().partition(".")[0]
+            with excluding(self._keyset) if records_whole(op) else nullcontext():  # casts inside are in no trace
+                return cast_results(self._pass_on(keyset, args, kwargs), plan)
         with excluding(self._keyset):
             result = invoke(self.facts, plan, args, kwargs)
             return cast_results(result, plan) if plan.results else result

@@ -49,6 +49,10 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
             continue
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
+        if (rule := _rule_about_part(_overload(node), site_in(item.caller, node), on)) is not None:
+            text = f"narrowcast: a script has the calls inside of {_name(node)} in its place "
+            text += f"({site_in(item.caller, node)}): the rule {rule} does not hold in it. Name what reads the result"
+            warnings.warn(text, ScriptWarning, stacklevel=2)
         graph.setInsertPoint(node)
         start = graph.insertConstant(None).node()
         if node.kind() == _GRU:
@@ -120,7 +124,7 @@ def tell_closed(section: Section) -> None:
         site, device_type = site_in(item.caller, node), device_of_regions(on)
         if decided_as_itself(_overload(node), device_type):
             tell_of_inside(node, site)
-        elif (rule := _rule_inside(_overload(node), site, on)) is not None:
+        elif (rule := _rule_about_part(called_by(_overload(node), device_type) or "", site, on)) is not None:
             text = f"narrowcast: {_name(node)} ({site}) calls {rule.op} inside, and a script casts its tensors around "
             text += f"the whole: the rule {rule} does not hold in it. Write what it does, or let the rule be about all "
             warnings.warn(f"{text}arguments", ScriptWarning, stacklevel=3)
@@ -150,13 +154,13 @@ def _name(node: Any) -> str:
 
 
 def _overload(node: Any) -> str:
-    return str((node.schema() or "").partition("(")[0]).replace("::", ".")
+    name = str((node.schema() or "").partition("(")[0]).replace("::", ".")
+    return name if name.count(".") != 1 else f"{name}.default"
 
 
-def _rule_inside(op: str, site: Site, on: Sequence[Scope]) -> Rule | None:
-    """Return a rule about one argument, or the result, of the op that this one calls, if one holds there."""
-    called = called_by(op, device_of_regions(on)) or op
-    rules = (r for scope in on for r in policy_of(scope).table.candidates(called, True).per_argument)
+def _rule_about_part(op: str, site: Site, on: Sequence[Scope]) -> Rule | None:
+    """Return a rule about one argument, or the result, of calls of this op, if one holds there."""
+    rules = (r for scope in on for r in policy_of(scope).table.candidates(op, True).per_argument)
     return next((rule for rule in rules if rule.matches_site(site)), None)
 
 

@@ -224,6 +224,8 @@ def not_traced() -> Iterator[None]:
 def recorded_inside(names: Iterable[str]) -> Iterator[None]:
     """Let torch.jit.trace record what these ops (aten::...) call, not their own calls. One thread at a time."""
     library = torch.library.Library("aten", "IMPL")
+    names = list(names)
+    _inside.update(names)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
@@ -232,6 +234,15 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+        _inside.difference_update(names)
+
+
+_inside = set[str]()
+
+
+def records_whole(op: str) -> bool:
+    """Return whether a trace that runs on this thread records calls of this op (`aten::sum`), not what it calls."""
+    return tracing_state() is not None and op not in _inside
 
 
 def add_text(module: Any, name: str, text: str) -> Any:
