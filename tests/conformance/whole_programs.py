@@ -520,10 +520,6 @@ LIMITS = [
 ]  # fmt: skip
 
 FAULTS = [
-    Known("no_grad inside a region of an exported program is lost, and the region falls apart (torch.export's)",
-          lambda front, text: front == "export" and "no_grad" in text and "autocast(" in text, None,
-          ("export", small("self.m0 = nn.Linear(8, 8)", 'with torch.autocast("cpu", dtype=LOW):',
-                           "    with torch.no_grad():", "        v0 = self.m0(x)", "return (v0,)", around=""))),
     Known("the gradient of prod in compiled code (torch.compile's)",
           lambda front, text: front == "compile" and ".prod(" in text, 1e-5,
           ("compile", small("pass", "return ((x * 1.5).prod(1, keepdim=True),)", around=""))),

@@ -569,6 +569,30 @@ def test_actions_that_compare_formats_of_lists_are_refused():
         nc.script(Recurrent(), under=nc.Policy.native().with_rules(nc.Rule("aten.lstm", "inside")))
 
 
+def test_warnings_name_the_line_of_the_user_s_that_asked():
+    """Not one of the library, whichever function gives them."""
+    model, x = nn.Bilinear(5, 6, 4), (torch.randn(3, 5), torch.randn(3, 6))
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    named = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", function="nope"))
+
+    def uses_data(x):
+        return (x @ x).data * 2
+
+    asked = [
+        lambda: nc.script(model, under="bf16"),
+        lambda: nc.trace(model, x, under="bf16", check_trace=False),
+        lambda: nc.script(scripted, under=named),
+        lambda: nc.script(nc.script(nn.Linear(4, 4), under="bf16"), under="bf16"),
+        lambda: nc.compile(uses_data, under="bf16", backend="aot_eager")(torch.randn(3, 3)),
+    ]
+    for ask in asked:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ask()
+        told = [w for w in caught if str(w.message).startswith("narrowcast: ")]
+        assert told and all(w.filename == __file__ for w in told), [(w.filename, str(w.message)) for w in told]
+
+
 def test_a_trace_warns_of_ops_inside_which_eager_code_casts():
     """As a script does."""
     model, x = nn.Bilinear(5, 6, 4), (torch.randn(3, 5), torch.randn(3, 6))

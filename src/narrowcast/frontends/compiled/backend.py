@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from narrowcast.frontends.race.placing import compile_placed, place_graph, with_
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import MARKS
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_surface.dynamo import (
     InductorCompiler,
     begins_again,
@@ -155,10 +155,9 @@ class GraphBackend:
         if self.rules is not None or self.backward.kind == LISTED:
             raise error
         report.fallback = first_line(error)
-        warnings.warn(
+        warn_here(
             f"narrowcast: a graph at {report.site} could not be given explicit casts and is compiled as eager "
-            f"autocast would run it ({report.fallback})",
-            stacklevel=2,
+            f"autocast would run it ({report.fallback})"
         )
         same = self.backward.kind == SAME
         with functorch_config.patch(backward_pass_autocast="same_as_forward" if same else "off"):

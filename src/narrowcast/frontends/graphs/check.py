@@ -6,7 +6,6 @@ differ, one of them is wrong, and the graph is not used.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from narrowcast.formats import fp32
 from narrowcast.frontends.graphs.capture import detached
 from narrowcast.programs.program import Program
 from narrowcast.runtime.sites.graph_nodes import node_site
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.runtime.torch_surface.dispatch import HigherOrderOperator, OpOverload, enable_python_dispatcher
 from narrowcast.runtime.torch_surface.fx import same_random_numbers
@@ -73,7 +73,7 @@ def tell_other_paths(model: torch.nn.Module, program: Program) -> None:
         text = "narrowcast: nn.MultiheadAttention is one fused op in eager code, in evaluation and without gradients, "
         text += f"and takes torch's unfused path when it is traced: {where}. The last bits differ, in fp32, too. "
         text += "torch.backends.mha.set_fastpath_enabled(False) has eager code take the same path"
-        warnings.warn(text, stacklevel=3)
+        warn_here(text)
 
 
 def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:

@@ -5,7 +5,6 @@ Eager autocast works so by itself: such an op has no autocast kernel, and the op
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.runtime.regions.ruling import region_on
 from narrowcast.runtime.regions.stack import OpenRegion
 from narrowcast.runtime.sites.graph_nodes import traced_site
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_bridge import FORMATS, op_facts, overloads_in, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, can_decompose, has_kernel
@@ -150,7 +150,7 @@ def _scaled_mm(matrix: Tensor, *_: Any, **__: Any) -> Any:
 def _tell(what: str, how: str) -> None:
     text = f"narrowcast: {what} casts inside its kernel in eager code, and not in compiled or exported code: {how}. "
     text += "Call it on x.float() outside of the region, or give it a rule of its own"
-    warnings.warn(text, stacklevel=3)
+    warn_here(text)
 
 
 INSIDE: Mapping[dispatch.OpOverload, Callable[..., Any]] = {

@@ -5,7 +5,6 @@ Eager autocast works so by itself: such an op has no autocast kernel, and the op
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from narrowcast.frontends.scripts.callers import site_in
 from narrowcast.frontends.scripts.calls import decided_as_itself, device_of_regions, facts_of, padding_called
 from narrowcast.frontends.scripts.runtime import graph_of
 from narrowcast.frontends.scripts.scopes import Item, Scope, Section, policy_of
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_bridge import find_registered, op_id
 from narrowcast.runtime.torch_surface.dispatch import op_name
 
@@ -52,7 +52,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
         if (rule := _rule_about_part(_overload(node), site_in(item.caller, node), on)) is not None:
             text = f"narrowcast: a script has the calls inside of {_name(node)} in its place "
             text += f"({site_in(item.caller, node)}): the rule {rule} does not hold in it. Name what reads the result"
-            warnings.warn(text, ScriptWarning, stacklevel=2)
+            warn_here(text, ScriptWarning)
         graph.setInsertPoint(node)
         start = graph.insertConstant(None).node()
         if node.kind() == _GRU:
@@ -127,14 +127,14 @@ def tell_closed(section: Section) -> None:
         elif (rule := _rule_about_part(called_by(_overload(node), device_type) or "", site, on)) is not None:
             text = f"narrowcast: {_name(node)} ({site}) calls {rule.op} inside, and a script casts its tensors around "
             text += f"the whole: the rule {rule} does not hold in it. Write what it does, or let the rule be about all "
-            warnings.warn(f"{text}arguments", ScriptWarning, stacklevel=3)
+            warn_here(f"{text}arguments", ScriptWarning)
 
 
 def tell_of_inside(node: Any, site: Site) -> None:
     """Warn that a script does not cast inside of an op as eager code does."""
     text = f"narrowcast: {_name(node)} ({site}) calls ops inside that eager code casts in this region; "
     text += "in a script it follows its input dtype. Write what it does, or give it a rule of its own"
-    warnings.warn(text, ScriptWarning, stacklevel=4)
+    warn_here(text, ScriptWarning)
 
 
 def is_closed(node: Any, policies: Iterable[Policy], device_type: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,7 @@ from narrowcast.errors import Origin, RegionError, ScriptError, ScriptWarning
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import number_of, region_class
-from narrowcast.runtime.sites.python_stack import find_site, is_user_file
+from narrowcast.runtime.sites.python_stack import find_site, is_user_file, warn_here
 from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import caches, is_enabled
 
@@ -194,7 +193,7 @@ def _check_wrapper(function: Any, layer: Any) -> None:
     if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
         text = f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
         text += f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators"
-        warnings.warn(text, ScriptWarning, stacklevel=2)
+        warn_here(text, ScriptWarning)
 
 
 def _may_open(wrapper: Any) -> bool:

@@ -8,7 +8,6 @@ import inspect
 import io
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from narrowcast.frontends.scripts.tracing import called_in_python, traced_functi
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.sites.sightings import tell_whole
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.runtime.torch_bridge.case import unpacked
@@ -90,13 +90,13 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
     if any(rule.function for rule in asked.policy.rules):
         text = "narrowcast: a script that exists already does not say which functions it was made of: rules about "
         text += "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all"
-        warnings.warn(text, ScriptWarning, stacklevel=2)
+        warn_here(text, ScriptWarning)
     if scopes and set(scopes) <= cast_for_all(script):
         text = "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to "
         text += (
             "rule. Give the original instead: nc.script(what was scripted, traced or loaded before it was cast, ...)"
         )
-        warnings.warn(text, ScriptWarning, stacklevel=2)
+        warn_here(text, ScriptWarning)
     with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
             return explicit_function(function_from_graph(str(script.name), script.graph.copy()), scopes)
@@ -302,7 +302,7 @@ def _check_trace(
         raise _not_cast(target, *python[0])
     if not is_same:
         text = "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, "
-        warnings.warn(f"{text}or on what it has done before", ScriptWarning, stacklevel=3)
+        warn_here(f"{text}or on what it has done before", ScriptWarning)
 
 
 def _not_cast(target: Any, name: str, where: tuple[Origin, ...]) -> ScriptError:

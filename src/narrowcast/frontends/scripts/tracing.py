@@ -4,7 +4,6 @@ nobody casts these parts again (cast_already.py).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import policy_of
 from narrowcast.runtime.regions.stack import told_of_regions
+from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
 
@@ -80,7 +80,7 @@ def _following(kept: list[scripted.Method]) -> AbstractContextManager[None]:
         if inner and scripted.ambient({})[2]:
             text = "narrowcast: a trace calls a script that torch made, of which it does not know the modules and "
             text += "functions inside: rules about these hold for none of its calls. Make the script with nc.script"
-            warnings.warn(text, ScriptWarning, stacklevel=2)
+            warn_here(text, ScriptWarning)
         inline_calls(raw)
         owner = getattr(script, "owner", None)  # a function has none
         kept.append(scripted.Method(script.name, script.schema, raw, {}, owner))
@@ -191,4 +191,4 @@ def _tell_inside(graph: Any) -> None:
             name = node.kind().replace("::", ".")
             text = f"narrowcast: {name} ({site_in(NOWHERE, node)}) is in a region inside the traced code, and torch "
             text += "does not record what it casts there: the trace runs it as its inputs are. Open the region around "
-            warnings.warn(f"{text}nc.trace, or use nc.script", ScriptWarning, stacklevel=4)
+            warn_here(f"{text}nc.trace, or use nc.script", ScriptWarning)

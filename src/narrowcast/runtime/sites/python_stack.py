@@ -344,3 +344,8 @@ def warn_at(text: str, site: Site, category: type[Warning] = RegionWarning) -> N
     """Warn at a place; Python's filters show the warning once there."""
     file = site.file or "<unknown>"
     warnings.warn_explicit(text, category, file, site.line, registry=_said.setdefault(file, {}))
+
+
+def warn_here(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that is running."""
+    warn_at(text, find_site(with_names=False), category)
