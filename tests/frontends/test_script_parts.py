@@ -513,8 +513,11 @@ def test_rules_about_all_arguments_of_a_call_make_its_result():
 LAYERS = {"lstm": Recurrent, "gru": WithGRU, "rnn_tanh": WithRNN}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("rule", ["full", "lower", "to(fp16)", "in a function", "linear in a function"])
+RECURRENT_RULES = [(name, rule) for name in LAYERS for rule in ("full", "lower", "to(fp16)", "in a function")]
+RECURRENT_RULES += [("gru", "linear in a function"), ("rnn_tanh", "linear in a function")]
+
+
+@pytest.mark.parametrize(("name", "rule"), RECURRENT_RULES)
 def test_rules_about_recurrent_ops_themselves_hold_in_scripts_and_traces(name, rule):
     """Not only those about the op that each calls; in a trace those about functions, too."""
     op, where = ("linear" if rule.startswith("linear") else name), {}
