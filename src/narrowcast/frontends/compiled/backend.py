@@ -172,9 +172,8 @@ class GraphBackend:
         earlier = functorch_config.joint_custom_pass
         program = explicit.reading.program
         given = explicit.graph.graph.find_nodes(op="placeholder")
-        own = {
-            k for k, node in enumerate(given) if isinstance(noted(node), torch.nn.Parameter)
-        }  # else leaves are weights
+        own = {k for k, node in enumerate(given) if isinstance(noted(node), torch.nn.Parameter)}
+        # of functions without parameters, leaves are the weights
         weights = frozenset(own or (k for k, value in enumerate(program.body.parameters) if value.weight))
         regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
         rules = self.rules

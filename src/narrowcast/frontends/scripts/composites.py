@@ -49,9 +49,10 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
             continue
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
-        if (rule := _rule_about_part(_overload(node), site_in(item.caller, node), on)) is not None:
-            text = f"narrowcast: a script has the calls inside of {_name(node)} in its place "
-            text += f"({site_in(item.caller, node)}): the rule {rule} does not hold in it. Name what reads the result"
+        site = site_in(item.caller, node)
+        if (rule := _rule_about_part(_overload(node), site, on)) is not None:
+            text = f"narrowcast: a script has the calls inside of {_name(node)} in its place ({site}): "
+            text += f"the rule {rule} does not hold in it. Name what reads the result"
             warn_here(text, ScriptWarning)
         graph.setInsertPoint(node)
         start = graph.insertConstant(None).node()

@@ -178,10 +178,7 @@ class ReadScript:
             passed = passage(node)
             part = next((result.part for result in plan.results if result.part), "")
             if part and passed is None and calls.is_tensor_list(next(iter(node.outputs()))):
-                rule, advice = (
-                    plan.rule_for(f"{RESULT}.{part}"),
-                    "Write a rule about the whole result, or what reads it.",
-                )
+                rule, advice = plan.rule_for(f"{RESULT}.{part}"), "Name the whole result, or what reads that part."
                 asked, found = f"a rule about {RESULT}.{part} of {facts.id}", "a script, in which that returns a list"
                 raise RefusedError(asked, found, origins(site_in(item.caller, node), rule), advice)
             if passed is not None:

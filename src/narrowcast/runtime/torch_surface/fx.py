@@ -69,7 +69,7 @@ def keeping_grad_modes() -> AbstractContextManager[None]:
     def wrap(asked: Callable[..., bool]) -> Callable[..., bool]:
         def begins(node: torch.fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
             part = getattr(node.graph.owning_module, str(node.target), None) if node.op == "call_module" else None
-            nodes = getattr(part, "graph", torch.fx.Graph()).nodes
+            nodes = part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ()
             passed = ("placeholder", "get_attr")
             first = next((n for n in nodes if n.op not in passed and n.target is not ENTER_AUTOCAST), None)
             if first is None or first.target is not torch._C._set_grad_enabled:
