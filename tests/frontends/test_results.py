@@ -1,11 +1,13 @@
 """Rules about what a call returns, in every front end."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.errors import PolicyError, RefusedError
+from narrowcast.errors import PolicyError, RefusedError, RegionError
 
 BF, HF, FP, DP = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -45,6 +47,15 @@ def policy(*rules):
     return nc.Policy.native().with_rules(rules)
 
 
+def in_each_front_end(model, x, chosen):
+    """What the model returns compiled, scripted, traced and exported under a policy."""
+    torch._dynamo.reset()
+    yield nc.compile(model, backend="aot_eager", under=chosen)(x)
+    yield nc.script(model, under=chosen)(x)
+    yield nc.trace(model, x, under=chosen)(x)
+    yield nc.export(model, (x,), under=chosen).module()(x)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_results_have_the_formats_that_rules_give_them(case):
@@ -56,13 +67,7 @@ def test_results_have_the_formats_that_rules_give_them(case):
     with nc.autocast("cpu", policy=chosen):
         expected = model(x)
     assert tuple(t.dtype for t in expected) == dtypes
-    settings = {"under": chosen}
-    for found in (
-        nc.compile(model, backend="aot_eager", **settings)(x),
-        nc.script(model, **settings)(x),
-        nc.trace(model, x, **settings)(x),
-        nc.export(model, (x,), under=chosen).module()(x),
-    ):
+    for found in in_each_front_end(model, x, chosen):
         assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -182,3 +187,118 @@ def test_a_norm_of_a_low_input_beside_wide_weights_gives_the_format_of_its_input
         "trace": nc.trace(model, (x,), under=chosen)(x),
     }
     assert all(result.dtype is FP and torch.equal(result, expected) for result in found.values()), found
+
+
+class Parts(NamedTuple):
+    """What a module returns: a tensor, a pair, and a tensor."""
+
+    first: torch.Tensor
+    pair: tuple[torch.Tensor, torch.Tensor]
+    last: torch.Tensor
+
+
+class Several(torch.nn.Module):
+    """Returns tensors by name, by position, and in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return Parts(hidden, (hidden.sin(), hidden * 2), x * 1)
+
+
+class Around(torch.nn.Module):
+    """Hands a low tensor to a module, and returns all that it gives."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.before, self.inner = torch.nn.Linear(8, 8), inner
+
+    def forward(self, x):
+        parts = self.inner(self.before(x))
+        return parts.first, parts.pair[0], parts.pair[1], parts.last
+
+
+def about(part, action="to(fp16)"):
+    """A rule about the results of the module `inner`."""
+    return nc.Rule("module.call", action, module="inner", argument=f"result{part}")
+
+
+OF_MODULES = {
+    "by position": ([about(".0")], (HF, BF, BF, BF)),
+    "by name": ([about(".first")], (HF, BF, BF, BF)),
+    "a tuple in it": ([about(".pair")], (BF, HF, HF, BF)),
+    "all of them": ([about("")], (HF, HF, HF, HF)),
+    "one otherwise than the rest": ([about(".last", "to(fp32)"), about("")], (HF, HF, HF, FP)),
+    "computed in fp32, and one given so": (
+        [nc.Rule("module.call", "inside", module="inner"), about(".0", "to(fp32)")],
+        (FP, BF, BF, BF),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_MODULES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_parts_of_what_a_module_returns(case):
+    """By position, by name and inside of tuples, in each front end alike; each part is cast once, not on its way."""
+    rules, dtypes = OF_MODULES[case]
+    chosen = policy(*rules)
+    torch.manual_seed(0)
+    model, x = Around(Several()), torch.randn(4, 8)
+    with torch.no_grad(), nc.autocast("cpu", policy=chosen):
+        expected = model(x)
+        low = model.before(x)
+    assert tuple(t.dtype for t in expected) == dtypes
+    if expected[0].dtype is FP:  # not rounded to the format of the input first
+        with torch.no_grad():
+            assert torch.equal(expected[0], model.inner.linear(low.float()))
+    for found in in_each_front_end(model, x, chosen):
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("part", ["9", "other"])
+def test_a_script_refuses_a_part_that_its_module_does_not_return(part):
+    """As the region does, when the module is called: with the parts that there are."""
+    chosen = policy(about(f".{part}"))
+    model, x = Around(Several()), torch.randn(4, 8)
+    with pytest.raises(RegionError, match=rf"result\.{part} "), nc.autocast("cpu", policy=chosen):
+        model(x)
+    with pytest.raises(RegionError, match=rf"result\.{part} of inner.*no such part: result\.0, result\.first"):
+        nc.script(model, under=chosen)
+
+
+class Statistics(torch.nn.Module):
+    """A norm with all that its kernel returns, and a list of two formats in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        norm, mean, scale = torch.native_layer_norm(hidden, [8], self.weight, self.weight, 1e-5)
+        return norm, mean, scale, torch.cat([hidden, x])
+
+
+OF_STATISTICS = {
+    "the last of three": (nc.Rule("aten.native_layer_norm", "to(bf16)", argument="result.2"), (BF, FP, BF, FP)),
+    "all as the input": (nc.Rule("aten.native_layer_norm", "follow", argument="result"), (BF, BF, BF, FP)),
+    "of two formats, low": (nc.Rule("aten.cat", "lower", argument="result"), (BF, FP, FP, BF)),
+    "of two formats, as the first": (nc.Rule("aten.cat", "follow", argument="result"), (BF, FP, FP, BF)),
+}
+
+
+@pytest.mark.parametrize("case", OF_STATISTICS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_results_in_another_format_than_the_arguments(case):
+    """Statistics beside a result, and what is made of two formats, are cast in graphs and scripts, too."""
+    rule, dtypes = OF_STATISTICS[case]
+    torch.manual_seed(0)
+    model, x = Statistics(), torch.randn(4, 8)
+    with nc.autocast("cpu", policy=policy(rule)):
+        expected = model(x)
+    assert tuple(t.dtype for t in expected) == dtypes
+    for found in in_each_front_end(model, x, policy(rule)):
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))

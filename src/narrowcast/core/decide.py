@@ -83,7 +83,7 @@ class Plan:
     argument_rules: rules that decided about single arguments, (name, rule).
     set_dtype:  pass dtype=fp32, which the caller left open.
     append_dtype: call the overload that takes a dtype, with fp32.
-    results:    casts of what the call returns.
+    results:    casts of what the call returns: of the whole first, which parts with a cast of their own are left out of.
     computes_in: the format of the results before these, as far as the plan says it.
     shields:    ops inside this one are not autocast (as native does below every listed op).
     refused:    why the call must not run; None if it may.
@@ -344,5 +344,5 @@ def _override(
     if wanted and computes_in is not None:  # the call as a whole is no longer in one format, or in another
         read = {dst or a.format for a, dst, is_float in zip(call.arguments, formats, floats, strict=True) if is_float}
         computes_in = read.pop() if len(read) == 1 else None
-    found, outputs = tuple(formats), tuple(results.values())
+    found, outputs = tuple(formats), tuple(sorted(results.values(), key=lambda result: bool(result.part)))
     return replace(plan, formats=found, argument_rules=overrides, results=outputs, computes_in=computes_in)

@@ -164,15 +164,16 @@ def first_floating(value: Any) -> torch.dtype | None:
 
 
 def cast_parts(result: Any, results: tuple[Output, ...], came: torch.dtype | None) -> Any:
-    """Return a module's output, cast: as a whole, or single parts by position, key or attribute.
+    """Return a module's output, cast: as a whole, or single parts by position, key or attribute, each of them once.
 
     came: the dtype of the first floating argument that the boundary casts, which results may follow.
     RegionError for a part that is not there.
     """
+    given = result
     for wanted in results:
         dtype = came if wanted.format is None else DTYPES[wanted.format]
         if dtype is not None:
-            result = cast_part(result, wanted.part, dtype, wanted.exactly or wanted.format is None)
+            result = cast_part(result, given, wanted.part, dtype, wanted.exactly or wanted.format is None)
     return result
 
 
@@ -182,20 +183,22 @@ def cast_results(result: Any, plan: Plan) -> Any:
     return cast_parts(result, tuple(r for r in plan.results if r.part in parts), None)
 
 
-def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
-    """Return a module's output with one part cast; the whole, if `part` is empty."""
+def cast_part(result: Any, given: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    """Return a module's output with one part cast; the whole, if `part` is empty. given: what the module returned."""
     if not part:
         return cast_tree(result, dtype, exactly)
+    if type(result) is dict and part in result:  # as Dynamo follows it
+        return {**result, part: cast_tree(given[part], dtype, exactly)}
     if isinstance(result, Mapping) and part in result:
         changed: Any = copy.copy(result)
-        changed[part] = cast_tree(result[part], dtype, exactly)
+        changed[part] = cast_tree(given[part], dtype, exactly)
         return changed
     if isinstance(result, (list, tuple)) and part.isdigit() and int(part) < len(result):
         position = int(part)
-        items = [cast_tree(item, dtype, exactly) if n == position else item for n, item in enumerate(result)]
+        items = [cast_tree(given[n], dtype, exactly) if n == position else item for n, item in enumerate(result)]
         return result._make(items) if hasattr(result, "_make") else type(result)(items)
     if not part.isdigit() and hasattr(result, part):
-        low = cast_tree(getattr(result, part), dtype, exactly)
+        low = cast_tree(getattr(given, part), dtype, exactly)
         if hasattr(result, "_replace"):
             return result._replace(**{part: low})
         if dataclasses.is_dataclass(result):

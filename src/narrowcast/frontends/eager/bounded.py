@@ -278,13 +278,14 @@ def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: Keywords) 
         result = _run_off_traced(off, call, new_args, new_kwargs)
     else:
         result = call(*new_args, **new_kwargs)
+    given = result
     for part, dtype, exactly, note in traced_results(key):
         if dtype is None:
             exactly = True
             dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
         if dtype is not None:
             with annotate({NOTE: note}):
-                result = cast_part(result, part, dtype, exactly)
+                result = cast_part(result, given, part, dtype, exactly)
     return result
 
 

@@ -17,14 +17,15 @@ import torch
 from narrowcast.core.decide import Plan, Region
 from narrowcast.core.module_calls import ModuleCall, policy_inside
 from narrowcast.core.policy import Kind, Site
-from narrowcast.errors import ScriptError
+from narrowcast.errors import RegionError, ScriptError
 from narrowcast.frontends.scripts.callers import is_forward, mark_whole
 from narrowcast.frontends.scripts.calls import holds_tensors, is_tensor
 from narrowcast.frontends.scripts.places import shown_from
 from narrowcast.frontends.scripts.region_facts import Node, Value, hold_policy
-from narrowcast.frontends.scripts.scopes import ANYWHERE, PASSAGE, Scanner, Scope, Scopes, policy_of
+from narrowcast.frontends.scripts.scopes import ANYWHERE, PASSAGE, Scanner, Scope, Scopes, passage, policy_of
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
+from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.jit import compiled_method, find_type, method_names
 
 # -- passages are made before calls are inlined ------------------------------------------------------------------------
@@ -65,14 +66,14 @@ class Modules:
             if is_tensor(value):
                 firsts.append(_create(graph, value, {"argument": argument}).insertBefore(call))
                 call.replaceInput(position, firsts[-1].output())
-        nodes, kind = _passages_out(graph, call.output())
+        nodes, parts = _passages_out(graph, call.output())
         last = call
         for node in nodes:
             node.insertAfter(last)
             last = node
         if nodes:
             call.output().replaceAllUsesAfterNodeWith(last, last.output())
-        noted = _noted(kind, list(call.inputs())[1:], self.arguments[name], self.pins.get(name))
+        noted = _noted(parts, list(call.inputs())[1:], self.arguments[name], self.pins.get(name))
         return noted, (firsts or [call])[0], last
 
 
@@ -92,20 +93,20 @@ def bound_whole(graph: Any, names: list[str], pin: Pin | None, is_method: bool) 
             passage.insertBefore(start)
             passages.append(passage)
     (result,) = graph.outputs()
-    nodes, kind = _passages_out(graph, result)
+    nodes, parts = _passages_out(graph, result)
     for node in nodes:
         graph.appendNode(node)
     if nodes:
         graph.return_node().replaceInput(0, nodes[-1].output())
-    mark_whole(graph, _noted(kind, inputs, names, pin), (passages or [start])[0])
+    mark_whole(graph, _noted(parts, inputs, names, pin), (passages or [start])[0])
 
 
-def _noted(kind: str, inputs: list[Value], names: list[str], pin: Pin | None) -> dict[str, Any]:
-    """Return what a call's mark notes: the kind of its result, its pin, and the arguments that may hold tensors, and
+def _noted(parts: dict[str, bool], inputs: list[Value], names: list[str], pin: Pin | None) -> dict[str, Any]:
+    """Return what a call's mark notes: the parts of its result, its pin, and the arguments that may hold tensors, and
     are none: no passage is made for these.
     """
     pairs = zip(inputs, names, strict=True)
-    noted = {"call": kind, "containers": [n for v, n in pairs if holds_tensors(v) and not is_tensor(v)]}
+    noted = {"call": parts, "containers": [n for v, n in pairs if holds_tensors(v) and not is_tensor(v)]}
     if pin is None:
         return noted
     _in_use[id(pin)] = pin
@@ -115,24 +116,45 @@ def _noted(kind: str, inputs: list[Value], names: list[str], pin: Pin | None) ->
 _in_use: dict[int, Pin] = {}  # graphs name pins by number
 
 
-def _passages_out(graph: Any, result: Value) -> tuple[list[Node], str]:
-    """Return the nodes through which a result passes, not yet inserted, the last one with the output; and its kind."""
+def _passages_out(graph: Any, result: Value) -> tuple[list[Node], dict[str, bool]]:
+    """Return the nodes through which a result passes, not yet inserted, the last one with the output; and the parts
+    that rules may name, `""` for the whole: whether a cast reaches all tensors in it.
+    """
     if is_tensor(result):
-        return [_create(graph, result, {"result": ""})], "tensor"
-    if result.type().kind() != "TupleType" or all(t.kind() != "TensorType" for t in result.type().elements()):
-        return [], "container"
-    kinds = result.type().elements()
-    unpacked = graph.create("prim::TupleUnpack", [result], len(kinds))
-    passages, parts = [], []
-    for n, (part, kind) in enumerate(zip(list(unpacked.outputs()), kinds, strict=True)):
-        part.setType(kind)
-        if is_tensor(part):
-            passages.append(_create(graph, part, {"result": str(n)}))
-            part = passages[-1].output()
-        parts.append(part)
-    packed = graph.create("prim::TupleConstruct", parts, 1)
-    packed.output().setType(result.type())
-    return [unpacked, *passages, packed], "tuple"
+        return [_create(graph, result, {"result": ""})], {"": True}
+    parts = {"": _is_reached(result.type())}
+    if result.type().kind() != "TupleType":
+        return [], parts
+    names = jit.field_names(result.type())
+    known = [" ".join((str(n), *names[n : n + 1])) for n in range(len(result.type().elements()))]
+    for both, kind in zip(known, result.type().elements(), strict=True):
+        parts.update(dict.fromkeys(both.split(), _is_reached(kind)))
+    nodes = _passages_of(graph, result, known)
+    return nodes if any(passage(node) for node in nodes) else [], parts
+
+
+def _is_reached(kind: Any) -> bool:
+    """Return whether a cast reaches every tensor in a value of this type."""
+    if kind.kind() == "TupleType":
+        return all(map(_is_reached, kind.elements()))
+    return kind.kind() == "TensorType" or "Tensor" not in kind.annotation_str
+
+
+def _passages_of(graph: Any, value: Value, known: list[str]) -> list[Node]:
+    """Return the nodes that take a tuple apart, let its tensors pass as the known parts, and make it again."""
+    kinds = value.type().elements()
+    unpacked = graph.create("prim::TupleUnpack", [value], len(kinds))
+    nodes, values = [unpacked], []
+    for element, kind, part in zip(list(unpacked.outputs()), kinds, known, strict=True):
+        element.setType(kind)
+        if is_tensor(element):
+            nodes.append(_create(graph, element, {"result": part}))
+        elif kind.kind() == "TupleType":
+            nodes += _passages_of(graph, element, [part] * len(kind.elements()))
+        values.append(nodes[-1].output() if is_tensor(element) or kind.kind() == "TupleType" else element)
+    packed = graph.create("prim::TupleConstruct", values, 1)
+    packed.output().setType(value.type())
+    return [*nodes, packed]
 
 
 def _create(graph: Any, value: Value, facts: Mapping[str, str]) -> Node:
@@ -175,11 +197,23 @@ def enter_call(scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Sc
             found = "it may be None, or it holds tensors, and a script casts only what is always a tensor"
             advice = f'Leave it as it is: keep=("{name}",), or action = "follow".'
             raise ScriptError(asked, found, shown_from(mark), advice)
-    if facts["call"] == "container" and any(plan.results for plan in plans.values()):
-        asked = f"the results of {site.module_path or 'the module'} in another format"
-        found = "they are in a container that a script takes apart only when it runs"
-        raise ScriptError(asked, found, shown_from(mark), "Return a tensor or a tuple of tensors.")
+    _check_results(facts["call"], [r.part for plan in plans.values() for r in plan.results], site, mark)
     return Frame(around), _inside(scopes, calls, plans, scanner)
+
+
+def _check_results(known: Mapping[str, bool], wanted: list[str], site: Site, mark: Node) -> None:
+    """Raise an error if a part of a module's result that is to be cast is not there, or is no tensor."""
+    called = site.module_path or "the module"
+    for part in wanted:
+        if known.get(part, False):
+            continue
+        if part in known or known == {"": False}:
+            asked = f"the results of {called} in another format"
+            found = "they are in a container that a script takes apart only when it runs"
+            raise ScriptError(asked, found, shown_from(mark), "Return a tensor or a tuple of tensors.")
+        parts = ", ".join(f"result.{name}" for name in known if name) or "it returns one tensor"
+        asked, found = f"result.{part} of {called} in another format", f"no such part: {parts}"
+        raise RegionError(asked, found, shown_from(mark), "Name one of its parts, or the whole (result).")
 
 
 def _in_region(scopes: Scopes, region: Any, scanner: Scanner) -> Scopes:

@@ -230,7 +230,7 @@ class ReadScript:
             (dst,) = plan.formats
             after = given[0] if dst is None else dst.name
         else:
-            wanted = next((r for r in reversed(plan.results) if r.part in ("", passed["result"])), None)
+            wanted = next((r for r in reversed(plan.results) if r.part in ("", *passed["result"].split())), None)
             after = given[-1] if wanted is None else TENSOR if wanted.format is None else wanted.format.name
         return TENSOR if opened.open else after
 

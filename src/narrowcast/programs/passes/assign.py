@@ -103,7 +103,7 @@ def _why(rule: Rule | None, policy: Policy) -> Why:
 def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: Policy) -> Iterator[Edit]:
     """Yield the casts where a value goes into a module's call, or comes out of it: such a step is about one value.
 
-    Its `constants` say which: `argument`, or `result` and the part. A result's other operands are the arguments.
+    Its `constants` say which: `argument`, or `result` and the part, by position and by name. A result's other operands are the arguments.
     """
     if plan.refused is not None:
         raise refusal(plan, step.op, step.site)
@@ -113,8 +113,8 @@ def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: 
             rule = plan.rule_for(operand.name)
             yield InsertCast(step.id, 0, dst, _why(rule, policy), number, rule is not None and rule.is_exact)
         return
-    part = step.constants.partition(" ")[2]
-    wanted = next((r for r in reversed(plan.results) if r.part in ("", part)), None)
+    parts = ("", *step.constants.split()[1:])
+    wanted = next((r for r in reversed(plan.results) if r.part in parts), None)
     if wanted is None or not _may_float(step.value):
         return
     rule = plan.rule_for(f"{RESULT}.{wanted.part}".rstrip("."))
@@ -179,11 +179,6 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Output, why:
 
     Where these were captured with the cast made, they have the format to go to already.
     """
-    given = [program.values[o.value].format for o in step.operands]
-    after = [cast or format for cast, format in zip(plan.formats, given, strict=True)]
-    floats = [f for f in after if f is not None]
-    of_first = op_kind(step.op).family == NORM  # whose weights may be in another
-    src = plan.computes_in or (floats[0] if floats and of_first else widest(floats) if floats else None)
     results = [step] if step.value.shape is not None else []
     if not results:
         results = [s for s in program.steps.values() if s.op == "getitem" and s.operands[0].value == step.id]
@@ -194,7 +189,22 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Output, why:
             found = "a script that does not say what format comes in"
             advice = 'Name the format, action = "to(bf16)" for example, or give the whole call the action "inside".'
             raise RefusedError(asked, found, origins(step.site, why.rule), advice)
-        if result.value.type == TENSOR:
-            yield CastResult(result.id, None, wanted.format, why, wanted.exactly)
-        elif result.value.format is wanted.format is not src:
+        src = None if result.value.type == TENSOR else _given(program, step, plan, result)
+        if result.value.type == TENSOR or result.value.format is wanted.format is not src:
             yield CastResult(result.id, src, wanted.format, why, wanted.exactly)
+
+
+def _given(program: Program, step: Step, plan: Plan, result: Step) -> Format | None:
+    """Return the format that a call, on its operands cast as planned, gives a result; None where that is unknown."""
+    values = [program.values[o.value] for o in step.operands]
+    after = [cast or value.format for cast, value in zip(plan.formats, values, strict=True)]
+    floats = [f for f in after if f is not None]
+    is_known = all(cast or value.type != TENSOR for cast, value in zip(plan.formats, values, strict=True))
+    if op_kind(step.op).family == NORM and floats:  # whose weights may be in another format, as statistics are then
+        if result.op != "getitem" or result.constants == "0":
+            return plan.computes_in or floats[0]
+        if result.value.device not in ("", "cpu"):
+            return fp32
+    elif plan.computes_in is not None:
+        return plan.computes_in
+    return widest(floats) if floats and is_known else None

@@ -153,6 +153,21 @@ def find_type(module: Any) -> str:
     return str(module._c._type().qualified_name())
 
 
+def field_names(type_of: Any) -> list[str]:
+    """Return the names of a tuple type's fields, which only its text has: `NamedTuple(a : Tensor, b : (Tensor, int))`;
+    none of a tuple without names.
+    """
+    name, _, fields = type_of.str().partition("(")
+    depth, names, start = 0, [], 0
+    for at, letter in enumerate(fields):
+        if letter == ":" and not depth:
+            names.append(fields[start:at].strip())
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            start = at + 1
+    return names if name == "NamedTuple" else []
+
+
 def python_class(module: Any) -> type | None:
     """Return the class that a script module was compiled from; None where it was loaded."""
     kind: type | None = getattr(module.__dict__.get("_concrete_type"), "py_class", None)
