@@ -514,3 +514,50 @@ def test_a_part_of_two_names_hides_no_rule_about_another(strict):
     found = nc.export(model, (x,), under=policy, strict=strict).module()(x)
     assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert found[0].dtype is torch.float32
+
+
+def scripted(model, x):
+    """A script of a model."""
+    return nc.script(model)
+
+
+def traced(model, x):
+    """A trace of a model."""
+    return nc.trace(model, (x,))
+
+
+@pytest.mark.parametrize("made", [scripted, traced, lambda model, x: torch.jit.script(model)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_part_that_is_a_script_is_named(made, strict):
+    """torch.export raises an INTERNAL ASSERT there, or a TypeError about the number of arguments."""
+    x = torch.randn(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), made(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), x))
+    with pytest.raises(CaptureError, match=r"export of a script or trace \(1\)"):
+        nc.export(model, (x,), under="bf16", strict=strict)
+
+
+def test_a_part_that_torch_traced_is_exported():
+    """torch.export reads a trace of torch's own, and the region holds in it."""
+    x = torch.randn(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), x))
+    assert nc.export(model, (x,), under="bf16").module()(x).dtype is torch.bfloat16
+
+
+class Halves(nn.Module):
+    """Two layers, and what the first gives times the other's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = self.a(x)
+        return self.b(torch.tanh(hidden)), hidden @ self.b.weight
+
+
+@pytest.mark.parametrize("about", [{"call": 1}, {"function": "*forward"}])
+def test_candidates_are_timed_outside_of_the_region(about):
+    """Each has its casts already: the region cast them again, and a rule about functions raised a RegionError."""
+    policy = nc.Policy.native().with_rules([nc.Rule("aten.linear", "full", **about)])
+    program = nc.export(Halves(), (torch.randn(2, 16),), under=policy, goal="fast")
+    assert program.module()(torch.randn(2, 16))[0].dtype is torch.float32

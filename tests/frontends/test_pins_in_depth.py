@@ -400,3 +400,46 @@ def test_a_reference_in_fp32_has_no_low_pin(kind):
     assert nc.explain(model, (x,), under="bf16", run=True).verdict == "round-off"
     assert float(assert_close_to(model, (x,), budget=0.1, under="bf16")[0].relative_error) > 0
     assert [c.computes for c in nc.capture(model, (x,)).calls if not c.is_cast] == ["fp32", "bf16", "fp32"]
+
+
+class Twice(nn.Module):
+    """Calls a part twice that hands its input on beside its result."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), x
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.part = nn.Linear(4, 4), Twice.Part()
+
+    def forward(self, x):
+        hidden = self.before(x)
+        return *self.part(hidden), *self.part(hidden)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_results_that_are_cast_there_and_back_are_two_tensors(backend):
+    """They were one in compiled code: what was written to one changed the other, and gradients added up elsewhere."""
+    torch.manual_seed(0)
+    model, chosen = Twice(), policy(nc.Rule("module.call", "inside", module="part"))
+
+    def gradient(call):
+        model.zero_grad()
+        results = call(X)
+        sum(result.float().sin().sum() for result in results).backward()
+        return results, model.before.weight.grad.clone()
+
+    def eager(x):
+        with nc.autocast("cpu", policy=chosen):
+            return model(x)
+
+    (expected, first), (found, second) = gradient(eager), gradient(nc.compile(model, under=chosen, backend=backend))
+    assert all(map(same, expected, found))
+    if backend == "aot_eager":  # Inductor's sums have an order of their own
+        assert same(first, second)
+    assert len({result.untyped_storage().data_ptr() for result in found}) == 4

@@ -447,6 +447,9 @@ def test_an_idle_cast_that_is_returned_stays_where_its_source_leaves_too():
     assert dropped(made, view, idle, returns="%3") == [3]
     assert dropped("%2: fp32[4] cpu = aten.view.default(self=%0) ~0", idle, returns="%3") == []
     assert dropped(made, idle, returns="%3, %0") == [3]
+    again = "%4: fp32[4] cpu = cast(self=%2)"  # of two copies that leave one stays: they would be one tensor
+    assert dropped(made, idle, again, returns="%3, %4") == [3]
+    assert dropped(made, idle, again, returns="%3, %3, %0") == [4, 3]
 
 
 def test_an_idle_cast_with_a_gradient_goes_if_it_is_its_source_s_one_reader():

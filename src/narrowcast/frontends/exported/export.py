@@ -32,6 +32,7 @@ from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, calle
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 from narrowcast.runtime.torch_surface.fx import FakeTensor, all_frames, keeping_grad_modes, rename, updated_program
 from narrowcast.runtime.torch_surface.patches import held
+from narrowcast.runtime.torch_surface.state import autocast_off
 
 
 def export(
@@ -128,7 +129,13 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
         keeping_grad_modes(),
         called_with(model, args, kwargs or {}),
     ):
-        return torch.export.export(model, args, kwargs, **options)
+        try:
+            return torch.export.export(model, args, kwargs, **options)
+        except Exception:
+            for path, part in model.named_modules():
+                if isinstance(part, torch.jit.ScriptModule) and not isinstance(part, torch.jit.TracedModule):
+                    refuse_scripts("export", part, path)
+            raise
 
 
 def _without_modes(asked: Callable[..., bool]) -> Callable[..., bool]:
@@ -231,7 +238,7 @@ def placed_program(
         run = torch.compile(module) if fused else module
         return lambda *_: run(*args, **kwargs)
 
-    with torch.no_grad():
+    with torch.no_grad(), autocast_off():  # each candidate has its casts
         choice = choose_now(placed, compiled)
     return programs[tell(report, placed, choice)]
 

@@ -92,10 +92,10 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def refuse_scripts(verb: str, model: object) -> None:
-    """Raise CaptureError for a script, which has no Python code to capture."""
+def refuse_scripts(verb: str, model: object, path: str = "") -> None:
+    """Raise CaptureError for a script, which has no Python code to capture. path: of one that is part of a model."""
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        asked = f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})"
+        asked = f"{verb} of a script or trace ({path or getattr(model, 'original_name', type(model).__name__)})"
         found = "there is no Python code in it, which is what torch captures"
         advice = "Give the module that it was made of; or narrowcast.script(script, under=...), which puts the "
         raise CaptureError(asked, found, advice=f"{advice}casts into the script itself.")

@@ -37,22 +37,24 @@ def _drop_in(program: Program, block: Block, readers: dict[int, int], after_auto
             edits.append(Remove(step.id, unread))
             left[step.operands[0].value] -= 1
     dropped = {edit.step for edit in edits}
+    returns = list(block.returns)
     for step in block.steps:
-        if step.is_cast and step.id not in dropped and _is_idle(program, block, step, writes, left, after_autograd):
-            edits.append(Remove(step.id, Why(NAME, "it changes nothing"), instead=step.operands[0].value))
+        if not step.is_cast or step.id in dropped or not _is_idle(program, step, writes, left, after_autograd):
+            continue
+        source = step.operands[0].value
+        if step.id in returns:
+            others = [*(v.id for v in block.parameters), *(r for r in returns if r != step.id)]
+            if any(writes.share_memory(source, other) for other in others):
+                continue  # two results, or a result and what came in, would be one
+            returns = [source if r == step.id else r for r in returns]
+        edits.append(Remove(step.id, Why(NAME, "it changes nothing"), instead=source))
     return edits
 
 
-def _is_idle(
-    program: Program, block: Block, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool
-) -> bool:
+def _is_idle(program: Program, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool) -> bool:
     source = step.operands[0].value
     if program.open_region(step) is not None or program.values[source].format is not step.value.format:
         return False
-    if step.id in block.returns:
-        outside = [v.id for v in block.parameters] + [r for r in block.returns if r != step.id]
-        if any(writes.share_memory(source, other) for other in outside):
-            return False
     if not after_autograd and step.value.gradient and readers[source] != 1:
         return False
     return not writes.is_written_after(source, step.id) and not writes.is_written_after(step.id, step.id)
