@@ -162,3 +162,53 @@ class TestTransforms:
 
         results = []
         assert not self.warned(run) and len(results) == 1
+
+
+class Holder(nn.Module):
+    """Calls a part, and a layer of its own."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x):
+        return self.part(self.first(x))
+
+
+class TestPartsThatAreScripts:
+    """What a part of a model was is gone where it is a script or trace already."""
+
+    PARTS: typing.ClassVar = {
+        "nc.script": nc.script,
+        "nc.trace": lambda model: nc.trace(model, (X,)),
+        "torch.jit.trace": lambda model: torch.jit.trace(model, X),
+    }
+
+    @staticmethod
+    def warned(target, policy):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nc.script(target, under=policy)
+        return [str(one.message) for one in caught if "is a script or trace already" in str(one.message)]
+
+    @pytest.mark.parametrize("name", PARTS)
+    @pytest.mark.parametrize("about", [{"module": "part.*"}, {"module": "part.0"}, {"module_class": "Linear"}])
+    def test_a_rule_about_a_module_inside_is_said_not_to_hold(self, name, about):
+        """It was dropped without a word."""
+        part = self.PARTS[name](nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        (text,) = self.warned(Holder(part), policy_of(**about))
+        assert "part is a script" in text and "(part.0)" in text and "the module that it was made of" in text
+
+    @pytest.mark.parametrize("name", PARTS)
+    def test_nothing_is_said_of_a_rule_about_the_part_or_beside_it(self, name):
+        """These hold."""
+        part = self.PARTS[name](nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        assert not self.warned(Holder(part), policy_of(module="part"))
+        assert not self.warned(Holder(part), policy_of(module="first"))
+
+    def test_a_script_that_is_cast_again(self):
+        """A rule about what it was made of; what torch scripted says it, and the rule holds."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        assert len(self.warned(nc.script(model), policy_of(module="0"))) == 1
+        assert not self.warned(torch.jit.script(model), policy_of(module="0"))
+        assert nc.script(torch.jit.script(model), under=policy_of(module="0"))(X).dtype is torch.float32

@@ -237,3 +237,17 @@ def test_weights_can_be_swapped_after_a_call(options, grad):
         torch.utils.swap_tensors(model.weight, nn.Parameter(2 * model.weight.detach()))
         torch.utils.swap_tensors(model.bias, nn.Parameter(2 * model.bias.detach()))
         assert torch.allclose(run(x), 2 * first, rtol=0.02)
+
+
+@pytest.mark.parametrize("op", ["wgrad.aten.mm", "backward.aten.*"])
+def test_rules_about_gradients_of_weights_are_refused_beside_low_copies(op):
+    """Such a gradient is rounded to the copy's format; rules about other gradients hold."""
+    policy = nc.Policy.native().with_rules([nc.Rule(op, "full")])
+    with pytest.raises(nc.errors.GoalError, match="working_copies.*\n*.*rounded"):
+        nc.compile(nn.Linear(4, 4), under=policy, weights="working_copies")
+    nc.compile(nn.Linear(4, 4), under=policy, weights="folded")
+    nc.compile(
+        nn.Linear(4, 4),
+        under=nc.Policy.native().with_rules([nc.Rule("dgrad.aten.mm", "full")]),
+        weights="working_copies",
+    )

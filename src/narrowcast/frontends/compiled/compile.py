@@ -11,8 +11,9 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
-from narrowcast.core.goals import CAST, Goal, GoalName, WeightsName, as_goal
-from narrowcast.errors import RegionError
+from narrowcast.core.goals import CAST, WORKING, Goal, GoalName, WeightsName, as_goal
+from narrowcast.core.policy import Kind, Policy
+from narrowcast.errors import GoalError, RegionError
 from narrowcast.frontends.compiled import compiled_model
 from narrowcast.frontends.compiled.backend import GraphBackend, compile_graph
 from narrowcast.frontends.eager.asked import Under, asked_region
@@ -101,6 +102,8 @@ def compile(
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
     wanted = as_goal(goal, weights)
+    if rules is not None and wanted.weights == WORKING:
+        _check_gradients(rules)
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
         backend = _usable_backend(backend, asked.device_type or device_type_of(model))
@@ -119,6 +122,16 @@ def compile(
     if isinstance(compiled, torch.nn.Module):
         return compiled_model.CompiledModule.of(compiled, around, again)
     return compiled_model.compiled_function(model, compiled, around, arguments)
+
+
+def _check_gradients(rules: Policy) -> None:
+    """Raise GoalError for a rule about weights' gradients beside low copies of weights, whose gradients are low."""
+    kinds = (Kind.FULL, Kind.TO, Kind.INSIDE)
+    told = next((r for r in rules.rules if r.matches_direction("wgrad") and r.action.kind in kinds), None)
+    if told is not None:
+        found = f"the gradient of a low copy is rounded to its format, whatever the rule {told} computes it in"
+        advice = 'Give weights="folded" or "cast"; or the rule for dgrad. alone.'
+        raise GoalError(f'weights="{WORKING}" with a rule about gradients of weights', found, advice=advice)
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:

@@ -172,7 +172,7 @@ def _told(result: Any) -> None:
 
 
 never_begin_at(run_bounded, _run_off)
-never_trace(_cast_arguments, _tell, _told)
+never_trace(_cast_arguments, _tell, _told, policy_on)
 
 
 # -- where Dynamo traces: what is decided comes from constant functions ------------------------------------------------

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy import DEVICE_TYPES
+from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.errors import NarrowcastError, Origin, ScriptError, ScriptWarning
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.eager.steps import runs_in_steps
-from narrowcast.frontends.scripts.callers import graphs_of
+from narrowcast.frontends.scripts.callers import class_name, graphs_of
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around, compile_anew, compiling
 from narrowcast.frontends.scripts.decorated import check_methods, places_of, undecorated
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes, policy_of
-from narrowcast.frontends.scripts.scripted import explicit_function, explicit_module
+from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
 from narrowcast.frontends.scripts.tracing import called_in_python, traced_function, traced_module, tracing
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
@@ -37,6 +37,7 @@ from narrowcast.runtime.torch_surface.jit import (
     PREPACKED,
     add_text,
     deprecations_unsaid,
+    find_type,
     function_from_graph,
     tracing_state,
 )
@@ -70,7 +71,10 @@ def script(target: Callable[..., Any] | torch.nn.Module, *, under: Under = None,
     written = undecorated(target)
     if inspect.isfunction(target) and (getattr(written, "__name__", "") == "<lambda>" or runs_in_steps(written)):
         raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
-    scopes, made_on = _scopes(target, asked_region("script", under), made_for)
+    asked = asked_region("script", under)
+    scopes, made_on = _scopes(target, asked, made_for)
+    if isinstance(target, torch.nn.Module):
+        _tell_closed(target, asked.policy)
     with compiling(_device_types(target)), _explained(target):
         compiled = compile_anew(target)
         if isinstance(target, torch.nn.Module):
@@ -91,6 +95,8 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
         text = "narrowcast: a script that exists already does not say which functions it was made of: rules about "
         text += "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all"
         warn_here(text, ScriptWarning)
+    if isinstance(script, ExplicitModule):
+        _tell_closed(script, asked.policy)
     if scopes and set(scopes) <= cast_for_all(script):
         text = "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to "
         text += (
@@ -102,6 +108,27 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
             return explicit_function(function_from_graph(str(script.name), script.graph.copy()), scopes)
         check_methods(script)
         return add_text(explicit_module(_copied(script), scopes), TARGET, made_on)
+
+
+def _tell_closed(model: torch.nn.Module, policy: Policy) -> None:
+    """Warn of rules about modules in a part that is a script or trace already, which does not say what they were."""
+    rules = [rule for rule in policy.rules if not rule.function and (rule.module is not None or rule.module_class)]
+    parts = [
+        (p, m) for p, m in model.named_modules() if isinstance(m, (ExplicitModule, torch.jit.TopLevelTracedModule))
+    ]
+    for path, part in parts if rules else ():
+        known = Site(path, (class_name(find_type(part)),))
+        left = [rule for rule in rules if not rule.matches_site(known)]
+        for inner, module in part.named_modules():
+            site = Site(f"{path}.{inner}".strip("."), (class_name(find_type(module)),))
+            told = next((rule for rule in left if inner and rule.matches_site(site)), None)
+            if told is not None:
+                text = (
+                    f"narrowcast: {path or 'this'} is a script or trace already: the rule {told} does not hold in it "
+                )
+                text += f"({site.module_path}). Give nc.script the module that it was made of"
+                warn_here(text, ScriptWarning)
+                break
 
 
 _MISTYPED = re.compile(r"autocast self, .*\nExpected a value of type '(.+)' for argument '(\w+)' .* type '(.+)'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import FrameSummary, StackSummary
@@ -90,5 +91,10 @@ def keep_calls(*functions: Callable[..., Any]) -> None:
 
 rename = torch.fx.Node._rename
 """Give a node of a graph another name."""
-updated_program: Callable[..., torch.export.ExportedProgram] = torch.export.ExportedProgram._update
-"""An exported program with another graph and signature."""
+
+
+def updated_program(program: torch.export.ExportedProgram, *args: Any, **changed: Any) -> torch.export.ExportedProgram:
+    """Return an exported program with another graph and signature."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # of torch's own copy
+        return torch.export.ExportedProgram._update(program, *args, **changed)

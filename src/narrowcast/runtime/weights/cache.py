@@ -26,7 +26,7 @@ from narrowcast.errors import CacheError, Origin
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import PLAIN, cast
 from narrowcast.runtime.torch_surface.dispatch import storage_key, version_of, without_modes
-from narrowcast.runtime.torch_surface.jit import tracing_state
+from narrowcast.runtime.torch_surface.jit import not_traced, tracing_state
 from narrowcast.runtime.torch_surface.patches import stay
 from narrowcast.runtime.torch_surface.state import autocast_off
 
@@ -84,6 +84,10 @@ class _CachedCast:
         )
 
 
+def _made_of(weight: torch.Tensor, address: Any) -> tuple[Any, ...]:
+    return version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg()
+
+
 _SWEEP_ENTRIES, _SWEEP_BYTES = 64, 2**26
 
 
@@ -132,7 +136,7 @@ class WeightCache:
         trace = tracing_state()
         checks = checks and trace is None and type(weight) in PLAIN  # what is fake has no bits
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
-        made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
+        made_of = _made_of(weight, address) if trace is None else not_traced()(_made_of)(weight, address)
         limit = min((each for each in (limit_bytes, self.limit_bytes) if each is not None), default=None)
         entry = self.entries.get(key)
         if entry is not None and entry.is_of(weight, made_of) and (not checks or entry.is_as_it_was(weight)):
