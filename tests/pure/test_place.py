@@ -63,9 +63,13 @@ class RandomPrices:
         return False
 
 
-def random_program(seed, length):
+KINDS = ("mm", "mm", "exp", "relu", "t", "cat", "add", "pin", "cast", "write", "loop")
+
+
+def random_program(seed, length, lows=("bf16",), results=2, kinds=KINDS, near=0):
     """mm (lowered by the policy), calls that follow, views, cat, additions that promote, ops that nobody knows, the
-    user's own casts, and sometimes a loop that reads what is outside.
+    user's own casts to these low formats and back, and sometimes a loop that reads what is outside. near: a call reads
+    one of the last so many values; 0 for any.
     """
     rng = random.Random(seed)
     parameters = tuple(Value(n, rng.choice(["fp32", "fp32", "bf16"]), (4, 4), "cpu") for n in range(3))
@@ -74,8 +78,8 @@ def random_program(seed, length):
     def steps_of(values, count, depth):
         steps = []
         for _ in range(count):
-            what = rng.choice(["mm", "mm", "exp", "relu", "t", "cat", "add", "pin", "cast", "write", "loop"])
-            a, b = rng.choice(values), rng.choice(values)
+            what = rng.choice(kinds)
+            a, b = rng.choice(values[-near:]), rng.choice(values)
             number = next(ids)
             if what == "loop":
                 if depth:
@@ -85,7 +89,7 @@ def random_program(seed, length):
                 steps.append(Step(Value(number, "none"), "prim.Loop", (), blocks=blocks))
                 continue
             one, two = (Operand("self", a.id),), (Operand("self", a.id), Operand("other", b.id))
-            wide = "fp32" if "fp32" in (a.type, b.type) else "bf16"
+            wide = a.type if a.type == b.type else "fp32"
             op, operands, kind, more = {
                 "mm": ("aten.mm.default", (two[0], Operand("mat2", b.id)), "bf16", {"computes": True}),
                 "exp": ("aten.exp.default", one, a.type, {"computes": True}),
@@ -94,12 +98,12 @@ def random_program(seed, length):
                 "cat": ("aten.cat.default", (Operand("tensors", a.id), Operand("tensors", b.id)), wide, {}),
                 "add": ("aten.add.Tensor", two, wide, {"computes": True}),
                 "pin": ("lib.pin.default", one, "fp32", {"computes": True}),
-                "cast": ("cast", one, "fp32" if a.type == "bf16" else "bf16", {}),
+                "cast": ("cast", one, next(f for f in ((*lows[number % len(lows) :], "fp32")) if f != a.type), {}),
                 "write": ("aten.relu_.default", (Operand("self", a.id, True),), a.type, {"aliases": (0,)}),
             }[what]
             if what == "write" and (a.id < 3 or depth):
                 continue
-            if what == "cat" and a.type != b.type:
+            if what == "cat" and (a.type != b.type or a.type == "fp16"):  # native refuses a third format
                 continue
             region = None if what == "cast" else 0
             made = Value(number, kind, (4, 4), "cpu")
@@ -111,7 +115,7 @@ def random_program(seed, length):
     steps = steps_of(values, length, 0)
     made = {s.id for s in steps if s.op == "cast"}  # a cast that is returned has memory of its own
     values = [v for v in values if v.id not in made]
-    returns = tuple(v.id for v in rng.sample(values, min(2, len(values))))
+    returns = tuple(v.id for v in rng.sample(values, min(results, len(values))))
     program = Program("p", Block("main", parameters, tuple(steps), returns), REGION)
     assigned = apply_edits(program, assign_casts(program, {"native": NATIVE}))
     for _ in range(length):
@@ -203,6 +207,8 @@ def test_what_comes_out_keeps_its_formats():
 def rounded(number, name):
     """A Python float in a format, ties to even."""
     bits = struct.unpack("<I", struct.pack("<f", number))[0]
+    if name == "fp16":
+        return struct.unpack("<e", struct.pack("<e", number))[0]
     if name == "bf16":
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
     return struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
@@ -239,11 +245,17 @@ def run(program, seed):
     return [memory[v][0] for v in program.body.returns]
 
 
+MOVING = ("t", "relu", "cast", "cast", "add", "exp")
+
+
 def test_moved_casts_keep_every_bit():
-    """Casts move through views, cat and relu on 500 random programs: equal numbers, and never more bytes."""
+    """Casts move through views, cat and relu on 500 random programs: equal numbers, and never more bytes. What a cast
+    of the user's rounds stays rounded for all that reads it, whatever format it is read in.
+    """
     moved = 0
     for seed in range(500):
-        program, _ = random_program(seed, 4 + seed % 12)
+        more = {} if seed % 2 else {"lows": ("bf16", "fp16"), "results": 3, "kinds": MOVING, "near": 1}
+        program, _ = random_program(seed, 4 + seed % 12, **more)
         before = finished(program, [])
         after = finished(before, move_casts(before, after_autograd=True))
         assert run(before, seed) == run(program, seed) == run(after, seed), seed

@@ -83,7 +83,7 @@ class Plan:
     argument_rules: rules that decided about single arguments, (name, rule).
     set_dtype:  pass dtype=fp32, which the caller left open.
     append_dtype: call the overload that takes a dtype, with fp32.
-    results:    casts of what the call returns: of the whole first, which parts with a cast of their own are left out of.
+    results:    casts of what the call returns: first of the whole, without the parts that have a cast of their own.
     computes_in: the format of the results before these, as far as the plan says it.
     shields:    ops inside this one are not autocast (as native does below every listed op).
     refused:    why the call must not run; None if it may.

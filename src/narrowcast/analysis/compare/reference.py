@@ -15,7 +15,6 @@ from narrowcast.analysis.compare.kernel_bounds import Judged, is_low, judge_kern
 from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
-from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
@@ -31,6 +30,7 @@ from narrowcast.observation.trial.finiteness import (
     returned,
 )
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge.calls import cast_results
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")

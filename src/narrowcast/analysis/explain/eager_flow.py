@@ -9,7 +9,6 @@ import torch
 from narrowcast.core.ops import multiplications
 from narrowcast.core.policy import Policy
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
-from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.words import format_names
@@ -17,6 +16,7 @@ from narrowcast.observation.statistics.arguments import Named, largest_number, o
 from narrowcast.output.words import sizes
 from narrowcast.reports.results.graphs import OUTSIDE, FlowEdge, FlowStep, GraphFlow
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge.calls import gather
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 
 _LEARNED = ("weight", "bias", "running_mean", "running_var")

@@ -199,11 +199,11 @@ class _Walker:
         self._add(maker.op, "returned", maker.site, None, source, cast, policy=self._plan(maker)[1], **facts)
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
-        """Add a cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
+        """Add a cast that the graph was captured with: a pin, or a rule about a module's call or a part of an op's."""
         source = self.after.values[step.operands[0].value]
         self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
-        self._add(MODULE_CALL_OP, facts["argument"], step.site, None, source, step, **words)
+        self._add(facts["op"], facts["argument"], step.site, None, source, step, **words)
 
     def _add(
         self, op: str, argument: str, site: Site, rule: Rule | None, source: Value, cast: Step, /, **facts: Any

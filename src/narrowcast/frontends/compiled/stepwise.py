@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.core.decide import Plan
 from narrowcast.core.policy import Policy, Site
-from narrowcast.frontends.eager.kernels import gather, slots_of
 from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, stepping, told
 from narrowcast.frontends.graphs.explicit import Explicit
 from narrowcast.runtime.regions.ruling import ruling_regions
@@ -22,6 +21,7 @@ from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, g
 from narrowcast.runtime.sites.numbering import Numbering
 from narrowcast.runtime.sites.python_stack import called_modules, module_path
 from narrowcast.runtime.torch_bridge import device_type_of, op_facts
+from narrowcast.runtime.torch_bridge.calls import gather, slots_of
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.fx import Interpreter
 from narrowcast.runtime.torch_surface.state import autocast_nesting

@@ -5,11 +5,8 @@ Which formats, `decide` says: a module's call is a call, whose arguments have th
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,22 +14,19 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.core.decide import Output, Plan, Region
+from narrowcast.core.decide import Plan, Region
 from narrowcast.core.module_calls import Inside, ModuleCall
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, Policy, Site
 from narrowcast.core.refusals import refusal
-from narrowcast.errors import RegionError
 from narrowcast.formats import bf16
+from narrowcast.runtime.regions.marks import boundary_note
 from narrowcast.runtime.regions.pinned import Pin, pin_of
 from narrowcast.runtime.regions.ruling import active_region, carried_region
 from narrowcast.runtime.regions.stack import OpenRegion, stack
 from narrowcast.runtime.sites.graph_nodes import traced_site
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
-from narrowcast.runtime.torch_bridge import DTYPES, cast
+from narrowcast.runtime.torch_bridge import DTYPES
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
-from narrowcast.runtime.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
-
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +107,7 @@ class Boundary:
 
     def note(self, name: str) -> str:
         """Return the rule about an argument or `result`, as JSON for the ledger of a graph."""
-        rule = self.call.rule_about(name)
-        facts = {"argument": name, "policy": self.call.policy.name}
-        if rule is not None:
-            facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
-            facts["label"] = rule.label
-        return json.dumps(facts)
+        return boundary_note(MODULE_CALL_OP, name, self.call.rule_about(name), self.call.policy)
 
     def check(self) -> None:
         """Raise RefusedError if the call must not run."""
@@ -130,88 +119,6 @@ def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> B
     """Return the boundary of a call under a policy, which may do nothing."""
     call = ModuleCall(policy, region, site)
     return Boundary(names, call, call.plan())
-
-
-# -- casts -------------------------------------------------------------------------------------------------------------
-
-
-def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
-    """Return nested tuples, dicts and other pytrees with every floating tensor cast; fp64 ones only if `exactly`."""
-    if isinstance(value, torch.Tensor):
-        if value.dtype is dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not exactly):
-            return value
-        return cast(value, dtype)
-    if isinstance(value, _PLAIN):
-        return value
-    if type(value) in (tuple, list):  # the same as below, in two thirds of the time
-        items = [cast_tree(item, dtype, exactly) for item in value]
-        return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
-    leaves, structure = tree_flatten(value)
-    cast_leaves = [cast_tree(leaf, dtype, exactly) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if all(a is b for a, b in zip(leaves, cast_leaves, strict=True)):
-        return value  # the caller's own: what is written to it is not lost
-    return tree_unflatten(cast_leaves, structure)
-
-
-def first_floating(value: Any) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor in nested containers."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype if value.is_floating_point() else None
-    if isinstance(value, _PLAIN):
-        return None
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-
-
-def cast_parts(result: Any, results: tuple[Output, ...], came: torch.dtype | None) -> Any:
-    """Return a module's output, cast: as a whole, or single parts by position, key or attribute, each of them once.
-
-    came: the dtype of the first floating argument that the boundary casts, which results may follow.
-    RegionError for a part that is not there.
-    """
-    given = result
-    for wanted in results:
-        dtype = came if wanted.format is None else DTYPES[wanted.format]
-        if dtype is not None:
-            result = cast_part(result, given, wanted.part, dtype, wanted.exactly or wanted.format is None)
-    return result
-
-
-def cast_results(result: Any, plan: Plan) -> Any:
-    """Return an op's output with the plan's casts."""
-    parts = {"", *map(str, range(len(result)))} if isinstance(result, (tuple, list)) else {""}
-    return cast_parts(result, tuple(r for r in plan.results if r.part in parts), None)
-
-
-def cast_part(result: Any, given: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
-    """Return a module's output with one part cast; the whole, if `part` is empty. given: what the module returned."""
-    if not part:
-        return cast_tree(result, dtype, exactly)
-    if type(result) is dict and part in result:  # as Dynamo follows it
-        return {**result, part: cast_tree(given[part], dtype, exactly)}
-    if isinstance(result, Mapping) and part in result:
-        changed: Any = copy.copy(result)
-        changed[part] = cast_tree(given[part], dtype, exactly)
-        return changed
-    if isinstance(result, (list, tuple)) and part.isdigit() and int(part) < len(result):
-        position = int(part)
-        items = [cast_tree(given[n], dtype, exactly) if n == position else item for n, item in enumerate(result)]
-        return result._make(items) if hasattr(result, "_make") else type(result)(items)
-    if not part.isdigit() and hasattr(result, part):
-        low = cast_tree(getattr(given, part), dtype, exactly)
-        if hasattr(result, "_replace"):
-            return result._replace(**{part: low})
-        if dataclasses.is_dataclass(result):
-            return dataclasses.replace(result, **{part: low})  # type: ignore[type-var]
-        if hasattr(result, "__dict__"):
-            changed = copy.copy(result)
-            setattr(changed, part, low)
-            return changed
-    raise RegionError(
-        asked=f"result.{part} in another format",
-        found=f"what is returned is a {type(result).__name__} without that part",
-        advice="Name a position (result.1), a key or an attribute (result.logits), or the whole (result).",
-    )
 
 
 # -- which boundary a call has, here and now ---------------------------------------------------------------------------

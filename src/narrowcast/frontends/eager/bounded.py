@@ -15,21 +15,14 @@ from torch.nn import Module
 from narrowcast.core.decide import Argument, Call, decide
 from narrowcast.core.module_calls import policy_inside
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
-from narrowcast.frontends.eager.boundary import (
-    Boundary,
-    cast_part,
-    cast_parts,
-    cast_tree,
-    find_boundary,
-    first_floating,
-    ruling_region,
-)
+from narrowcast.frontends.eager.boundary import Boundary, find_boundary, ruling_region
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.frontends.eager.watch import DecidedCall, Keywords, watchers
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
 from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
 from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, device_type_of, tensors_in
+from narrowcast.runtime.torch_bridge.calls import cast_part, cast_parts, cast_tree, first_floating
 from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, never_begin_at, never_trace, traced_local
 from narrowcast.runtime.torch_surface.jit import tracing_state
 from narrowcast.runtime.torch_surface.state import any_autocast, count_function_modes

@@ -11,13 +11,13 @@ import torch
 
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
-from narrowcast.frontends.eager.boundary import cast_tree
 from narrowcast.frontends.eager.bounded import policy_on, traced_policy
 from narrowcast.frontends.eager.region import autocast, region_of
 from narrowcast.frontends.eager.steps import run_inside
 from narrowcast.runtime.regions.ruling import ruled_device_types, ruling_regions
 from narrowcast.runtime.regions.stack import CHECKED
 from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, to_dtype
+from narrowcast.runtime.torch_bridge.calls import cast_tree
 from narrowcast.runtime.torch_surface.autograd import note_forward, noted_forward
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 

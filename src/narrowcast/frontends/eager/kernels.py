@@ -13,22 +13,19 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.decide import Argument, Call, Plan, decide
+from narrowcast.core.decide import Plan, decide
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.core.refusals import check_counted, refusal
 from narrowcast.errors import RegionError
-from narrowcast.frontends.eager.boundary import cast_results
 from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, told, watchers
 from narrowcast.runtime.regions.ruling import active_region, native_region, tell_hidden
-from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, stack
+from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, stack
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
 from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at
 from narrowcast.runtime.torch_bridge import (
     DTYPES,
-    FORMATS,
     OpFacts,
-    Slot,
     cast,
     defaults_after,
     is_weight,
@@ -36,14 +33,22 @@ from narrowcast.runtime.torch_bridge import (
     op_facts,
     overload_with_dtype,
 )
+from narrowcast.runtime.torch_bridge.calls import (
+    NUMBERS,
+    call_of,
+    cast_arguments,
+    cast_results,
+    gather,
+    list_lengths,
+    places_of,
+    slots_of,
+)
 from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.runtime.torch_surface.jit import records_whole
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
 from narrowcast.runtime.weights.cache import native_cast
 
-_NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
-"""`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
 _ELSEWHERE = object()  # represents a tensor on another device type: such calls are decided again each time
 
 
@@ -105,10 +110,10 @@ class Kernel:
         if depends_on_site and not number:
             check_counted(region.prepared.policy, self.facts.id, site, self.facts.computes)
         slots = slots_of(self.facts, args, kwargs)
-        call = self._call_of(slots, tensors, given, site, number)
+        call = call_of(self.facts, slots, tensors, site, given, number)
         plan = decide(call, region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
-        decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
+        decided = Decided(plan, is_native, plan.changes_nothing, places_of(slots, plan))
         if not depends_on_site and _ELSEWHERE not in inputs:
             region.prepared.plans[key] = decided
         return decided
@@ -124,16 +129,6 @@ class Kernel:
                 advice="Compile with nc.compile, leave the region outside, or write rules about ops alone.",
             )
         return find_site()
-
-    def _call_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
-        arguments = tuple(
-            Argument(slot.name, None, "", slot.written)
-            if t is None
-            else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
-            for slot, t in zip(slots, tensors, strict=True)
-        )
-        names = frozenset(["dtype"]) if given else frozenset[str]()
-        return Call(self.facts.id, arguments, site, names, self.facts.computes, number=number)
 
     def _run_watched(
         self,
@@ -177,8 +172,8 @@ class Kernel:
             if decided.is_native and self._native is not None:
                 return self._native.call_boxed(keyset, *args, **kwargs)  # torch's own error
             raise refusal(plan, self.facts.id, find_site())
-        if decided.steps:
-            args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
+        if decided.places:
+            args, kwargs = cast_arguments(decided.places, args, kwargs, _cast_cached, region)
         if not plan.shields:
             if not plan.results:
                 return self._pass_on(keyset, args, kwargs)
@@ -192,7 +187,7 @@ class Kernel:
     def _pass_on(self, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords) -> Any:
         """Call the next key, as if nothing were registered here, with autocast still on for what is inside."""
         for slot in self.facts.slots:
-            if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
+            if slot.position < len(args) and type(args[slot.position]) in NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
                 with excluding(self._keyset):
                     return _call(self.facts, args, kwargs)
@@ -225,7 +220,7 @@ def _call(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Any:
         return facts.op(*args, **kwargs)
     except RuntimeError as error:
         single = [slot.position for slot in facts.slots if not slot.is_list]
-        numbers = [p for p in single if p < len(args) and type(args[p]) in _NUMBERS]
+        numbers = [p for p in single if p < len(args) and type(args[p]) in NUMBERS]
         if not numbers or "Expected a value of type 'Tensor'" not in str(error):
             raise
     others = [t for t in args if isinstance(t, torch.Tensor)]
@@ -236,71 +231,6 @@ def _call(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Any:
 def _noted_site() -> Site | None:
     """Return the place that a graph notes for the current call, traced or run; None where the Python stack has it."""
     return traced_site() if tracing_compiled_code() else current_site()
-
-
-def gather(facts: OpFacts, args: Arguments, kwargs: Keywords) -> Tensors:
-    """Return the tensors of a call in the order of its slots, lists element by element; None where there is none."""
-    values = _values(facts, args, kwargs)
-    if facts.has_lists:
-        flat: Tensors = []
-        for slot, value in zip(facts.slots, values, strict=True):
-            flat += [value] if value is None or not slot.is_list else value
-        values = flat
-    return [None if type(value) in _NUMBERS else value for value in values]
-
-
-def _values(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Any]:
-    """Return the caller's value for each slot; None if there is none."""
-    given = len(args)
-    return [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
-
-
-def slots_of(facts: OpFacts, args: Arguments, kwargs: Keywords) -> list[Slot]:
-    """Return the slot of each tensor that `gather` returns."""
-    if not facts.has_lists:
-        return list(facts.slots)
-    lengths = list_lengths(facts, args, kwargs)
-    return [slot for slot, length in zip(facts.slots, lengths, strict=True) for _ in range(length)]
-
-
-def list_lengths(facts: OpFacts, args: Arguments, kwargs: Keywords) -> tuple[int, ...]:
-    """Return for each slot how many tensors it holds: 1 for what is no list or absent."""
-    pairs = zip(facts.slots, _values(facts, args, kwargs), strict=True)
-    return tuple(len(value) if slot.is_list and value is not None else 1 for slot, value in pairs)
-
-
-def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
-    """Return the plan's casts by where the tensors are: position or name, index in a list, and dtype."""
-    steps: list[Step] = []
-    seen: dict[str, int] = {}
-    for slot, dst in zip(slots, plan.formats, strict=True):
-        index = seen[slot.name] = seen.get(slot.name, -1) + 1
-        if dst is not None:
-            steps.append((slot.position, slot.name, index if slot.is_list else None, DTYPES[dst]))
-    return tuple(steps)
-
-
-def _cast_arguments(
-    steps: tuple[Step, ...], args: Arguments, kwargs: Keywords, region: OpenRegion
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the casts made; the caller's own lists and dict are left alone."""
-    new_args = list(args)
-    given = len(new_args)
-    copied: dict[str, list[Any]] = {}
-    for position, name, index, dtype in steps:
-        value = new_args[position] if position < given else kwargs[name]
-        if index is None:
-            value = _cast_cached(value, dtype, region) if value.requires_grad else cast(value, dtype)
-        else:
-            if name not in copied:
-                copied[name] = list(value)
-            value = copied[name]
-            value[index] = _cast_cached(value[index], dtype, region)
-        if position < given:
-            new_args[position] = value
-        else:
-            kwargs = {**kwargs, name: value}
-    return tuple(new_args), kwargs
 
 
 def dtype_is_given(facts: OpFacts, args: Arguments, kwargs: Keywords) -> bool:

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from narrowcast.core.decide import Argument, Call, decide
-from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.core.policy import NOWHERE, RESULT, Site
+from narrowcast.core.refusals import check_counted, refusal
+from narrowcast.runtime.regions.marks import BOUNDARY, boundary_note
 from narrowcast.runtime.regions.ruling import region_on
 from narrowcast.runtime.regions.stack import OpenRegion
 from narrowcast.runtime.sites.graph_nodes import traced_site
+from narrowcast.runtime.sites.numbering import number_call
 from narrowcast.runtime.sites.python_stack import warn_here
-from narrowcast.runtime.torch_bridge import FORMATS, op_facts, overloads_in, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, op_facts, overloads_in, tensors_in
+from narrowcast.runtime.torch_bridge.calls import call_of, cast_arguments, cast_results, gather, places_of, slots_of
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, can_decompose, has_kernel
 from narrowcast.runtime.torch_surface.state import any_autocast, autocast_off
@@ -196,12 +201,40 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
             site = (traced_site() or NOWHERE) if depends else NOWHERE
             if _is_repaired(facts.id, region, site, tensors_in(args, kwargs)):
                 return NotImplemented
-            if any(rule.matches_site(site) for rule in (*candidates.whole, *candidates.per_argument)):
+            if any(rule.matches_site(site) for rule in candidates.whole):
                 return NotImplemented
-            return inside(*args, **kwargs)
+            if not any(rule.matches_site(site) for rule in candidates.per_argument):
+                return inside(*args, **kwargs)
+            return _in_parts(facts, region, site, inside, args, kwargs)
         return NotImplemented
 
     return run
+
+
+def _in_parts(
+    facts: OpFacts, region: OpenRegion, site: Site, inside: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run the calls inside of an op with single arguments or results of which rules are about, as eager code does: its
+    arguments are cast, then the calls inside are, and then its results.
+    """
+    prepared, slots = region.prepared.for_graphs, slots_of(facts, args, kwargs)
+    number = number_call(facts.id)
+    if not number:
+        check_counted(prepared.policy, facts.id, site, facts.computes)
+    call = call_of(facts, slots, gather(facts, args, kwargs), site, number=number)
+    plan = decide(call, prepared.policy, prepared.facts)
+    if plan.refused is not None:
+        raise refusal(plan, facts.id, site)
+
+    def noted(name: str) -> Any:
+        return annotate({BOUNDARY: boundary_note(facts.id, name, plan.rule_about(name), prepared.policy)})
+
+    for place in places_of(slots, plan):
+        with noted(place[1]):
+            args, kwargs = cast_arguments((place,), args, kwargs)
+    result = inside(*args, **kwargs)
+    with noted(RESULT):
+        return cast_results(result, plan)
 
 
 def _is_repaired(op: str, region: OpenRegion, site: Site, tensors: list[torch.Tensor]) -> bool:

@@ -10,10 +10,10 @@ import torch
 from narrowcast.core.decide import Plan
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy, Rule, Site, find_allowance
-from narrowcast.frontends.eager.kernels import gather, slots_of
 from narrowcast.observation.observer.module_calls import Who
 from narrowcast.observation.observer.words import format_names, planned_names
 from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge.calls import gather, slots_of
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.frontends.eager.kernels import gather, slots_of
 from narrowcast.runtime.torch_bridge import OpFacts, is_random, op_facts
+from narrowcast.runtime.torch_bridge.calls import gather, slots_of
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, schema_of
 
 Named = list[tuple[str, torch.Tensor]]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from narrowcast.core.ops import ATTENTION, is_named, op_kind
-from narrowcast.frontends.eager.kernels import gather
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import draws_numbers, tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import gives_memory
 from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, tensors_in, written_tensors
+from narrowcast.runtime.torch_bridge.calls import gather
 from narrowcast.runtime.torch_surface.dispatch import (
     attention_by_definition,
     holds_others,

@@ -103,7 +103,8 @@ def _why(rule: Rule | None, policy: Policy) -> Why:
 def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: Policy) -> Iterator[Edit]:
     """Yield the casts where a value goes into a module's call, or comes out of it: such a step is about one value.
 
-    Its `constants` say which: `argument`, or `result` and the part, by position and by name. A result's other operands are the arguments.
+    Its `constants` say which: `argument`, or `result` and the part, by position and by name. A result's other operands
+    are the arguments.
     """
     if plan.refused is not None:
         raise refusal(plan, step.op, step.site)

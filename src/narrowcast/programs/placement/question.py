@@ -180,10 +180,17 @@ class _Finder:
         if not inputs or not {*inputs, *results} <= {fp32, *self.lows}:
             return ()
         if kind.commutes and not kind.in_place and results and len({*inputs, *results}) == 1:
-            return (inputs[0], *(self.lows if inputs[0] is fp32 else [fp32]))
+            if inputs[0] is fp32:
+                return (fp32, *self.lows)
+            keeps_rounding = self.mode == EXACT and any(self._is_cast_again(value) for value in given)
+            return () if keeps_rounding else (inputs[0], fp32)
         lows = {f for f in inputs if f is not fp32}
         runs_low = len(lows) == 1 and lows.issuperset(results[:1])
         return (*lows, fp32) if runs_low and self.mode != EXACT else ()
+
+    def _is_cast_again(self, value: Value) -> bool:
+        """Return whether a low value is cast to another format: from a wider one that would be cast in one step."""
+        return any(s.op == CAST and s.value.format is not value.format for s, _ in self.readers.get(value.id, ()))
 
     def _would_show(self, values: list[Value], results: list[Value]) -> bool:
         """Return whether another format changes more than rounding: how gradients add up, or strides of results."""
@@ -283,12 +290,11 @@ class _Finder:
 
     def _reader(self, value: Value, step: Step | None, position: int, cast: Step | None) -> Reader:
         stores = self.prices.stores(step)
-        format = value.format if cast is None else cast.value.format
-        keeps = format is fp32 and value.format is fp32
+        maker = step if step is not None and step.op == CAST else cast  # a user's cast, which stays, reads by itself
+        format = value.format if maker is None else maker.value.format
+        keeps = value.format is fp32 and (format is fp32 or len(self.lows) > 1)  # of two low ones, it would round twice
         if step is None or step.id not in self.variable:
-            if step is not None and step.op == CAST:  # the user's own, which stays
-                return Reader(FIXED, (step.value.format,), stores, step.value.format is fp32 is value.format)
-            takes_any = step is not None and cast is None and _promotes(step, position, format)
+            takes_any = maker is None and step is not None and self.mode != EXACT and _promotes(step, position, format)
             return Reader(FIXED, (None if takes_any else format,), stores, keeps)
         variable = self.variable[step.id]
         needs = (format, *self.formats[variable][1:])  # under another format than the policy's it takes that one

@@ -6,6 +6,7 @@ The calls exist only between Dynamo and a backend: ours reads them, others run t
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.policy import Policy, Rule
 from narrowcast.runtime.torch_surface.dispatch import ASSERT_METADATA
 from narrowcast.runtime.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
 from narrowcast.runtime.torch_surface.fx import keep_calls
@@ -80,6 +82,19 @@ def _close_down_to(depth: int) -> None:
 MARKS = (enter_marked, exit_marked)
 _NOTE = "narrowcast_region"
 BOUNDARY = "narrowcast_boundary"
+
+
+def boundary_note(op: str, argument: str, rule: Rule | None, policy: Policy) -> str:
+    """Return what is noted of a cast that a graph is captured with, for its ledger, as JSON. op: the call it is for;
+    argument: what of it, or `result`; rule: the one behind the cast.
+    """
+    facts = {"op": op, "argument": argument, "policy": policy.name}
+    if rule is not None:
+        facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
+        facts["label"] = rule.label
+    return json.dumps(facts)
+
+
 """What is noted beside the casts at a module's boundary, so that the graph's ledger knows them from the user's own."""
 
 

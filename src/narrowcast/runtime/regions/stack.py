@@ -15,22 +15,21 @@ from narrowcast.core.decide import Plan, Region
 from narrowcast.core.policy import Policy
 from narrowcast.runtime.regions.native_state import Identity, NativeState
 from narrowcast.runtime.sites.sightings import Sightings
+from narrowcast.runtime.torch_bridge.calls import Place
 from narrowcast.runtime.torch_surface.dispatch import OpOverload
 from narrowcast.runtime.torch_surface.patches import held
 from narrowcast.runtime.torch_surface.state import autocast_nesting
 from narrowcast.runtime.weights.cache import WeightCache
 
-Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to
-
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A plan ready to be carried out: its casts as steps. `is_native`: torch's own kernel does just this."""
+    """A plan ready to be carried out. places: of its casts. is_native: torch's own kernel does just this."""
 
     plan: Plan
     is_native: bool
     changes_nothing: bool
-    steps: tuple[Step, ...]
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)
