@@ -326,6 +326,19 @@ def test_a_user_s_cast_to_fp32_needs_every_bit_of_what_is_fp32():
     assert [[r.reader.keeps for r in reads[n] if r.step is not None] for n in (0, 1)] == [[True, False], [False, False]]
 
 
+def test_what_is_read_in_two_low_formats_is_not_rounded_twice():
+    """A call that only moves may have one of them, and then no reader may cast that to the other."""
+    body = """%0: fp32[4, 4] cpu) {
+  %1: fp32[4, 4] cpu = aten.abs.default(self=%0)
+  %2: bf16[4, 4] cpu = cast(self=%1)
+  %3: fp16[4, 4] cpu = cast(self=%1)
+  %4: bf16[4, 4] cpu = lib.op.default(self=%2) computes
+  %5: bf16[4, 4] cpu = cast(self=%3)
+  return %4, %5"""
+    reads = ask(body, ours=frozenset([2])).reads[1]
+    assert [(r.reader.needs[0].name, r.reader.keeps) for r in reads] == [("fp16", True), ("bf16", False)]
+
+
 def test_what_is_returned_twice_is_cast_twice():
     """And counts twice: nobody shares the casts of what the program returns."""
     body = """%0: fp32[4, 4] cpu) {

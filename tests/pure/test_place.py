@@ -245,7 +245,7 @@ def run(program, seed):
     return [memory[v][0] for v in program.body.returns]
 
 
-MOVING = ("t", "relu", "cast", "cast", "add", "exp")
+MOVING = ("t", "relu", "cast", "cast", "add", "exp", "mm")
 
 
 def test_moved_casts_keep_every_bit():

@@ -5,7 +5,7 @@ It stands above the front ends because each of them will be explained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,14 @@ from narrowcast.analysis.explain.cost import with_cost
 from narrowcast.analysis.explain.eager_flow import EagerFlow
 from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, predict_costs
+from narrowcast.analysis.explain.raised import failure_of
 from narrowcast.analysis.explain.recurrent import RecurrentLayers
 from narrowcast.analysis.record.graph_ledger import compare_with_eager, graph_ledger
 from narrowcast.analysis.record.record import recording
 from narrowcast.core.goals import Goal, GoalName, as_goal
 from narrowcast.core.ops import named
-from narrowcast.core.policy import DEVICE_TYPES, Policy
+from narrowcast.core.policy import DEVICE_TYPES
 from narrowcast.core.policy.capabilities import one_format
-from narrowcast.core.policy.settings import FULL
 from narrowcast.errors import GoalError, NarrowcastError, RegionError, first_line
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under, asked_or_around
@@ -39,14 +39,13 @@ from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.observation.restore.modules import restored
-from narrowcast.observation.trial.raising import Raising, SeeFunctions, SeeOps
 from narrowcast.observation.trial.trial import Trial, detached, run_whole
 from narrowcast.observation.trial.uncast import NOTHING
-from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, rule_rows
+from narrowcast.reports.results.explanation import Comparison, Explanation, rule_rows
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
-from narrowcast.runtime.sites.python_stack import find_site, first_names, innermost_frame
+from narrowcast.runtime.sites.python_stack import first_names
 from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
@@ -233,7 +232,7 @@ def _record(asked: Explanation, trial: Trial, region: autocast, stands_in: bool,
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
         return replace(asked, ledger=ledger, ran_on=itself, note=note)
-    failure = _failure_of(trial, region, failed)
+    failure = failure_of(trial, region, failed)
     if failure is None:
         raise failed
     return replace(asked, ledger=ledger, ran_on=itself, failure=failure)
@@ -303,7 +302,7 @@ def _compared(found: Explanation, trial: Trial, region: autocast) -> Explanation
     except NarrowcastError:
         raise
     except Exception as error:  # of values, which fake tensors do not have
-        failure = _failure_of(trial, region, error)
+        failure = failure_of(trial, region, error)
         if failure is None:
             raise
         return replace(found, failure=failure)
@@ -336,60 +335,3 @@ def _compare(trial: Trial, region: autocast) -> Comparison:
 
 def _called(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
-
-
-# -- a run that raised -------------------------------------------------------------------------------------------------
-
-
-@leaves_no_kernels()
-def _failure_of(trial: Trial, region: autocast, error: Exception) -> Failure | None:
-    """Return what raised in a region, and what runs instead; None if the model raises in fp32, too. Suggestions were
-    tried: the model is run again to see the call, in fp32, and under each policy that may help.
-    """
-    if _raised(trial, None):
-        return None
-    seen = _watched(trial, region, first_line(error))
-    site = seen.site or find_site(frame=innermost_frame(error))
-    attempts = tuple(Attempt(policy.name, _raised(trial, around)) for policy, around in _others(region))
-    return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
-
-
-def _watched(trial: Trial, region: autocast, message: str) -> Raising:
-    """Return the call that raises, seen in another run; nothing if that does not raise the same.
-
-    A model may take another path while functions are seen (fused layers do): then ops alone are inspected.
-    """
-    for modes in ((SeeFunctions, SeeOps), (SeeOps,)):
-        seen = Raising()
-        try:
-            with ExitStack() as stack:
-                again = stack.enter_context(trial.isolated())
-                stack.enter_context(region)
-                for mode in modes:
-                    stack.enter_context(mode(seen))
-                again()
-        except Exception as error:
-            if first_line(error) == message:
-                return seen
-    return Raising()
-
-
-def _raised(trial: Trial, region: autocast | None) -> str:
-    """Return what the model raises in the region, or in fp32; empty if it runs."""
-    try:
-        with trial.isolated() as again, nullcontext() if region is None else region:
-            again()
-    except Exception as error:
-        return first_line(error)
-    return ""
-
-
-def _others(region: autocast) -> Iterable[tuple[Policy, autocast]]:
-    """Yield the policies that may run what raised: a user's own with what the device lacks in fp32; safe."""
-    own, safe = region.policy, Policy.safe()
-    policies = [safe]
-    if own.layers and own.unsupported != FULL and own.name != safe.name and own.extends:
-        policies.insert(0, replace(own, unsupported=FULL, name=f'{own.name} with unsupported = "{FULL}"'))
-    for policy in policies:
-        if policy.digest != own.digest and policy.name != own.name:
-            yield policy, autocast(region.device, region.fast_dtype, policy=policy)

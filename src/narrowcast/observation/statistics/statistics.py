@@ -197,15 +197,23 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    with without_modes():  # a fake one, where a graph is made meanwhile, would be kept
-        return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
+    return _from_numpy(np.asarray(sketched_rows(rows), dtype=np.int64), device)
 
 
 @lru_cache(maxsize=4096)
 def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return where the inspected rows lie, by dimension."""
+    places = np.unravel_index(np.asarray(sketched_rows(math.prod(leading)), dtype=np.int64), leading)
+    return tuple(_from_numpy(place, device) for place in places)
+
+
+def _from_numpy(numbers: Any, device: torch.device) -> torch.Tensor:
+    """Return a real tensor, also where a graph is made meanwhile, and inside of vmap, where torch's factories raise."""
+    made = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return made
     with without_modes():
-        return torch.unravel_index(_row_numbers(math.prod(leading), device), leading)
+        return made.to(device)
 
 
 def _raw(x: torch.Tensor) -> Any:

@@ -292,7 +292,8 @@ class _Finder:
         stores = self.prices.stores(step)
         maker = step if step is not None and step.op == CAST else cast  # a user's cast, which stays, reads by itself
         format = value.format if maker is None else maker.value.format
-        keeps = value.format is fp32 and (format is fp32 or len(self.lows) > 1)  # of two low ones, it would round twice
+        others = [low for low in self.lows if low is not format]  # through one of these it would be rounded twice
+        keeps = value.format is fp32 and bool(format is fp32 or others)
         if step is None or step.id not in self.variable:
             takes_any = maker is None and step is not None and self.mode != EXACT and _promotes(step, position, format)
             return Reader(FIXED, (None if takes_any else format,), stores, keeps)

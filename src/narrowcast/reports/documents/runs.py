@@ -11,6 +11,7 @@ from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.verdicts import NOT_FINITE
 
 CASTS = "Each cast, from input and compute dtypes"
 _WATCH = Todo("Run it inside nc.watch()", "which tries in what formats the first of these calls is finite")
@@ -66,9 +67,9 @@ def run_verdict(run: Run) -> tuple[str, str]:
         at = place(first.file, first.line)
         text = f"{calls} returned NaN or infinity; the first from finite inputs: {first.id}{at and f' ({at})'}"
         return text, "bad"
-    if any(run.tensors[n].nan for call in bad for _, n in call.returned):
+    if run.verdict == NOT_FINITE:
         return f"{calls} returned NaN or infinity; their inputs were not finite, either", "bad"
-    text = f"Every value is finite but the infinities of {calls}, which were given, fill masks, or go no further"
+    text = f"Every value is finite but NaN and infinities of {calls}, which were given, fill masks, or go no further"
     return text, "good"
 
 

@@ -141,17 +141,27 @@ class Run(Result):
 
     def _end_finite(self, bad: Iterable[CallRecord]) -> bool:
         """Return whether these calls make no NaN, and infinities that others read, which no model returns."""
+        return not self._make_nan(bad) and self._go_no_further(bad)
+
+    def _make_nan(self, bad: Iterable[CallRecord]) -> bool:
+        return any(self.tensors[n].nan for call in bad for _, n in call.returned)
+
+    def _go_no_further(self, bad: Iterable[CallRecord]) -> bool:
+        """Return whether what these calls give and is not finite is read by others, and returned by no model."""
         read = {number for call in self.calls for _, n in call.inputs for number in (n, self.tensors[n].lies_in)}
         kept = {*self.returned, *(row["gradient"] for row in self.parameters.values() if "gradient" in row)}
         made = (n for call in bad for _, n in call.returned if not self.tensors[n].is_finite)
-        return all(not self.tensors[n].nan and n in read and n not in kept for n in made)
+        return all(n in read and n not in kept for n in made)
 
     @property
     def verdict(self) -> str:
-        """`not finite` where a call made a NaN or an infinity, or was given a NaN; else `finite`."""
+        """`not finite` where a call made a NaN or an infinity, or passed on a NaN that came from outside to what a
+        model returns, as far as that was seen; else `finite`.
+        """
         bad = self.not_finite()
-        has_nan = any(self.tensors[n].nan for call in bad for _, n in call.returned)
-        return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
+        ends_there = bool(self.returned) and self._go_no_further(bad)
+        passed_on = self._make_nan(bad) and not ends_there
+        return NOT_FINITE if bad and (passed_on or self.first_not_finite() is not None) else FINITE
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, numbers with all their digits."""
