@@ -213,6 +213,22 @@ def test_a_batch_norm_whose_gradient_is_what_is_left_of_a_projection_is_sound_in
     assert found is not None and not found.is_beyond, found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layouts", [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, None)])
+def test_a_batch_norm_whose_gradient_has_other_strides_rounds_each_step(dtype, layouts):
+    """The cpu's kernel for these computes the formula op by op in the low format."""
+    torch.manual_seed(0)
+    of_input, of_gradient = layouts
+    norm, x = nn.BatchNorm2d(24), torch.randn(12, 24, 6, 6).to(dtype).contiguous(memory_format=of_input)
+    grad = torch.randn(12, 24, 1, 1).to(dtype).expand(12, 24, 6, 6)
+    if of_gradient is not None:
+        grad = torch.randn(12, 24, 6, 6).to(dtype).contiguous(memory_format=of_gradient)
+    [(_, found)] = [
+        row for row in inspected(lambda: norm(x.requires_grad_()).backward(grad)) if "batch_norm_backward" in row[0]
+    ]
+    assert found is not None and not found.is_beyond, found
+
+
 def test_indices_with_gaps_are_run_again_as_they_are():
     """None among indices has no format: the index after it keeps its own."""
     layer, at = nn.Linear(6, 6), torch.tensor([1, 3])

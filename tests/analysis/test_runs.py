@@ -825,3 +825,42 @@ def test_a_call_has_the_lines_that_lead_to_it(tmp_path):
     assert [line for _, line in call.callers] == [first + 2] and [line for _, line in call.views] == [first + 1]
     assert call.line == helped.__code__.co_firstlineno + 2
     assert nc.load(run.save(tmp_path / "run.json")).calls == run.calls
+
+
+class Filled(nn.Module):
+    """Normalizes a column with missing values, and fills these in; or gives them back."""
+
+    def __init__(self, fills):
+        super().__init__()
+        self.layer, self.fills = nn.Linear(4, 4), fills
+
+    def forward(self, x):
+        scaled = (x - x.nanmean(0)) / 1.5
+        return self.layer(torch.where(x.isnan(), 0.0, scaled)) if self.fills else (self.layer(x), scaled)
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_nan_that_is_given_and_goes_no_further_is_no_finding(fills):
+    """Nothing is to be done about it, as a watched run says; where the model returns it, it is said."""
+    x = torch.randn(6, 4)
+    x[1, 2] = float("nan")
+    run = nc.capture(Filled(fills), (x,), under="bf16")
+    assert (run.verdict, len(run.todos)) == (("finite", 0) if fills else ("not finite", 1))
+    if fills:
+        with nc.watch() as watched, nc.autocast("cpu", torch.bfloat16):
+            Filled(fills)(x)
+        assert watched.verdict == "finite"
+        assert "NaN and infinities of 2 calls" in run.to_text()
+
+
+def test_an_ensemble_by_vmap_is_captured_whole():
+    """torch makes no tensor from numbers there, inside of a composite op, and what is drawn of a tensor needs some."""
+    nets = [nn.Linear(3, 1) for _ in range(4)]
+    stacked, _ = torch.func.stack_module_state(nets)
+    base = copy.deepcopy(nets[0]).to("meta")
+
+    def ensemble(x):
+        return torch.vmap(lambda p, x: torch.func.functional_call(base, p, (x,)), (0, None))(stacked, x)
+
+    run = nc.capture(ensemble, (torch.randn(6, 3),), under="bf16")
+    assert run.verdict == "finite" and not any("not inspected" in note for note in run.notes)

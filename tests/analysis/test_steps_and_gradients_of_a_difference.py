@@ -319,3 +319,32 @@ def test_steps_of_a_fused_weight_and_of_its_parts_are_no_pair(optimizer):
 
     found = nc.diff(run(False), run(True))
     assert found.verdict == "round-off", str(found)
+
+
+def test_formats_of_the_backward_are_not_to_be_named_in_a_rule():
+    """They follow from those of the forward, and eager autograd asks no policy."""
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(60, 32), nn.Linear(32, 60)), torch.randint(0, 60, (6, 14))
+    targets = ids[:, 1:]
+
+    def parts_in_bf16():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), targets.flatten())
+        loss.backward()
+
+    def parts_in_fp32():
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids).float()[:, :-1]
+            loss = (logits.logsumexp(2) - logits.gather(2, targets[..., None])[..., 0]).mean()
+        loss.backward()
+
+    runs = []
+    for step in (parts_in_bf16, parts_in_fp32):
+        model.zero_grad()
+        with nc.capture() as run:
+            step()
+        runs.append(run)
+    found = nc.diff(*runs)
+    assert found.verdict == "formats differ"
+    (todo,) = found.todos
+    assert "compare the casts in the forward of aten.slice_backward" in todo.what and "rule" not in todo.what

@@ -212,3 +212,25 @@ class TestPartsThatAreScripts:
         assert len(self.warned(nc.script(model), policy_of(module="0"))) == 1
         assert not self.warned(torch.jit.script(model), policy_of(module="0"))
         assert nc.script(torch.jit.script(model), under=policy_of(module="0"))(X).dtype is torch.float32
+
+
+class Crossed(nn.Module):
+    """Multiplies what an op makes by calls inside of it."""
+
+    def forward(self, x):
+        return torch.mm(torch.kron(x, x), x.new_ones(4, 4)), x * 2
+
+
+def test_a_trace_names_a_rule_that_it_drops_inside_of_an_op():
+    """It recorded formats that the op does not give then, and raised when it ran."""
+    policy = nc.Policy.native().with_rules([nc.Rule("aten.mul", "to(fp16)")])
+    x = torch.randn(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace = nc.trace(Crossed(), (x,), under=policy)
+    told = [str(one.message) for one in caught if "does not hold inside of it" in str(one.message)]
+    assert len(told) == 1 and "aten.mul.Tensor" in told[0] and "aten.mul: to(fp16)" in told[0]
+    product, twice = trace(x)
+    assert twice.dtype is torch.float16  # where it is an op of its own it holds
+    with nc.autocast("cpu", torch.bfloat16):
+        assert torch.equal(product, Crossed()(x)[0])

@@ -16,13 +16,13 @@ import torch
 from narrowcast.core.decide import Plan, decide
 from narrowcast.core.policy import NOWHERE, Policy, Site
 from narrowcast.core.refusals import check_counted, refusal
-from narrowcast.errors import RegionError
+from narrowcast.errors import RegionError, ScriptWarning
 from narrowcast.frontends.eager.watch import Arguments, DecidedCall, Keywords, Watcher, told, watchers
 from narrowcast.runtime.regions.ruling import active_region, native_region, tell_hidden
 from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, stack
 from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
 from narrowcast.runtime.sites.numbering import number_call
-from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at
+from narrowcast.runtime.sites.python_stack import find_site, in_generated_code, warn_at, warn_here
 from narrowcast.runtime.torch_bridge import (
     DTYPES,
     OpFacts,
@@ -45,7 +45,7 @@ from narrowcast.runtime.torch_bridge.calls import (
 )
 from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
-from narrowcast.runtime.torch_surface.jit import records_whole
+from narrowcast.runtime.torch_surface.jit import is_inside_recorded, records_whole
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
 from narrowcast.runtime.weights.cache import native_cast
 
@@ -85,9 +85,21 @@ class Kernel:
             region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
         tensors = gather(self.facts, args, kwargs)
         decided = self._decide(tensors, args, kwargs, region, number)
+        if self._native is None and not decided.changes_nothing and is_inside_recorded():
+            return self._pass_by(decided, keyset, args, kwargs)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         return self.run(decided, region, keyset, args, kwargs)
+
+    def _pass_by(self, decided: Decided, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords) -> Any:
+        """Run the call as it is made, as the trace will, which has the op around it as one call; and say so."""
+        told = next(iter(decided.plan.rules), None)
+        warn_here(
+            f"narrowcast: the trace has what calls {self.facts.id} here as one op: the rule {told} does not hold inside "
+            "of it. Let the rule name that op, or use nc.compile or nc.export",
+            ScriptWarning,
+        )
+        return self._pass_on(keyset, args, kwargs)
 
     def _decide(
         self, tensors: Tensors, args: Arguments, kwargs: Keywords, region: OpenRegion, number: int, site: Site = NOWHERE

@@ -53,6 +53,9 @@ def todos_of(result: RunDifferences) -> list[Todo]:
     if format is not None:
         reason = f"it computes in {format.format_a} in a, in {format.format_b} in b"
         what = f"If the formats are not intended, name {names_text(format.a)} in a rule, or pin its module"
+        if format.a[0].direction == BACKWARD:  # its formats follow from those of the forward
+            what = f"If the formats are not intended, compare the casts in the forward of {names_text(format.a)}"
+            reason += f" ({_both_places(format)})"
         todos.append(Todo(what, reason, path=format.a[0].module_path))
     has_modules = any(one.id.module_path for one in result.unaligned)
     is_open = result.verdict not in (ALIKE, ROUND_OFF)

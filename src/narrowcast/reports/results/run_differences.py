@@ -243,8 +243,9 @@ class RunDifferences(Result):
 
     @property
     def first_format(self) -> RunRow | None:
-        """The first call that computes in another format."""
-        return next(iter(self.formats), None)
+        """The first call that computes in another format: one of the forward, if any does, which a rule can name."""
+        of_forward = (row for row in self.formats if row.a[0].direction != BACKWARD)
+        return next(of_forward, next(iter(self.formats), None))
 
     @property
     def producers(self) -> list[RunRow]:

@@ -241,6 +241,7 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     names = list(names)
     _inside.update(names)
+    before, _tracers[:] = list(_tracers), [threading.get_ident()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
@@ -250,9 +251,16 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
     finally:
         library._destroy()
         _inside.difference_update(names)
+        _tracers[:] = before
 
 
 _inside = set[str]()
+_tracers: list[int] = []  # the thread inside
+
+
+def is_inside_recorded() -> bool:
+    """Return whether this call is made by an op that a trace of ours, on this thread, records as one call."""
+    return tracing_state() is None and threading.get_ident() in _tracers
 
 
 def records_whole(op: str) -> bool:
