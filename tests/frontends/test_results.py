@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.errors import PolicyError, RefusedError, RegionError
+from narrowcast.errors import PolicyError, RefusedError, RegionError, ScriptWarning
 
 BF, HF, FP, DP = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -302,3 +302,69 @@ def test_results_in_another_format_than_the_arguments(case):
     assert tuple(t.dtype for t in expected) == dtypes
     for found in in_each_front_end(model, x, policy(rule)):
         assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Composed(torch.nn.Module):
+    """Ops that are nothing but calls of others, which native autocast lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = torch.nn.GRU(8, 8)
+
+    def forward(self, x, y):
+        out, state = self.recurrent(x[None])
+        return torch.einsum("ij,jk->ik", x, y), torch.tensordot(x, y, 1), out[0], state[0]
+
+
+OF_COMPOSED = {
+    "einsum": (nc.Rule("aten.einsum", "full", argument="result"), (FP, BF, FP, FP)),
+    "what goes into einsum": (nc.Rule("aten.einsum", "to(fp16)", argument="tensors"), (BF, BF, FP, FP)),
+    "tensordot": (nc.Rule("aten.tensordot", "to(fp64)", argument="result"), (BF, DP, FP, FP)),
+    "what goes into a recurrent layer": (nc.Rule("aten.gru", "to(bf16)", argument="input"), (BF, BF, FP, FP)),
+    "a state": (nc.Rule("aten.gru", "to(fp16)", argument="result.1"), (BF, BF, FP, HF)),
+}
+
+
+@pytest.mark.parametrize("case", OF_COMPOSED)
+@pytest.mark.filterwarnings("ignore")
+def test_one_argument_or_result_of_an_op_that_is_made_of_others(case):
+    """It is cast, and the calls inside are cast as ever: the op as a whole has no rule. A script says what it loses."""
+    rule, dtypes = OF_COMPOSED[case]
+    torch.manual_seed(0)
+    model, x, y = Composed(), torch.randn(8, 8), torch.randn(8, 8)
+    with torch.no_grad(), nc.autocast("cpu", policy=policy(rule)):
+        expected = model(x, y)
+    assert tuple(t.dtype for t in expected) == dtypes
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = nc.compile(model, backend="aot_eager", under=policy(rule))(x, y)
+        exported = nc.export(model, (x, y), under=policy(rule)).module()(x, y)
+    for found in (compiled, exported):
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    with pytest.warns(ScriptWarning, match=r"the rule .* does not hold in it"):
+        script = nc.script(model, under=policy(rule))
+    native = nc.script(model, under="bf16")(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(native, script(x, y), strict=True))
+
+
+def test_the_ledger_of_a_graph_has_casts_around_what_an_op_is_made_of():
+    """With their op, argument and rule, as a recording has them."""
+    rule = nc.Rule("aten.einsum", "full", argument="result", reason="as asked")
+    x = torch.randn(8, 8)
+    found = nc.explain(Product(), (x,), under=policy(rule), front_end="export")
+    (cast,) = [cast for cast in found.ledger.casts if cast.op.startswith("aten.einsum")]
+    assert (cast.argument, cast.src, cast.dst, cast.reason) == ("result", "bf16", "fp32", "as asked")
+    assert not found.differences
+
+
+class Product(torch.nn.Module):
+    """One product."""
+
+    def forward(self, a):
+        return torch.einsum("ij,jk->ik", a, a)
+
+
+def test_a_script_refuses_a_rule_about_one_of_the_calls_of_such_an_op():
+    """It held for all of them: the others are cast as the calls inside."""
+    with pytest.raises(RefusedError, match=r"call 2 of aten\.einsum"):
+        nc.script(Product(), under=policy(nc.Rule("aten.einsum", "full", call=2)))

@@ -288,7 +288,7 @@ class RaisesLow:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_step_that_raises_under_one_policy_and_runs_under_another_is_left_as_it_was(verb):
-    """Each policy that was tried wrote to weights and moments; so did the run in fp32 and the one that found the call."""
+    """Each policy that was tried wrote to weights and moments, and so did the run in fp32."""
     torch.manual_seed(0)
     step = RaisesLow()
     held = [*step.weights.values(), *step.moments.values()]

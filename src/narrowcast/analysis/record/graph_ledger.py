@@ -64,7 +64,8 @@ def decision_differences(
     eager: Ledger, graph: Ledger, names: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[DecisionDifference, ...]:
     """Return decided calls of which eager and graph have different numbers in some formats; none if they agree. Not
-    those that only move values, and do so in another format since a cast of what they move stands before them.
+    those that only move values, and do so in another format since a cast of what they move stands before them; nor
+    composite ops of which rules are about single arguments or results.
 
     names: of modules that have several, the first.
     """
@@ -76,7 +77,8 @@ def decision_differences(
     differences = [DecisionDifference(*key, *both) for key, both in other_counts(*counts).items()]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
     moving = {(edit.op, edit.module_path) for edit in graph.edits if edit.kind == "follow"}
-    differences = [each for each in differences if (each.op, each.module_path) not in moving]
+    apart = {cast.op for cast in graph.casts} - {kind.op for kind in graph.calls}  # a graph has the calls inside alone
+    differences = [x for x in differences if (x.op, x.module_path) not in moving and x.op not in apart]
     return tuple(d for d in differences if not f"{d.module_path}.".startswith(others))
 
 

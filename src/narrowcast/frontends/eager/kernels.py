@@ -94,11 +94,8 @@ class Kernel:
     def _pass_by(self, decided: Decided, keyset: DispatchKeySet, args: Arguments, kwargs: Keywords) -> Any:
         """Run the call as it is made, as the trace will, which has the op around it as one call; and say so."""
         told = next(iter(decided.plan.rules), None)
-        warn_here(
-            f"narrowcast: the trace has what calls {self.facts.id} here as one op: the rule {told} does not hold inside "
-            "of it. Let the rule name that op, or use nc.compile or nc.export",
-            ScriptWarning,
-        )
+        text = f"narrowcast: the trace has what calls {self.facts.id} here as one op: the rule {told} does not hold in "
+        warn_here(f"{text}it. Let the rule name that op, or use nc.compile or nc.export", ScriptWarning)
         return self._pass_on(keyset, args, kwargs)
 
     def _decide(

@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowcast.core.ops import called_by
 from narrowcast.core.policy import Policy, Site
+from narrowcast.core.refusals import check_counted
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.runtime.torch_bridge import OpFacts, find_registered, op_facts
@@ -39,12 +40,19 @@ def decided_as(
     node: Any, facts: OpFacts, device_type: str, policies: Iterable[Policy], site: Callable[[], Site]
 ) -> str:
     """Return the op about which policies are asked: the one that a composite op, or a traced convolution, calls. A
-    composite op of which a rule itself holds at this site is decided as a whole.
+    composite op of which a rule itself holds at this site is decided as a whole. RefusedError for a rule about its n-th
+    call: the others are decided by what it calls.
     """
     called = _called(node, facts, device_type)
     if called == facts.id or op_name(facts.op) in _TRACED:
         return called
-    return facts.id if any(_holds(policy, facts.id, site) for policy in policies) else called
+    for policy in policies:
+        held = [rule for rule in policy.table.candidates(facts.id, True).whole if rule.matches_site(site())]
+        if held and held[0].call is not None:
+            check_counted(policy, facts.id, site())
+        if held:
+            return facts.id
+    return called
 
 
 def _called(node: Any, facts: OpFacts, device_type: str) -> str:
@@ -62,12 +70,6 @@ def _called(node: Any, facts: OpFacts, device_type: str) -> str:
 
 _TRACED = ("_convolution", "_convolution_mode")
 """What traces have of convolutions, whose ops eager code has."""
-
-
-def _holds(policy: Policy, op: str, site: Callable[[], Site]) -> bool:
-    known = policy.table.candidates(op, True)
-    rules = (*known.whole, *known.per_argument)
-    return any(rule.matches_site(site()) for rule in rules)
 
 
 def _sums(node: Any) -> bool:

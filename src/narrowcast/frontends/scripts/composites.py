@@ -50,10 +50,7 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
         if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
             continue  # elsewhere it has a kernel of its own
         site = site_in(item.caller, node)
-        if (rule := _rule_about_part(_overload(node), site, on)) is not None:
-            text = f"narrowcast: a script has the calls inside of {_name(node)} in its place ({site}): "
-            text += f"the rule {rule} does not hold in it. Name what reads the result"
-            warn_here(text, ScriptWarning)
+        _tell_of_part(node, site, on)
         graph.setInsertPoint(node)
         start = graph.insertConstant(None).node()
         if node.kind() == _GRU:
@@ -120,6 +117,8 @@ def tell_closed(section: Section) -> None:
     """Warn of ops inside which eager autocast casts, and a script does not."""
     for item in section.walk():
         node, on = item.node, [scope for scope in item.scopes.values() if scope.enabled is not False]
+        if on and called_by(_overload(node), device_of_regions(on)) is not None:
+            _tell_of_part(node, site_in(item.caller, node), on)
         if not on or not _is_closed(node):
             continue
         site, device_type = site_in(item.caller, node), device_of_regions(on)
@@ -129,6 +128,13 @@ def tell_closed(section: Section) -> None:
             text = f"narrowcast: {_name(node)} ({site}) calls {rule.op} inside, and a script casts its tensors around "
             text += f"the whole: the rule {rule} does not hold in it. Write what it does, or let the rule be about all "
             warn_here(f"{text}arguments", ScriptWarning)
+
+
+def _tell_of_part(node: Any, site: Site, on: Sequence[Scope]) -> None:
+    """Warn of a rule about one argument or result of an op that is decided by what it calls."""
+    if (rule := _rule_about_part(_overload(node), site, on)) is not None:
+        text = f"narrowcast: a script has the calls inside of {_name(node)} in its place ({site}): "
+        warn_here(f"{text}the rule {rule} does not hold in it. Name what reads the result", ScriptWarning)
 
 
 def tell_of_inside(node: Any, site: Site) -> None:
