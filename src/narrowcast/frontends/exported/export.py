@@ -31,6 +31,7 @@ from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments, called_with
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
 from narrowcast.runtime.torch_surface.fx import FakeTensor, all_frames, keeping_grad_modes, rename, updated_program
+from narrowcast.runtime.torch_surface.jit import TracedModule
 from narrowcast.runtime.torch_surface.patches import held
 from narrowcast.runtime.torch_surface.state import autocast_off
 
@@ -133,7 +134,7 @@ def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **opti
             return torch.export.export(model, args, kwargs, **options)
         except Exception:
             for path, part in model.named_modules():
-                if isinstance(part, torch.jit.ScriptModule) and not isinstance(part, torch.jit.TracedModule):
+                if isinstance(part, torch.jit.ScriptModule) and not isinstance(part, TracedModule):
                     refuse_scripts("export", part, path)
             raise
 

@@ -35,6 +35,7 @@ from narrowcast.runtime.torch_bridge.case import unpacked
 from narrowcast.runtime.torch_bridge.inputs import Inputs, call_arguments
 from narrowcast.runtime.torch_surface.jit import (
     PREPACKED,
+    TopTracedModule,
     add_text,
     deprecations_unsaid,
     find_type,
@@ -113,9 +114,7 @@ def _with_casts(script: Any, under: Under, made_for: str) -> Any:
 def _tell_closed(model: torch.nn.Module, policy: Policy) -> None:
     """Warn of rules about modules in a part that is a script or trace already, which does not say what they were."""
     rules = [rule for rule in policy.rules if not rule.function and (rule.module is not None or rule.module_class)]
-    parts = [
-        (p, m) for p, m in model.named_modules() if isinstance(m, (ExplicitModule, torch.jit.TopLevelTracedModule))
-    ]
+    parts = [(p, m) for p, m in model.named_modules() if isinstance(m, (ExplicitModule, TopTracedModule))]
     for path, part in parts if rules else ():
         known = Site(path, (class_name(find_type(part)),))
         left = [rule for rule in rules if not rule.matches_site(known)]

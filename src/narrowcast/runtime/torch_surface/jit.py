@@ -22,6 +22,7 @@ PREPACKED = "prim::ConstantMKLDNNTensor"
 """What torch.jit.optimize_for_inference makes of weights."""
 TensorType, ListType, OptionalType = torch._C.TensorType, torch._C.ListType, torch._C.OptionalType
 ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
+TracedModule, TopTracedModule = torch.jit.TracedModule, torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]
 
 tracing_state = torch._C._get_tracing_state
 """What torch.jit.trace is writing on this thread; None if it traces nothing."""
