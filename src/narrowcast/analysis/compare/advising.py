@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.compare.isolating import writes
@@ -29,7 +32,8 @@ from narrowcast.output.words import or_infinity
 from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import AskedFormat, CallError, Differences, Growth, Remedy
 from narrowcast.runtime.regions.ruling import never_tell_hidden
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge import FORMATS, PLAIN, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import tree_map
 
 SOURCE = "narrowcast compare"
 VISIBLE = 4.0
@@ -44,6 +48,8 @@ _TRIES, _BLAMED, _ALONE, _TOGETHER, _LINES = 12, 3, 4, 3, 3
 """The most runs of the model; the most calls whose sources are tried; how many rules of a kind are tried alone, and
 how many together; and how many lines alone.
 """
+_SHAKES, _NEAR = 3, 0.03
+"""A rule is tried against that many inputs that are that much off."""
 RunIn = Callable[[autocast, Observer | None], Outcome]
 
 
@@ -141,6 +147,31 @@ class Advising:
         self._result.growth = None if self._harm.parameter else self._growth  # that of gradients grows in the backward
         self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
 
+    def try_elsewhere(self, trial: Trial, run: Callable[..., Outcome], around: autocast) -> None:
+        """Take back a rule that helps on these inputs alone: where the error is as small without it on inputs that are
+        a little off, a value at a near tie was chosen otherwise, and no rule keeps others from that.
+        """
+        remedy = self._result.remedy
+        if remedy is None or not remedy.rules or self._result.verdict != verdicts.ROUND_OFF:
+            return
+        errors = []
+        for other in _near_inputs(trial):
+            try:
+                errors.append(self._harm.left(run(around, None, other), run(self._region, None, other)))
+            except Exception:  # not all that is near an input is one
+                return
+        small = max(_AS_GOOD * remedy.error, VISIBLE * self._epsilon)
+        usual = sorted(errors)[len(errors) // 2] if errors else math.inf
+        if usual <= small:
+            self._result.remedy, self._result.growth, self._result.tried = None, None, 0
+            text = (
+                f"{remedy.rules[0]} lowers the error from {remedy.before:.1e} to {remedy.error:.1e} on these inputs. "
+            )
+            text += (
+                f"On inputs {_NEAR:.0%} off it is {usual:.1e} without it: another value is chosen here at a near tie"
+            )
+            self._result.notes.append(f"{text}, and no rule keeps other inputs from that.")
+
     # -- lines that ask for a low format -------------------------------------------------------------------------------
 
     def _high_lines(self, asked: Sequence[AskedFormat], around: autocast) -> Remedy | None:
@@ -223,6 +254,24 @@ class Advising:
 
     def _remedy(self, error: float, rules: Iterable[Rule] = (), asked: tuple[AskedFormat, ...] = ()) -> Remedy:
         return Remedy(error, self._harm.error, tuple(rules), asked, self._harm.parameter)
+
+
+def _near_inputs(trial: Trial) -> Iterator[Trial]:
+    """Yield the trial with floating-point inputs that are a little off; nothing where it has none."""
+    if not any(t.is_floating_point() for t in tensors_in(trial.args, trial.kwargs)):
+        return
+    for seed in range(_SHAKES):
+        generator = torch.Generator().manual_seed(seed)
+
+        def shaken(value: Any, generator: torch.Generator = generator) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point() and type(value) in PLAIN):
+                return value
+            noise = torch.randn(value.shape, generator=generator).to(value.device)
+            near = (value.detach() * (1 + _NEAR * noise)).to(value.dtype)
+            return near.requires_grad_(value.requires_grad)
+
+        args, kwargs = tree_map(shaken, (trial.args, trial.kwargs))
+        yield replace(trial, args=args, kwargs=kwargs)
 
 
 def _rule(identity: CallId) -> Rule:

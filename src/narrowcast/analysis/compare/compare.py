@@ -373,13 +373,13 @@ class _Comparing:
             return
         trial = trial if harm.parameter else replace(trial, backward=False)
 
-        def run(region: autocast, observer: Observer | None) -> Outcome:
-            reference = region is self._around
-            watching = None if observer is None else self._observed(observer)
-            return self._run(trial, region, watching, self.dtype if reference else None)
+        def run(region: autocast, observer: Observer | None, trial: Trial = trial) -> Outcome:
+            dtype = self.dtype if region is self._around else None
+            return self._run(trial, region, None if observer is None else self._observed(observer), dtype)
 
-        is_low = self._trial.fp32_for_low() is not None
-        Advising(run, region, expected, self._result, harm).run(self._around, is_low)
+        advising = Advising(run, region, expected, self._result, harm)
+        advising.run(self._around, self._trial.fp32_for_low() is not None)
+        advising.try_elsewhere(trial, run, self._around)
         if region is not self._region and self._result.tried:
             policy, low = region.policy.name, FORMATS[region.fast_dtype]
             self._note(f"What helps was looked for in eager code, under {policy} in {low}.")
