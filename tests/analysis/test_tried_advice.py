@@ -355,3 +355,21 @@ def test_what_is_wrong_on_inputs_nearby_too_is_still_advised():
     torch.manual_seed(0)
     found = nc.compare(Turned(), (torch.randn(16, 8),), under="bf16")
     assert any(todo.rule for todo in found.todos) and not any("near tie" in note for note in found.notes)
+
+
+def test_no_rule_is_said_to_make_finite_what_fp32_does_not():
+    """fp16 overflows in a product, and fp32 three factors later: with a rule the two are alike, and not finite."""
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.layer(x * 1e4) @ self.layer.weight * 1e4
+            return torch.exp(hidden.float().abs() * 1e3), hidden.float() / 1e9
+
+    torch.manual_seed(0)
+    found = nc.compare(Grows(), (torch.randn(4, 8),), under="fp16")
+    assert found.verdict == "not finite"
+    assert not any("run so, it is finite" in todo.why for todo in found.todos)
