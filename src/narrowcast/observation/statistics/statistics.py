@@ -21,7 +21,8 @@ from narrowcast.observation.statistics.sampled import Taken, facts_of
 from narrowcast.reports.results.run_records import TensorFacts
 from narrowcast.reports.results.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
-from narrowcast.runtime.torch_surface.dispatch import version_of, without_modes
+from narrowcast.runtime.torch_surface.dispatch import PYTHON, version_of
+from narrowcast.runtime.torch_surface.state import excluding
 
 SAMPLE = 4096
 """How many elements of a tensor the sampled statistics read."""
@@ -209,11 +210,8 @@ def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Te
 
 def _from_numpy(numbers: Any, device: torch.device) -> torch.Tensor:
     """Return a real tensor, also where a graph is made meanwhile, and inside of vmap, where torch's factories raise."""
-    made = torch.from_numpy(numbers)
-    if device.type == "cpu":
-        return made
-    with without_modes():
-        return made.to(device)
+    with excluding(PYTHON):
+        return torch.from_numpy(numbers).to(device)
 
 
 def _raw(x: torch.Tensor) -> Any:

@@ -55,9 +55,13 @@ def list_lengths(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def call_of(
-    facts: OpFacts, slots: Sequence[Slot], tensors: Sequence[torch.Tensor | None], site: Site, given: bool = False,
+    facts: OpFacts,
+    slots: Sequence[Slot],
+    tensors: Sequence[torch.Tensor | None],
+    site: Site,
+    given: bool = False,
     number: int = 0,
-) -> Call:  # fmt: skip
+) -> Call:
     """Return a call as `decide` takes it. given: whether the caller passed a dtype."""
     arguments = tuple(
         Argument(slot.name, None, "", slot.written)

@@ -61,6 +61,8 @@ _READS_NUMBERS = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_den
 _WIDE = {float: torch.float64, complex: torch.complex128}
 """The dtypes of tensors that Python numbers become."""
 
+PYTHON = DispatchKeySet(DispatchKey.Python)
+"""The key of modes and of subclasses."""
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
 below_modes = torch._C._DisableTorchDispatch
