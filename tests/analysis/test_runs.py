@@ -864,3 +864,20 @@ def test_an_ensemble_by_vmap_is_captured_whole():
 
     run = nc.capture(ensemble, (torch.randn(6, 3),), under="bf16")
     assert run.verdict == "finite" and not any("not inspected" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("look", [nc.watch, nc.capture, nc.record])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_block_inside_of_compiled_code_is_refused(look):
+    """torch takes no stance there; its error named none of ours. Afterwards all is as before."""
+    layer = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def observed(x):
+        with look(), torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    with pytest.raises(RunError, match=r"inside of a function that torch\.compile compiled"):
+        observed(torch.randn(2, 4))
+    with look(), nc.autocast("cpu", torch.bfloat16):
+        assert torch.compile(layer, backend="eager")(torch.randn(2, 4)).dtype is torch.bfloat16

@@ -373,3 +373,27 @@ def test_no_rule_is_said_to_make_finite_what_fp32_does_not():
     found = nc.compare(Grows(), (torch.randn(4, 8),), under="fp16")
     assert found.verdict == "not finite"
     assert not any("run so, it is finite" in todo.why for todo in found.todos)
+
+
+class Reduces(nn.Module):
+    """Reduces otherwise in a region."""
+
+    def forward(self, x):
+        how = "mean" if torch.is_autocast_enabled("cpu") else "sum"
+        index = (torch.arange(8) % 3)[:, None].expand_as(x)
+        return torch.zeros(3, 16).scatter_reduce(0, index, x * 1, how, include_self=False)
+
+
+def test_an_argument_that_differs_is_the_advice_and_no_search_for_rules():
+    """No rule changes it."""
+    found = nc.compare(nn.Sequential(nn.Linear(16, 16), Float(), Reduces()), (X,), under="bf16")
+    (todo,) = found.todos
+    assert found.verdict == "fault" and "scatter_reduce" in todo.what and "nc.repair" not in todo.what
+    assert "its argument reduce is" in todo.why
+
+
+class Float(nn.Module):
+    """Gives fp32."""
+
+    def forward(self, x):
+        return x.float()

@@ -209,6 +209,8 @@ def advice_todos(result: Differences) -> list[Todo]:
         return [Todo("Scale the loss (nc.Scaler), or use bf16", why)]
     if not result.tried or (result.verdict in SOUND and growth is None):
         return []
+    if known := _first_fault(result):
+        return known  # no rule changes another argument, or another shape
     what = "Find the rules that help: nc.repair(model, inputs, budget=...)"
     why = f"{counted(result.tried, 'run')} with other rules did not lower the error"
     if growth is not None:
@@ -241,8 +243,7 @@ def _lines_to_change(remedy: Remedy) -> list[Todo]:
     """Return the lines whose code asks for a low format itself."""
     if not remedy.asked:
         return []
-    first = remedy.asked[0]
-    most = 2 ** (FORMATS[first.format].mantissa_bits + 1)
+    first, most = remedy.asked[0], 2 ** (FORMATS[remedy.asked[0].format].mantissa_bits + 1)
     why = f"it rounds whole numbers beyond {most}; " if first.rounds_whole else ""
     what = f"Ask for fp32 at {_lines(a.at for a in remedy.asked)}, where the code asks for {first.format} itself"
     return [Todo(what, f"{why}{_reached(remedy)}")]
@@ -312,8 +313,7 @@ def output_figures(result: Differences) -> list[Figure]:
     if not result.outputs:
         return []
     worst = max(result.outputs, key=lambda output: number(output.relative_error) or 0.0)
-    sqnr = number(worst.sqnr_db)
-    detail = f"{worst.name}, {sqnr:.1f} dB" if sqnr is not None else worst.name
+    detail = worst.name if (sqnr := number(worst.sqnr_db)) is None else f"{worst.name}, {sqnr:.1f} dB"
     band = f"; round-off bound {number_text(result.round_off_bound)}" if result.round_off_bound else ""
     tone = "bad" if result.verdict in AT_FAULT else ""
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]

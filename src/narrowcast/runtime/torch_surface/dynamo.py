@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_configuration
 
-from narrowcast.errors import NarrowcastError, first_line
+from narrowcast.errors import NarrowcastError, RunError, first_line
 
 InductorCompiler = torch._TorchCompileInductorWrapper
 """What torch.compile makes of backend="inductor"."""
@@ -194,7 +194,13 @@ class CompiledCode:
                     torch.compiler.set_stance("default")  # from here on
                 return
             if not CompiledCode._holders:
-                CompiledCode._first = torch.compiler.set_stance("force_eager")
+                try:
+                    CompiledCode._first = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:  # torch takes none in code that it compiled
+                    self._holds = False
+                    found = "it is inside of a function that torch.compile compiled"
+                    advice = "Put it around the call of that function."
+                    raise RunError("a block that observes calls", found, advice=advice) from error
             CompiledCode._holders += 1
 
     def __exit__(self, *raised: object) -> None:
