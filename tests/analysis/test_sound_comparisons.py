@@ -724,7 +724,8 @@ class Rounding(nn.Module):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_op_that_rounds_to_whole_numbers_is_nothing_to_look_at(dtype):
-    """What is rounded by it was rounded before: the rule about that helps, and stands alone."""
+    """What is rounded by it was rounded before: the rule about that helps, and stands alone; or it is a near tie."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 2
     found = nc.compare(Rounding(), (x,), under=dtype)
-    assert found.todos and all("aten.linear" in todo.what for todo in found.todos), found.todos
+    assert all("aten.linear" in todo.what for todo in found.todos), found.todos
+    assert found.todos or any("near tie" in note for note in found.notes)

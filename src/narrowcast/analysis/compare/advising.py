@@ -269,12 +269,12 @@ def _near_inputs(trial: Trial) -> Iterator[Trial]:
     if not any(t.is_floating_point() for t in tensors_in(trial.args, trial.kwargs)):
         return
     for seed in range(_SHAKES):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
 
         def shaken(value: Any, generator: torch.Generator = generator) -> Any:
             if not (isinstance(value, torch.Tensor) and value.is_floating_point() and type(value) in PLAIN):
                 return value
-            noise = torch.randn(value.shape, generator=generator).to(value.device)
+            noise = torch.randn(value.shape, generator=generator, device="cpu").to(value.device)
             near = (value.detach() * (1 + _NEAR * noise)).to(value.dtype)
             return near.requires_grad_(value.requires_grad)
 

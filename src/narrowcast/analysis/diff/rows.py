@@ -34,7 +34,7 @@ from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
 _LOSSES = 0.05
 """So near, relatively, are losses of one program in other formats."""
-_OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 1e-3
+_OF_SAMPLES, _OTHERS, _LIKELY = 4.0, 0.3, 2e-2
 """An error may look this many times larger in the sampled rows of a view than in those of its base; the least
 difference of other parts of a rounded tensor; and by values that differ so little that fewer elements than this are
 expected to be chosen otherwise, none is.
