@@ -557,3 +557,20 @@ def test_the_bytes_of_casts_are_those_of_both_sides():
     assert CastBytes().value(Value(0, "fp32", ("n",)), None, [], (bf16, fp32)).casts[bf16, fp32] == 6.0
     step = parse(SCALED).steps[4]
     assert CastBytes().call(step, [], bf16) == 0.0 and CastBytes().stores(step) is False
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_a_low_value_is_cast_up_before_it_is_repeated_unless_a_cast_has_rounded_it(is_rounded):
+    """What a cast has rounded would be cast up from before that."""
+    made = "cast(self=%0)" if is_rounded else "aten.mm.default(self=%5, mat2=%5) computes"
+    body = f"""block main(%0: fp32[4, 4] cpu) {{
+  %5: bf16[4, 4] cpu = cast(self=%0)
+  %6: bf16[4, 4] cpu = lib.op.default(self=%5) computes
+  %1: bf16[4, 4] cpu = {made}
+  %2: bf16[64, 4] cpu = aten.repeat.default(self=%1)
+  %3: fp32[64, 4] cpu = cast(self=%2)
+  %4: fp32[64, 4] cpu = lib.op.default(self=%3) computes
+  return %4, %6
+}}
+"""
+    assert bool(move_casts(parse(body))) is not is_rounded

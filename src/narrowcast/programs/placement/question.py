@@ -15,7 +15,7 @@ from narrowcast.core.ops import POINTWISE, op_kind
 from narrowcast.formats import Format, fp32, is_exact
 from narrowcast.programs.placement import FIXED, Choice, Energy, Flow, Reader
 from narrowcast.programs.placement.prices import Prices, ValuePrice, with_costs
-from narrowcast.programs.program import CAST, Block, Memories, Program, Step, Value, Writes
+from narrowcast.programs.program import CAST, Block, Memories, Operand, Program, Step, Value, Writes
 
 EXACT, FREE = "exact", "free"
 TRIPS = 10
@@ -106,6 +106,7 @@ class _Finder:
         given = {cast.value.format for cast in self.casts.values()}
         self.lows = sorted((f for f in given if f is not None and f.bits < fp32.bits), key=lambda f: f.name)
         self.variable: dict[int, int] = {}
+        self.rounded: set[int] = set()  # what a cast has rounded, and moved
         self.formats: list[tuple[Format, ...]] = []
         self.members: list[list[Step]] = []
 
@@ -182,14 +183,24 @@ class _Finder:
         if kind.commutes and not kind.in_place and results and len({*inputs, *results}) == 1:
             if inputs[0] is fp32:
                 return (fp32, *self.lows)
-            keeps_rounding = self.mode == EXACT and any(self._is_cast_again(value) for value in given)
-            return () if keeps_rounding else (inputs[0], fp32)
+            is_rounded = self.mode == EXACT and any(map(self._is_rounded, step.operands))
+            if is_rounded:
+                self.rounded.update(value.id for value in (step.value, *given))
+            return () if is_rounded and any(map(self._is_cast_again, given)) else (inputs[0], fp32)
         lows = {f for f in inputs if f is not fp32}
         runs_low = len(lows) == 1 and lows.issuperset(results[:1])
         return (*lows, fp32) if runs_low and self.mode != EXACT else ()
 
+    def _is_rounded(self, operand: Operand) -> bool:
+        """Return whether a low value comes from a cast that rounds, by calls that only move it."""
+        maker = self.steps.get(operand.value)
+        if operand.value in self.rounded or maker is None or maker.op != CAST:
+            return operand.value in self.rounded
+        a, b = self.values[maker.operands[0].value].format, maker.value.format
+        return a is None or b is None or not is_exact(a, b)
+
     def _is_cast_again(self, value: Value) -> bool:
-        """Return whether a low value is cast to another format: from a wider one that would be cast in one step."""
+        """Return whether a value is cast to another format: one that is wider would be cast to that in one step."""
         return any(s.op == CAST and s.value.format is not value.format for s, _ in self.readers.get(value.id, ()))
 
     def _would_show(self, values: list[Value], results: list[Value]) -> bool:

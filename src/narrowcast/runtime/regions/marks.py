@@ -82,6 +82,7 @@ def _close_down_to(depth: int) -> None:
 MARKS = (enter_marked, exit_marked)
 _NOTE = "narrowcast_region"
 BOUNDARY = "narrowcast_boundary"
+"""Noted beside casts at the boundary of a module's call, or of a composite op: these are none of the user's own."""
 
 
 def boundary_note(op: str, argument: str, rule: Rule | None, policy: Policy) -> str:
@@ -93,9 +94,6 @@ def boundary_note(op: str, argument: str, rule: Rule | None, policy: Policy) -> 
         facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
         facts["label"] = rule.label
     return json.dumps(facts)
-
-
-"""What is noted beside the casts at a module's boundary, so that the graph's ledger knows them from the user's own."""
 
 
 def note_exported(key: str, depth: int) -> Any:
