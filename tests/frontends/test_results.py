@@ -348,20 +348,27 @@ def test_one_argument_or_result_of_an_op_that_is_made_of_others(case):
 
 
 def test_the_ledger_of_a_graph_has_casts_around_what_an_op_is_made_of():
-    """With their op, argument and rule, as a recording has them."""
+    """With their op, argument and rule, as a recording has them; one that has moved is known to match."""
     rule = nc.Rule("aten.einsum", "full", argument="result", reason="as asked")
-    x = torch.randn(8, 8)
-    found = nc.explain(Product(), (x,), under=policy(rule), front_end="export")
-    (cast,) = [cast for cast in found.ledger.casts if cast.op.startswith("aten.einsum")]
-    assert (cast.argument, cast.src, cast.dst, cast.reason) == ("result", "bf16", "fp32", "as asked")
-    assert not found.differences
+    for weighs in (True, False):  # where a gradient flows no cast moves
+        found = nc.explain(Product(weighs), (torch.randn(8, 8),), under=policy(rule), front_end="export")
+        rows = [cast for cast in found.ledger.casts if cast.op.startswith("aten.einsum")]
+        known = [(cast.argument, cast.src, cast.dst, cast.reason) for cast in rows]
+        assert known == [("result", "bf16", "fp32", "as asked")] * weighs
+        assert not found.differences
+        (row,) = [row for row in found.rules if "einsum" in row.rule]
+        assert row.calls == 1
 
 
 class Product(torch.nn.Module):
-    """One product."""
+    """One product, of a weight or of what comes in."""
+
+    def __init__(self, weighs=False):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8)) if weighs else None
 
     def forward(self, a):
-        return torch.einsum("ij,jk->ik", a, a)
+        return torch.einsum("ij,jk->ik", a, a if self.weight is None else self.weight)
 
 
 def test_a_script_refuses_a_rule_about_one_of_the_calls_of_such_an_op():

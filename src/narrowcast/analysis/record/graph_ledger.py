@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +50,8 @@ def compare_with_eager(
     ops = {step.op for g in graphs if g.after is not None for step in g.after.steps.values()}
     if ops & named("inside.branches"):
         return (), f"{other}. {_BRANCHES}" if other else _BRANCHES
-    return decision_differences(eager, graph, names), other
+    notes = [json.loads(note) for g in graphs for note in g.boundaries.values()]
+    return decision_differences(eager, graph, names, {note["op"] for note in notes}), other
 
 
 _OTHER_PATH = (
@@ -61,13 +62,12 @@ _BRANCHES = "Eager code runs one branch of torch.cond and its like, and a graph 
 
 
 def decision_differences(
-    eager: Ledger, graph: Ledger, names: Mapping[str, str] = MappingProxyType({})
+    eager: Ledger, graph: Ledger, names: Mapping[str, str] = MappingProxyType({}), apart: Set[str] = frozenset()
 ) -> tuple[DecisionDifference, ...]:
     """Return decided calls of which eager and graph have different numbers in some formats; none if they agree. Not
-    those that only move values, and do so in another format since a cast of what they move stands before them; nor
-    composite ops of which rules are about single arguments or results.
+    those that only move values, and do so in another format since a cast of what they move stands before them.
 
-    names: of modules that have several, the first.
+    names: of modules that have several, the first. apart: composite ops with casts around the calls inside of them.
     """
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
@@ -77,7 +77,6 @@ def decision_differences(
     differences = [DecisionDifference(*key, *both) for key, both in other_counts(*counts).items()]
     others = tuple(f"{path}." if path else "" for path in other_paths(eager, graph))
     moving = {(edit.op, edit.module_path) for edit in graph.edits if edit.kind == "follow"}
-    apart = {cast.op for cast in graph.casts} - {kind.op for kind in graph.calls}  # a graph has the calls inside alone
     differences = [x for x in differences if (x.op, x.module_path) not in moving and x.op not in apart]
     return tuple(d for d in differences if not f"{d.module_path}.".startswith(others))
 
@@ -139,6 +138,9 @@ class _Walker:
 
     def run(self) -> None:
         """Add every call, in order; what only moves or shapes is passed by, as in a recording."""
+        for number in self.graph.boundaries.keys() - self.after.steps.keys():  # moved, or equal to another
+            label = json.loads(self.graph.boundaries[number]).get("label", "")
+            self.ledger.count_match(label, self.before.steps[number].site.module_path)
         for step in self.after.steps.values():
             known = self.before.steps.get(step.id)
             if step.id in self.graph.boundaries:
