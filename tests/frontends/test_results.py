@@ -47,6 +47,11 @@ def policy(*rules):
     return nc.Policy.native().with_rules(rules)
 
 
+def alike(expected, found):
+    """Whether all tensors are equal in dtype and bits."""
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def in_each_front_end(model, x, chosen):
     """What the model returns compiled, scripted, traced and exported under a policy."""
     torch._dynamo.reset()
@@ -68,7 +73,7 @@ def test_results_have_the_formats_that_rules_give_them(case):
         expected = model(x)
     assert tuple(t.dtype for t in expected) == dtypes
     for found in in_each_front_end(model, x, chosen):
-        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert alike(expected, found)
 
 
 def plain(x):
@@ -255,7 +260,7 @@ def test_parts_of_what_a_module_returns(case):
         with torch.no_grad():
             assert torch.equal(expected[0], model.inner.linear(low.float()))
     for found in in_each_front_end(model, x, chosen):
-        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert alike(expected, found)
 
 
 @pytest.mark.parametrize("part", ["9", "other"])
@@ -301,7 +306,7 @@ def test_results_in_another_format_than_the_arguments(case):
         expected = model(x)
     assert tuple(t.dtype for t in expected) == dtypes
     for found in in_each_front_end(model, x, policy(rule)):
-        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert alike(expected, found)
 
 
 class Composed(torch.nn.Module):
@@ -340,7 +345,7 @@ def test_one_argument_or_result_of_an_op_that_is_made_of_others(case):
         compiled = nc.compile(model, backend="aot_eager", under=policy(rule))(x, y)
         exported = nc.export(model, (x, y), under=policy(rule)).module()(x, y)
     for found in (compiled, exported):
-        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert alike(expected, found)
     with pytest.warns(ScriptWarning, match=r"the rule .* does not hold in it"):
         script = nc.script(model, under=policy(rule))
     native = nc.script(model, under="bf16")(x, y)

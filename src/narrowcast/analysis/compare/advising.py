@@ -50,7 +50,8 @@ how many together; and how many lines alone.
 """
 _SHAKES, _NEAR = 3, 0.03
 """A rule is tried against that many inputs that are that much off."""
-RunIn = Callable[[autocast, Observer | None], Outcome]
+RunIn = Callable[..., Outcome]
+"""Runs the model in a region, under an observer or None; or another trial in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +115,17 @@ def about_lost(expected: Outcome) -> str:
 
 def _has_lost(expected: Outcome) -> bool:
     """Return whether an output of the reference has a value that is not finite."""
-    numbers = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
-    return any(not bool(t.isfinite().all()) for t in numbers)
+    return any(not bool(t.isfinite().all()) for t in _numbers(expected))
 
 
 def _has_finite(expected: Outcome) -> bool:
     """Return whether the reference, if it has outputs, has a finite value, by which what helps is judged."""
-    numbers = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
+    numbers = _numbers(expected)
     return not numbers or any(bool(t.isfinite().any()) for t in numbers)
+
+
+def _numbers(expected: Outcome) -> list[torch.Tensor]:
+    return [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
 
 
 def region_to_try(trial: Trial, other: Trial, region: autocast, rows: list[CallError]) -> autocast:
@@ -155,9 +159,10 @@ class Advising:
         self._result.growth = None if self._harm.parameter else self._growth  # that of gradients grows in the backward
         self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
 
-    def try_elsewhere(self, trial: Trial, run: Callable[..., Outcome], around: autocast) -> None:
+    def try_elsewhere(self, trial: Trial, around: autocast) -> None:
         """Take back a rule that helps on these inputs alone: where the error is as small without it on inputs that are
-        a little off, a value at a near tie was chosen otherwise, and no rule keeps others from that.
+        a little off, a value at a near tie was chosen otherwise, and no rule keeps others from that. trial: with these
+        inputs. around: the reference's region.
         """
         remedy = self._result.remedy
         if remedy is None or not remedy.rules or self._result.verdict != verdicts.ROUND_OFF:
@@ -165,20 +170,16 @@ class Advising:
         errors = []
         for other in _near_inputs(trial):
             try:
-                errors.append(self._harm.left(run(around, None, other), run(self._region, None, other)))
+                errors.append(self._harm.left(self._run(around, None, other), self._run(self._region, None, other)))
             except Exception:  # not all that is near an input is one
                 return
         small = max(_AS_GOOD * remedy.error, VISIBLE * self._epsilon)
         usual = sorted(errors)[len(errors) // 2] if errors else math.inf
         if usual <= small:
             self._result.remedy, self._result.growth, self._result.tried = None, None, 0
-            text = (
-                f"{remedy.rules[0]} lowers the error from {remedy.before:.1e} to {remedy.error:.1e} on these inputs. "
-            )
-            text += (
-                f"On inputs {_NEAR:.0%} off it is {usual:.1e} without it: another value is chosen here at a near tie"
-            )
-            self._result.notes.append(f"{text}, and no rule keeps other inputs from that.")
+            text = f"{remedy.rules[0]} lowers the error from {remedy.before:.1e} to {remedy.error:.1e} on these inputs."
+            text += f" On inputs {_NEAR:.0%} off it is {usual:.1e} without it: another value is chosen here at a near "
+            self._result.notes.append(f"{text}tie, and no rule keeps other inputs from that.")
 
     # -- lines that ask for a low format -------------------------------------------------------------------------------
 

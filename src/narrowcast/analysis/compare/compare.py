@@ -379,7 +379,7 @@ class _Comparing:
 
         advising = Advising(run, region, expected, self._result, harm)
         advising.run(self._around, self._trial.fp32_for_low() is not None)
-        advising.try_elsewhere(trial, run, self._around)
+        advising.try_elsewhere(trial, self._around)
         if region is not self._region and self._result.tried:
             policy, low = region.policy.name, FORMATS[region.fast_dtype]
             self._note(f"What helps was looked for in eager code, under {policy} in {low}.")

@@ -138,9 +138,8 @@ class _Walker:
 
     def run(self) -> None:
         """Add every call, in order; what only moves or shapes is passed by, as in a recording."""
-        for number in self.graph.boundaries.keys() - self.after.steps.keys():  # moved, or equal to another
-            label = json.loads(self.graph.boundaries[number]).get("label", "")
-            self.ledger.count_match(label, self.before.steps[number].site.module_path)
+        for number, note in self.graph.boundaries.items():  # those that have moved since, too
+            self.ledger.count_match(json.loads(note).get("label", ""), self.before.steps[number].site.module_path)
         for step in self.after.steps.values():
             known = self.before.steps.get(step.id)
             if step.id in self.graph.boundaries:
@@ -205,7 +204,6 @@ class _Walker:
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """Add a cast that the graph was captured with: a pin, or a rule about a module's call or a part of an op's."""
         source = self.after.values[step.operands[0].value]
-        self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
         self._add(facts["op"], facts["argument"], step.site, None, source, step, **words)
 

@@ -85,8 +85,6 @@ class Kernel:
             region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
         tensors = gather(self.facts, args, kwargs)
         decided = self._decide(tensors, args, kwargs, region, number)
-        if self._native is None and not decided.changes_nothing and is_inside_recorded():
-            return self._pass_by(decided, keyset, args, kwargs)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         return self.run(decided, region, keyset, args, kwargs)
@@ -176,6 +174,8 @@ class Kernel:
         """Carry out a plan: casts around the op, which runs with autocast off inside."""
         if decided.changes_nothing:
             return self._pass_on(keyset, args, kwargs)
+        if self._native is None and is_inside_recorded():
+            return self._pass_by(decided, keyset, args, kwargs)
         plan = decided.plan
         if plan.refused is not None:
             if decided.is_native and self._native is not None:

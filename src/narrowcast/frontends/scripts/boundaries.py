@@ -147,11 +147,13 @@ def _passages_of(graph: Any, value: Value, known: list[str]) -> list[Node]:
     nodes, values = [unpacked], []
     for element, kind, part in zip(list(unpacked.outputs()), kinds, known, strict=True):
         element.setType(kind)
+        made = []
         if is_tensor(element):
-            nodes.append(_create(graph, element, {"result": part}))
+            made = [_create(graph, element, {"result": part})]
         elif kind.kind() == "TupleType":
-            nodes += _passages_of(graph, element, [part] * len(kind.elements()))
-        values.append(nodes[-1].output() if is_tensor(element) or kind.kind() == "TupleType" else element)
+            made = _passages_of(graph, element, [part] * len(kind.elements()))
+        nodes += made
+        values.append(made[-1].output() if made else element)
     packed = graph.create("prim::TupleConstruct", values, 1)
     packed.output().setType(value.type())
     return [*nodes, packed]

@@ -122,10 +122,8 @@ def _tell_closed(model: torch.nn.Module, policy: Policy) -> None:
             site = Site(f"{path}.{inner}".strip("."), (class_name(find_type(module)),))
             told = next((rule for rule in left if inner and rule.matches_site(site)), None)
             if told is not None:
-                text = (
-                    f"narrowcast: {path or 'this'} is a script or trace already: the rule {told} does not hold in it "
-                )
-                text += f"({site.module_path}). Give nc.script the module that it was made of"
+                text = f"narrowcast: {path or 'this'} is a script or trace already: the rule {told} does not hold in "
+                text += f"it ({site.module_path}). Give nc.script the module that it was made of"
                 warn_here(text, ScriptWarning)
                 break
 

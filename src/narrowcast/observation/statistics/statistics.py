@@ -198,7 +198,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    return _from_numpy(np.asarray(sketched_rows(rows), dtype=np.int64), device)
+    return _row_index((rows,), device)[0]
 
 
 @lru_cache(maxsize=4096)

@@ -159,9 +159,10 @@ class Run(Result):
         model returns, as far as that was seen; else `finite`.
         """
         bad = self.not_finite()
-        ends_there = bool(self.returned) and self._go_no_further(bad)
-        passed_on = self._make_nan(bad) and not ends_there
-        return NOT_FINITE if bad and (passed_on or self.first_not_finite() is not None) else FINITE
+        if not bad or self.first_not_finite() is not None:
+            return NOT_FINITE if bad else FINITE
+        is_over = not self._make_nan(bad) or (bool(self.returned) and self._go_no_further(bad))
+        return FINITE if is_over else NOT_FINITE
 
     def data(self) -> dict[str, Any]:
         """Return what is written as JSON, numbers with all their digits."""

@@ -261,7 +261,7 @@ _tracers: list[int] = []  # the thread inside
 
 def is_inside_recorded() -> bool:
     """Return whether this call is made by an op that a trace of ours, on this thread, records as one call."""
-    return tracing_state() is None and threading.get_ident() in _tracers
+    return bool(_tracers) and tracing_state() is None and threading.get_ident() in _tracers
 
 
 def records_whole(op: str) -> bool:
