@@ -62,14 +62,11 @@ class InRegion(Compiled):
         """Return the region, as it was asked for; where Dynamo traces, one that it makes there."""
         if self._as_asked is not None:
             return self._as_asked.again()
-        return self._make(self._device_of(args, kwargs or {}))
-
-    def _device_of(self, args: Any, kwargs: Any) -> str:
-        return self._device_type or device_type_of(args, kwargs) or "cpu"
+        return self._make(device_type_of(args, kwargs or {}) or "cpu")
 
     def run(self, compiled: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         """Return the call's result."""
-        device_type = self._device_type or self._device_of(args, kwargs)
+        device_type = self._device_type or device_type_of(args, kwargs) or "cpu"
         region = self._regions.get(device_type)
         if region is None:
             return self._first_call(device_type, compiled, args, kwargs)
