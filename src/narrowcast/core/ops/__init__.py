@@ -11,6 +11,7 @@ from narrowcast.core.ops.facts import (
     SOFTMAX as SOFTMAX,
     VIEW as VIEW,
     called_by as called_by,
+    called_in_python as called_in_python,
     is_named as is_named,
     named as named,
     op_kind as op_kind,

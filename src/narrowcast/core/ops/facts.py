@@ -58,6 +58,11 @@ def called_by(op: str, device_type: str = "cpu") -> str | None:
     return _table().get(f"calls_on_{device_type}", {}).get(op) or _table()["calls"].get(op)
 
 
+def called_in_python(op: str) -> str:
+    """Return the op id of what Python calls where a script calls this one: it makes a tensor of a number first."""
+    return _table()["called_in_python"].get(op, op)
+
+
 def written_as(op: str) -> str:
     """Return the op id of what programs call, of which this one is made where no region is open."""
     return _table()["written_as"].get(op, op)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from narrowcast.core.ops import called_by
+from narrowcast.core.ops import called_by, called_in_python
 from narrowcast.core.policy import Policy, Site
 from narrowcast.core.refusals import check_counted
 from narrowcast.frontends.scripts.region_facts import constant
@@ -120,7 +120,7 @@ def list_of_values(node: Any, position: int) -> list[Any] | None:
 def _facts(schema: str) -> OpFacts | None:
     name = schema.partition("(")[0]  # a script calls an op whose list of tensors has no None in it by another name
     op = find_registered(name.removesuffix(".hacked_twin").replace("Tensor_hacked_twin", "Tensor"))
-    return op_facts(op) if op is not None else None
+    return replace(facts := op_facts(op), id=called_in_python(facts.id)) if op is not None else None
 
 
 def facts_of(node: Any) -> OpFacts | None:

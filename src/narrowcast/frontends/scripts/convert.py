@@ -165,6 +165,24 @@ def _simplify(graph: Any) -> None:
         if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
             node.output().replaceAllUsesWith(node.input())
             node.destroy()
+    for node in graph.findAllNodes("aten::neg"):
+        _subtract(graph, node)
+
+
+def _subtract(graph: Any, negated: Any) -> None:
+    """Write `1 - x` as the call that it is in Python; TorchScript has a function of its own for it: `neg(x) + 1`."""
+    uses, is_torchs = negated.output().uses(), 'File "<string>"' in repr(negated.sourceRange()).partition("\\n")[0]
+    if len(uses) != 1 or not is_torchs:
+        return
+    added = uses[0].user
+    if added.kind() == "aten::add" and added.schema().startswith("aten::add.Scalar("):
+        made = graph.create("aten::rsub", [negated.input(), *list(added.inputs())[1:]], 1)
+        made.copyMetadata(added)
+        made.insertBefore(added)
+        made.output().setType(added.output().type())
+        added.output().replaceAllUsesWith(made.output())
+        added.destroy()
+        negated.destroy()
 
 
 def _known(device_types: Iterable[str]) -> list[str]:

@@ -129,10 +129,12 @@ class Writer:
 
     def _look(self, section: Section) -> None:
         """Note what blocks return, before anything is changed: where, and those values that nothing else reads."""
-        given = [(n, v) for n, v in enumerate(section.block.outputs()) if v.unique() in self.reading.ids]
+        ids = self.reading.ids
+        given = [(n, v) for n, v in enumerate(section.block.outputs()) if v.unique() in ids]
         self.positions[id(section)] = [n for n, _ in given]
-        for _, value in given:
-            self.read.setdefault(self.reading.ids[value.unique()], value)
+        made = (value for item in section.items for value in item.node.outputs() if value.unique() in ids)
+        for value in (*(v for _, v in given), *made):
+            self.read.setdefault(ids[value.unique()], value)
         for item in section.items:
             for inner in item.blocks:
                 self._look(inner)

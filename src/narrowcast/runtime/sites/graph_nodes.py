@@ -7,12 +7,13 @@ The modules that were called before the compiled frame are on the Python stack; 
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -201,49 +202,50 @@ def _members(module: Module) -> Mapping[str, Module]:
     return known[1]
 
 
-@lru_cache(maxsize=4096)
 def function_at(file: str, line: int, called: str = "") -> str:
     """Return the qualified name of the function around a line, `package.module.Class.method`. called: what Python calls
     it; a lambda, or a comprehension, has no name of its own.
     """
-    qualname = next((name for start, end, name in _functions(file) if start <= line <= end), _MODULE)
+    lines = linecache.getlines(file)  # of cells of a notebook, too; another list when the file was read again
+    known = _known_names.get(file)
+    if known is None or known[0] is not lines:
+        known = _known_names[file] = lines, _names_by_line(lines)
+    qualname = known[1].get(line, _MODULE)
     if called.startswith("<") and called != _MODULE:
         qualname = called if qualname == _MODULE else f"{qualname}.<locals>.{called}"
     return f"{_module_name(file)}.{qualname}"
 
 
 _MODULE = "<module>"
+_known_names: dict[str, tuple[list[str], dict[int, str]]] = {}
+"""By file: its lines when it was read, and the function around each of them."""
 
 
-@lru_cache(maxsize=256)
-def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
-    """Return first line, last line and qualified name of every function of a file, the innermost first."""
-    functions: list[tuple[int, int, str]] = []
+def _names_by_line(lines: list[str]) -> dict[int, str]:
+    """Return by line the qualified name of the innermost function around it."""
+    names: dict[int, str] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions.append((child.lineno, child.end_lineno or child.lineno, f"{prefix}{child.name}"))
+                own = range(child.lineno, (child.end_lineno or child.lineno) + 1)
+                names.update(dict.fromkeys(own, f"{prefix}{child.name}"))
                 visit(child, f"{prefix}{child.name}.<locals>.")
-            elif isinstance(child, ast.ClassDef):
-                visit(child, f"{prefix}{child.name}.")
             else:
-                visit(child, prefix)
+                visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
 
-    try:
-        visit(ast.parse(Path(file).read_text(encoding="utf-8")), "")
-    except (OSError, SyntaxError, ValueError):
-        return ()
-    return tuple(sorted(functions, key=lambda row: row[1] - row[0]))
+    with suppress(SyntaxError, ValueError):
+        visit(ast.parse("".join(lines)), "")
+    return names
 
 
 @lru_cache(maxsize=256)
 def _module_name(file: str) -> str:
-    """Return the name under which a file was imported."""
+    """Return the name under which a file was imported; what is in no file was typed in."""
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == file:
             return name
-    return Path(file).stem
+    return Path(file).stem if Path(file).is_file() else "__main__"
 
 
 # -- where in a script the interpreter is: told by an op that observed scripts call before each call of theirs ---------

@@ -43,6 +43,9 @@ _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate
 """Packages that run the user's loop for him; of transformers, which has models, too, its trainers alone."""
 _TRAINERS = "transformers.trainer"
 
+_TYPED_IN = ("<ipython-input-", "<python-input-")
+"""What consoles that keep their source call it: IPython, and Python itself since 3.13."""
+
 _CALL = module_call_code()
 _KEPT = 4
 """How many lines are kept that lead to a call, beside its own."""
@@ -56,7 +59,7 @@ _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 def is_user_file(file: str) -> bool:
     """Return whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
     if file.startswith(("<", *_LIBRARIES[:2])):
-        return False
+        return file.startswith(_TYPED_IN)
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
 
 

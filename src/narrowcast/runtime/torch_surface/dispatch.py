@@ -229,6 +229,16 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_below_autograd = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, DispatchKey.AutogradFunctionality)
+
+
+def is_inside_kernel() -> bool:
+    """Return whether the kernel of another op makes this call, as that of `logsumexp` calls `amax`: it is no call of the
+    program's, autograd does not see it, nor does a graph. Not known in inference mode, which has no autograd around it.
+    """
+    return _below_autograd() and not torch.is_inference_mode_enabled() and not in_transform()
+
+
 def told_of_transforms(tell: Callable[[], None]) -> None:
     """Call a function, from now on, as a transform of torch.func begins."""
 
