@@ -5,6 +5,7 @@ rounding bounds that are measured (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from narrowcast.analysis.compare.kernel_slacks import Samples
 from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Alone, Keep, KeptCall, sample_like
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ops import is_named
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME, fp32
 from narrowcast.observation.statistics.arguments import tensors_by_name
@@ -197,10 +199,18 @@ def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str,
     )
     was, now = dict(expected.given), dict(kept.given)
     calls = (kept.call, expected.call)
-    tensors = {name for call in calls for name, _ in tensors_by_name(call.facts, call.args, call.kwargs)}
+    tensors = {name: t for call in calls for name, t in tensors_by_name(call.facts, call.args, call.kwargs)}
     names = [name for name in {**was, **now} if "dtype" not in name and name not in tensors]
     values = [(name, was.get(name, "None"), now.get(name, "None")) for name in names]
-    return [((n, a), (n, b)) for n, a, b in values if a != b and not _are_alike(a, b, unit)]
+    rank = max((t.dim() for t in tensors.values()), default=0) + is_named(kept.call.id.op, "operands.adds_a_dimension")
+    others = [(n, a, b) for n, a, b in values if a != b and not (n.startswith("dim") and _are_same_dims(a, b, rank))]
+    return [((n, a), (n, b)) for n, a, b in others if not _are_alike(a, b, unit)]
+
+
+def _are_same_dims(a: str, b: str, rank: int) -> bool:
+    """Return whether dimensions, -1 and [-1] of 3 for example, are the same: 2 and [2]."""
+    first, second = ([int(d) for d in re.findall(r"-?\d+", text)] for text in (a, b))
+    return len(first) == len(second) and all((x - y) in (0, rank, -rank) for x, y in zip(first, second, strict=True))
 
 
 def _are_alike(a: str, b: str, unit: float) -> bool:

@@ -254,7 +254,7 @@ def _held_by_batch_norm(inputs: Inputs, mean_of: Callable[[torch.Tensor, list[in
     normal = (x - mean.view(size)) * scale.view(size)
     subtracted = normal.abs() * mean_of(grad * normal, others).abs() + mean_of(grad, others).abs()
     factor = scale if weight is None else scale * weight.detach().double().abs()
-    if inputs.given("grad_out").stride() != inputs.given("input").stride():  # then each step of the formula is rounded
+    if not all(inputs.given(name).is_contiguous() for name in ("grad_out", "input")):  # then each step is rounded
         subtracted = 2 * subtracted + grad.abs()
     held: torch.Tensor = subtracted * factor.view(size)
     return held

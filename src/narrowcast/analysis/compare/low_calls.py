@@ -17,7 +17,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
 from narrowcast.observation.trial.finiteness import came_in, is_floating
 from narrowcast.reports.results.differences import AskedFormat, CallError, Growth
-from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.sites.python_stack import called_by_layer, find_site
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, without_modes
@@ -55,9 +55,10 @@ class AsksHigh(Observer):
         return result
 
     def _is_the_codes_own(self, args: Any) -> bool:
-        """Return whether the code itself asks, not a kernel, decided call or backward; and its inputs are not low."""
+        """Return whether the code itself asks, no layer, kernel, decided call or backward; and its inputs are not low."""
         inside = self._local.looking or self._local.decided or self._executing.op
-        return not inside and current_graph_task() == -1 and not any(t.dtype in LOW for t in tensors_in(args))
+        is_made = inside or current_graph_task() != -1 or called_by_layer()
+        return not is_made and not any(t.dtype in LOW for t in tensors_in(args))
 
     def _note(self, site: Site, format: Format, args: Any, result: Any) -> None:
         """Note a line that asks; also whether its result is whole numbers that the format cannot represent."""

@@ -178,10 +178,10 @@ def kept_of(
     call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
 ) -> KeptCall:
     """Return what is kept of a call: the formats of inputs and results, with these samples and checksums."""
-    args, kwargs = tree_map_only(
-        torch.Tensor, lambda t: torch.empty(0, dtype=t.dtype, device="cpu"), (call.args, call.kwargs)
+    args, kwargs = tree_map_only(  # tensors keep their dtypes and how many dimensions they have
+        torch.Tensor, lambda t: torch.empty((0,) * t.dim(), dtype=t.dtype, device="cpu"), (call.args, call.kwargs)
     )
-    light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)  # tensors keep their dtypes alone
+    light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)
     read = tensors_by_name(call.facts, *rerun.planned_arguments(light))
     others = others_as_text(call.facts, call.args, call.kwargs)
     return KeptCall(light, [t.dtype for _, t in read], others, samples or [], sums, [t.dtype for t in results])

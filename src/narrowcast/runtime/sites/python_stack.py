@@ -30,6 +30,7 @@ from narrowcast.runtime.torch_surface.modules import (
 
 _TORCH, _OURS = FilePath(torch.__file__).parent, FilePath(__file__).parents[2]
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in (_TORCH, _OURS, sysconfig.get_paths()["stdlib"]))
+_LAYERS = f"{_TORCH / 'nn' / 'modules'}{os.sep}"
 _COMMANDS = f"{_OURS / 'cli'}{os.sep}"
 _PACKAGES = (f"{_TORCH.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = (
@@ -140,6 +141,17 @@ def in_generated_code() -> bool:
             return True
         if code is _CALL or is_user_file(code.co_filename):
             return False
+    return False
+
+
+def called_by_layer() -> bool:
+    """Return whether the code of one of torch's own layers makes this call, for which no line of the user's asks."""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return False
+        if file.startswith(_LAYERS) and not file.endswith(f"{os.sep}module.py"):
+            return True
     return False
 
 
