@@ -132,7 +132,7 @@ def test_a_script_takes_a_rule_about_a_call_that_nothing_reads():
         assert torch.equal(nc.script(model, under=policy)(x), model(x))
 
 
-CELL = '''
+CELL = """
 import torch
 
 
@@ -143,7 +143,7 @@ def helper(x):
 class Model(torch.nn.Module):
     def forward(self, x):
         return helper(x) + (x @ x).float()
-'''
+"""
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,73 @@ def test_an_average_that_is_made_anew_each_time_stands_still_too() -> None:
     """Averages in a dict are other tensors after each step, and are still known as the same averages."""
     found_at(averaged_in_a_dict, Shadow(BF16), AVERAGE)
     is_right(averaged_in_a_dict, Shadow(torch.float32))
+
+
+def through_a_low_format(loop: Loop, low: torch.dtype) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+            mean.copy_(mean.to(low).lerp(weight.to(low), 0.001))  # HERE
+
+
+def after_a_low_format(loop: Loop, low: torch.dtype) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+            mean.copy_((mean.to(low) * 0.999).float() + 0.001 * weight)  # HERE
+
+
+def copies(loop: Loop, low: torch.dtype) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+            mean.copy_(weight.to(low))
+
+
+def adds_low_terms(loop: Loop, low: torch.dtype) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+            mean.mul_(0.999).add_(weight.to(low), alpha=0.001)
+
+
+@pytest.mark.parametrize("step", [through_a_low_format, after_a_low_format], ids=lambda step: step.__name__)
+def test_an_average_in_fp32_that_goes_through_a_low_format_stands_still(step: Callable[..., None]) -> None:
+    """It is in fp32, and what it is computed in is not."""
+    check = found_at(partial(step, low=BF16), Loop(), AVERAGE)
+    assert "go through bf16" in check.findings[0].what
+    assert check.findings[0].todo == "Compute it in fp32: leave out the conversion before it is written."
+    is_right(partial(step, low=torch.float32), Loop())
+
+
+@pytest.mark.parametrize("step", [copies, adds_low_terms], ids=lambda step: step.__name__)
+def test_what_is_written_from_low_values_of_others_loses_nothing(step: Callable[..., None]) -> None:
+    """A copy of the weights, and low terms that an average in fp32 adds."""
+    is_right(partial(step, low=BF16), Loop())
+
+
+@pytest.mark.parametrize("low", [BF16, torch.float16, torch.float32])
+def test_weights_in_fp32_that_an_own_step_rounds_are_told(low: torch.dtype) -> None:
+    """At the line that writes them, where most stay; not with a rate at which they move."""
+    loop = Loop()
+
+    def step(rate: float) -> None:
+        loop.net.zero_grad()
+        loop.loss().backward()
+        with torch.no_grad():
+            for weight in loop.weights:
+                weight.copy_((weight - rate * weight.grad.sign()).to(low))  # HERE
+
+    with torch.no_grad():
+        for weight in loop.weights:
+            weight.copy_(weight.to(low))
+    if low is torch.float32:
+        assert nc.check_training(step, (1e-5,)).kinds == ()
+        return
+    check = nc.check_training(step, (1e-5,))
+    assert check.kinds == ("updates lost in rounding",), str(check)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert "# HERE" in lines[check.findings[0].line - 1]
 
 
 class Ranges(Loop):

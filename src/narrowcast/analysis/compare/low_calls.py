@@ -55,7 +55,7 @@ class AsksHigh(Observer):
         return result
 
     def _is_the_codes_own(self, args: Any) -> bool:
-        """Return whether the code itself asks, no layer, kernel, decided call or backward; and its inputs are not low."""
+        """Return whether the code asks, no layer, kernel, decided call or backward; and its inputs are not low."""
         inside = self._local.looking or self._local.decided or self._executing.op
         is_made = inside or current_graph_task() != -1 or called_by_layer()
         return not is_made and not any(t.dtype in LOW for t in tensors_in(args))

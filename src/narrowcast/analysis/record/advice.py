@@ -132,8 +132,10 @@ class Adviser:
         for block, calls in self._hidden.items():
             if calls:
                 self.advice[block.advice(calls)] = 1
+        cast_on = {seen.region.device for seen in self._regions.values() if seen.casts}  # a block of few ops needs none
         for seen in self._regions.values():
-            if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
+            is_idle = seen.calls and not seen.casts and seen.region.device not in cast_on
+            if is_idle and not seen.raised and is_enabled(seen.region):
                 self.add(
                     "no casts",
                     f"the region on {seen.region.device} casts nothing: {counted(seen.calls, 'call')} ran in it, none "

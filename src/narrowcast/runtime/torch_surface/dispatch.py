@@ -233,8 +233,8 @@ _below_autograd = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, Dispa
 
 
 def is_inside_kernel() -> bool:
-    """Return whether the kernel of another op makes this call, as that of `logsumexp` calls `amax`: it is no call of the
-    program's, autograd does not see it, nor does a graph. Not known in inference mode, which has no autograd around it.
+    """Return whether the kernel of another op makes this call, as that of `logsumexp` calls `amax`: neither autograd
+    nor a graph sees it. Not known in inference mode, where autograd is off around all calls.
     """
     return _below_autograd() and not torch.is_inference_mode_enabled() and not in_transform()
 

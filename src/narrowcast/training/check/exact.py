@@ -37,7 +37,8 @@ _HELD = 0.8
 class _ExactValue:
     """A value in memory as it would be without rounding. reads: the values, before the step, of memory in a low format
     that it was computed from; of a number, those that a step has left for the next. terms: the other numbers that it
-    was computed from.
+    was computed from. through: the low format that it went through on its way from fp32 to fp32; wide: the values of
+    memory in fp32 that it was computed from by then.
     """
 
     memory: Any
@@ -49,6 +50,8 @@ class _ExactValue:
     terms: list[float] = field(default_factory=list)
     of_gradients: bool = False
     is_random: bool = False
+    through: torch.dtype | None = None
+    wide: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def now(self) -> torch.Tensor | None:
         """Return the current value in fp32; None if its memory was freed."""
@@ -100,7 +103,7 @@ class Begun:
 @dataclass(slots=True, eq=False)
 class Lost:
     """How many elements should have changed, and are no nearer to their new values. is_broken: some are not finite, and
-    should be. is_held: another tensor holds what was rounded away.
+    should be. is_held: another tensor holds what was rounded away. is_wide: its memory is in fp32.
     """
 
     key: int
@@ -111,6 +114,7 @@ class Lost:
     lost: int
     is_broken: bool = False
     is_held: bool = False
+    is_wide: bool = False
 
 
 class Exact:
@@ -142,7 +146,8 @@ class Exact:
         if not follows or not all(t.is_floating_point() for t in targets):
             self.forget(targets)
             return None
-        if not known and not any(t.dtype in LOW for t in tensors):
+        narrows = facts.op is dispatch.TO_COPY and kwargs.get("dtype") in LOW and tensors[0].dtype not in LOW
+        if not known and not (narrows or any(t.dtype in LOW for t in tensors)):
             return None
         with quietly():
             value = _ExactValue(None, (), torch.float32, torch.empty(0, device="cpu"), site(), of_gradients=steps)
@@ -150,7 +155,15 @@ class Exact:
             sources = tensors_in(args[1]) if is_copy else tensors
             for tensor in sources:
                 self._read(tensor, value)
+            if narrows and not self._gradients.is_one(tensors[0]):
+                value.through = kwargs["dtype"]
+                if self._is_kept(tensors[0]):
+                    value.wide[dispatch.storage_key(tensors[0])] = tensors[0].detach().float()
+            if targets and not is_copy:
+                value.through = None  # what fp32 adds to memory in fp32 is not lost
             for source, target in zip(sources, targets, strict=False) if is_copy else ():
+                if value.through is not None and target.dtype not in LOW:
+                    self._comes_back(target, value)
                 if source.dtype in LOW and self._was_there(source):
                     if target.dtype in LOW:
                         value.reads = {}  # what was lost was lost there
@@ -161,6 +174,15 @@ class Exact:
             if facts.op is dispatch.TO_COPY:
                 wide_kwargs = {**wide_kwargs, "dtype": torch.float32}
             return Begun(facts, wide_args, wide_kwargs, targets, value)
+
+    def _comes_back(self, target: torch.Tensor, value: _ExactValue) -> None:
+        """Compare what went through a low format with the memory in fp32 to which it is written, if it was computed of
+        that, or of what is unknown. A copy of others is no loss.
+        """
+        key = dispatch.storage_key(target)
+        is_unknown = not (value.reads or value.wide) and self._is_kept(target)
+        before = target.detach().float() if is_unknown else value.wide.get(key)
+        value.reads, value.wide = {} if before is None else {key: before}, {}
 
     def end(self, begun: Begun, result: Any) -> None:
         """Run an op a second time, in fp32, and record its results."""
@@ -214,7 +236,8 @@ class Exact:
                 key = value.memory.cdata
                 if value.dtype in LOW and key in trained and now.numel() > 1:
                     self.is_careful |= bool(torch.equal(value.exact, now))
-                if value.dtype in LOW and value.reads and not value.is_random and key not in states:
+                is_low = value.dtype in LOW or (value.through is not None and key in value.reads)
+                if is_low and value.reads and not value.is_random and key not in states:
                     same = [other for other in others if other.numel() == now.numel()]
                     lost = _lost(value, now, same)
                     if lost is not None:
@@ -232,6 +255,8 @@ class Exact:
             into.terms += value.terms
             into.of_gradients |= value.of_gradients
             into.is_random |= value.is_random
+            into.through = into.through or value.through
+            into.wide |= value.wide
         elif tensor.dtype in LOW and not is_gradient and self._is_kept(tensor):
             into.reads[key] = tensor.detach().float()
         elif tensor.numel() == 1:
@@ -252,7 +277,7 @@ class Exact:
     def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:
         value = _ExactValue(
             dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
-            dict(like.reads), [*like.terms], like.of_gradients, like.is_random,
+            dict(like.reads), [*like.terms], like.of_gradients, like.is_random, like.through, dict(like.wide),
         )  # fmt: skip
         self._values.setdefault(tensor, _Parts).put(value.lies, value)
 
@@ -276,7 +301,7 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
     if not bool(torch.isfinite(now).all()):
         is_new = all(bool(torch.isfinite(before).all()) for before in value.reads.values())
         return Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, 0, 0, is_broken=is_new)
-    chosen = None
+    chosen, through = None, None if value.dtype in LOW else value.through
     for key, before in value.reads.items():
         if before.shape != now.shape or not _is_far(value.terms, before):
             continue
@@ -289,8 +314,9 @@ def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> 
         lost = 0 if is_held else lost
         if key == value.memory.cdata or lost > (chosen.lost if chosen is not None else 0):
             chosen = Lost(
-                value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost, is_held=is_held
-            )
+                value.memory.cdata, through or value.dtype, value.site, value.of_gradients, number, lost,
+                is_held=is_held, is_wide=through is not None,
+            )  # fmt: skip
     return chosen
 
 
@@ -333,23 +359,23 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
         or_stray = "" if most.is_weight else ", or move the wrong way or too far"
+        passing = f"that go through {FORMATS[most.dtype]} and" if most.is_wide else f"in {FORMATS[most.dtype]} that"
         what = (
-            f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where "
-            f"they were{or_stray}{where}: what is added is less than half a unit of "
+            f"{stay / wanted:.0%} of {wanted} elements {passing} a step should move stay where they were{or_stray}"
+            f"{where}: what is added is less than half a unit of the {'weight' if most.is_weight else 'average'}"
         )
-        if most.is_weight:
-            findings.append((
-                UPDATES, f"{what}the weight",
+        if most.is_wide:
+            advice = "Compute it in fp32: leave out the conversion before it is written."
+        elif most.is_weight:
+            advice = (
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
-                "or use an optimizer with stochastic rounding, or one that holds what was rounded away (Kahan).",
-                most.site,
-            ))  # fmt: skip
+                "or use an optimizer with stochastic rounding, or one that holds what was rounded away (Kahan)."
+            )
         else:
-            findings.append((
-                AVERAGE, f"{what}the average",
-                "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()) and add value.float() to it.",
-                most.site,
-            ))  # fmt: skip
+            advice = (
+                "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()) and add value.float() to it."
+            )
+        findings.append((UPDATES if most.is_weight else AVERAGE, what, advice, most.site))
     return findings
 
 
