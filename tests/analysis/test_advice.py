@@ -1,5 +1,6 @@
 """What recordings and explanations warn of, and what each rule of a policy matched."""
 
+import copy
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -107,10 +108,34 @@ def test_a_region_that_casts_nothing(make):
             X.relu()
         with make("cpu"):
             pass
-        with make("cpu"):
-            torch.mm(X, X.t())
     assert kinds(ledger) == {"no casts": 'with make("cpu"):'}
     assert len(ledger.advice) == 1
+
+
+@pytest.mark.parametrize("make", [nc.autocast, torch.autocast])
+def test_a_block_of_few_ops_beside_a_region_that_casts(make):
+    """A penalty of norms has nothing to cast, and its region is right."""
+    with nc.record() as ledger:
+        with make("cpu"):
+            torch.mm(X, X.t())
+        with make("cpu"):
+            X.relu()
+    assert not ledger.advice
+
+
+def test_low_copies_of_weights_that_an_optimizer_trains_in_fp32(model):
+    """Their masters are kept in fp32 already; of low weights that are trained themselves it is said."""
+    low = copy.deepcopy(model).bfloat16()
+    for trained, told in ((model, set()), (low, {"weights in a low format"})):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        with nc.record() as ledger:
+            with nc.autocast("cpu"):
+                loss = low(X).float().sum()
+            loss.backward()
+            for master, weight in zip(model.parameters(), low.parameters(), strict=True):
+                master.grad = weight.grad.float()
+            optimizer.step()
+        assert {a.kind for a in ledger.advice} == told
 
 
 def test_a_converted_model_in_a_region(model):

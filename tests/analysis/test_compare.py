@@ -4,15 +4,20 @@ import copy
 import math
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.analysis.compare.judging import other_arguments
+from narrowcast.analysis.compare.low_calls import AsksHigh
+from narrowcast.analysis.compare.reference import KeptCall
 from narrowcast.analysis.explain.cost import observe, with_cost
 from narrowcast.observation.trial.output_errors import output_errors, relative_error, sqnr_db
 from narrowcast.reports.documents.explanations import spent
 from narrowcast.reports.results.differences import Differences
+from narrowcast.runtime.torch_bridge import op_facts
 
 
 def test_sqnr_and_relative_error_of_a_known_noise():
@@ -224,3 +229,56 @@ def test_a_program_in_another_low_format_than_the_comparison_is_told_so():
     [note] = raised.value.__notes__
     assert "than the region's, bf16, meets others, " in note and "under= says" in note
     assert nc.compare(step, (torch.ones(2, 2),), under="fp16").verdict in ("round-off", "exact", "not compared")
+
+
+def test_the_reference_run_of_low_weights_that_a_function_holds_says_so():
+    """Nothing is cast in it, so that low weights meet inputs in fp32; torch's error alone does not say where."""
+    low = torch.nn.Linear(8, 8).bfloat16()
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        nc.compare(lambda x: low(x), (torch.randn(2, 8),), under="bf16")
+    assert "this was the reference run" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_backward_of_a_batch_norm_in_any_layout_is_no_fault(dtype):
+    """The cpu rounds each step of it where channels come last."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layers = torch.nn.ModuleList([torch.nn.Linear(6, 20), torch.nn.BatchNorm1d(20)])
+
+        def model(x, layers=layers):
+            return layers[1](layers[0](x).relu().mT).mT.square()
+
+        x = torch.randn(3, 9, 6)
+        found = nc.compare(model, (x,), under=dtype, backward=lambda y: y.float().mean())
+        assert found.verdict != "kernel", str(found)
+
+
+def test_dimensions_counted_from_the_end_are_those_from_the_start():
+    """A trace of a bidirectional layer joins its directions at -1, eager code at 2."""
+    torch.manual_seed(0)
+    model, x = torch.nn.GRU(8, 6, bidirectional=True, batch_first=True), torch.randn(2, 5, 8)
+    traced = nc.trace(model, (x,), under="bf16", check_trace=False)
+    found = nc.compare(traced, (x,), reference=model)
+    assert found.verdict == "round-off", str(found)
+
+
+@pytest.mark.parametrize(("op", "adds"), [("aten.cat.default", 0), ("aten.stack.default", 1)])
+def test_which_dimensions_are_the_same(op, adds):
+    """What `stack` gives has one more than its tensors, from whose end it counts."""
+    call = SimpleNamespace(facts=op_facts(torch.ops.aten.cat.default), args=([torch.empty(0, 0)],), kwargs={})
+    call.id = SimpleNamespace(op=op)
+    made = lambda dim: KeptCall(call, [torch.bfloat16], (("dim", dim),), [], ())
+    assert other_arguments(made("-1"), made(str(1 + adds))) == []
+    assert other_arguments(made("-1"), made(str(2 - adds))) == [(("dim", str(2 - adds)), ("dim", "-1"))]
+
+
+def test_a_layer_that_asks_for_the_format_of_its_input_is_no_line_that_asks():
+    """`nn.GRU` makes its first state in the format of its input: no line of the user's says so."""
+    layer, x = torch.nn.GRU(4, 4).half(), torch.randn(3, 2, 4)
+    with torch.no_grad(), AsksHigh() as run:
+        low = x.half()
+        layer(low)
+        torch.zeros(2, dtype=low.dtype)
+    assert [asked.line - test_a_layer_that_asks_for_the_format_of_its_input_is_no_line_that_asks.__code__.co_firstlineno
+            for asked in run.asked] == [4, 6]  # fmt: skip

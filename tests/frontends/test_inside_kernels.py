@@ -120,7 +120,7 @@ class Unread(nn.Module):
         self.part = nn.PReLU()
 
     def forward(self, x):
-        unread = self.part(x)
+        self.part(x)
         return x @ x
 
 

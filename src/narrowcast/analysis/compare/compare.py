@@ -51,6 +51,10 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
 """Where two runs leave a doubt, this many more decide: of a scalar, two show little."""
+_MEET = (
+    "narrowcast: this was the reference run, in which the region casts nothing, and weights in a low format that a "
+    "function holds stay in it. Cast their inputs where they are used, or give reference= a function that runs in fp32."
+)
 
 
 @leaves_no_kernels()
@@ -222,6 +226,8 @@ class _Comparing:
             return self._run(self._other, self._around, self._observed(observer), self.dtype)
         except RuntimeError as error:
             if self.dtype is None or isinstance(error, NarrowcastError):
+                if self._is_own and any(word in str(error) for word in ("dtype", "scalar type")):
+                    error.add_note(_MEET)
                 raise
             if self.dtype is torch.float32:  # its code names the formats of weights: they are kept
                 self.dtype = None

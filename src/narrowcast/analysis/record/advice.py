@@ -26,7 +26,7 @@ from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name
-from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
@@ -44,6 +44,7 @@ class Adviser:
         self._tasks: set[int] = set()
         self._stepping = False
         self._converted: dict[torch.dtype, Advice] = {}
+        self._trained: set[torch.dtype] = set()  # formats of what optimizers step
         self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Site]] = {}
         self._on_at_start = bool(ruled_device_types())
         self._open: list[_EnteredRegion] = []
@@ -132,6 +133,9 @@ class Adviser:
         for block, calls in self._hidden.items():
             if calls:
                 self.advice[block.advice(calls)] = 1
+        if self._trained and self._trained.isdisjoint(LOW):  # low weights are copies of those
+            for advice in self._converted.values():
+                self.advice.pop(advice, None)
         cast_on = {seen.region.device for seen in self._regions.values() if seen.casts}  # a block of few ops needs none
         for seen in self._regions.values():
             is_idle = seen.calls and not seen.casts and seen.region.device not in cast_on
@@ -201,6 +205,7 @@ class Adviser:
 
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
+        self._trained |= {weight.dtype for weight in optimized_by(optimizer)}
         if self._is_left_open:
             self.add(
                 "optimizer step in a region",
