@@ -397,3 +397,36 @@ class Float(nn.Module):
 
     def forward(self, x):
         return x.float()
+
+
+class Positions(torch.nn.Module):
+    """Waves of positions, which are in the format of what a layer gives, or in fp32."""
+
+    def __init__(self, is_rounded, steps):
+        super().__init__()
+        self.is_rounded, self.steps, self.linear = is_rounded, steps, torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x)
+        positions = torch.arange(64.0) * self.steps
+        if self.is_rounded:
+            positions = positions.to(y.dtype).float()
+        return torch.sin(positions)[:, None] + 0.02 * y.float()
+
+
+@pytest.mark.parametrize(("under", "steps"), [("bf16", 0.23), ("fp16", 0.23)])
+def test_a_small_error_is_told_where_one_line_makes_nearly_all_of_it(under, steps):
+    """It is round-off by its size. Of the same line in fp32, and of roundings that all calls share, nothing is said."""
+    torch.manual_seed(0)
+    x, unit = torch.randn(64, 16), {"bf16": 2.0**-7, "fp16": 2.0**-10}[under]
+    found = nc.compare(Positions(True, steps), (x,), under=under)
+    assert found.verdict == "round-off"
+    assert 1.2 < found.outputs[0].relative_error / unit < 4
+    assert f"asks for {under} itself" in found.todos[0].what
+    assert not nc.compare(Positions(False, steps), (x,), under=under).todos
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())]
+    for layer in layers[::2]:
+        layer.weight.data.mul_(3)
+    many = nc.compare(torch.nn.Sequential(*layers), (x,), under=under)
+    assert many.outputs[0].relative_error > 1.2 * unit
+    assert not many.todos, str(many)

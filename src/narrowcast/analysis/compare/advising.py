@@ -38,10 +38,12 @@ from narrowcast.runtime.torch_surface.dispatch import tree_map
 SOURCE = "narrowcast compare"
 VISIBLE = 4.0
 """An output error of this many units in the last place of the low format is worth runs, even if it is round-off."""
+_SMALL = 1.2
+"""So is one of this many, if one remedy leaves hardly any of it: many roundings make such an error, too."""
 _VISIBLE_IN_GRADIENTS, _COUNTS = 0.08, 0.01
 """So is this error of a gradient that is this part of the largest: where terms cancel, round-off makes more."""
-_HELPS = 0.5
-"""A remedy leaves at most this part of the error."""
+_HELPS, _HELPS_MUCH = 0.5, 0.125
+"""A remedy leaves at most this part of the error; and of a small one."""
 _AS_GOOD = 2.0
 """One rule is as good as all that were tried together, if it leaves at most this many times their error."""
 _TRIES, _BLAMED, _ALONE, _TOGETHER, _LINES = 12, 3, 4, 3, 3
@@ -56,10 +58,13 @@ RunIn = Callable[..., Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """The error to reduce: of the output, or of a parameter's gradient; infinity where that is not finite."""
+    """The error to reduce: of the output, or of a parameter's gradient; infinity where that is not finite. is_small:
+    it is worth a word only if one remedy leaves hardly any of it.
+    """
 
     parameter: str
     error: float
+    is_small: bool = False
 
     def left(self, expected: Outcome, outcome: Outcome) -> float:
         """Return the same error of another run."""
@@ -73,7 +78,7 @@ class Harm:
 
     def is_helped_by(self, error: float) -> bool:
         """Return whether a remedy that leaves this error helps."""
-        return error <= _HELPS * min(self.error, 1.0)
+        return error <= (_HELPS_MUCH if self.is_small else _HELPS) * min(self.error, 1.0)
 
 
 def harm_of(result: Differences, low_epsilon: float, expected: Outcome) -> Harm | None:
@@ -93,7 +98,9 @@ def harm_of(result: Differences, low_epsilon: float, expected: Outcome) -> Harm 
         g for g in result.gradients if g.relative_error > _VISIBLE_IN_GRADIENTS and g.share > _COUNTS
     ]
     if not lost:
-        return Harm("", worst) if result.verdict == verdicts.FAULT and worst else None
+        if result.verdict == verdicts.FAULT and worst:
+            return Harm("", worst)
+        return Harm("", worst, is_small=True) if worst > _SMALL * low_epsilon else None
     errors = {g.parameter: or_infinity(g.relative_error) for g in lost}
     parameter = max(errors, key=errors.__getitem__)
     return Harm(parameter, errors[parameter])
@@ -155,9 +162,12 @@ class Advising:
             is_region = is_low and self._result.verdict == verdicts.ROUND_OFF
             self._result.remedy = self._remedy(error) if is_region else None
             return
-        self._growth = flow.growth(self._result.rows, VISIBLE * self._epsilon)
-        self._result.growth = None if self._harm.parameter else self._growth  # that of gradients grows in the backward
+        self._growth = flow.growth(self._result.rows, self._visible)
+        is_told = not (self._harm.parameter or self._harm.is_small)  # that of gradients grows in the backward
+        self._result.growth = self._growth if is_told else None
         self._result.remedy = self._high_lines(flow.asked, around) or self._rules(flow)
+        if self._harm.is_small and self._result.remedy is None:
+            self._result.tried = 0
 
     def try_elsewhere(self, trial: Trial, around: autocast) -> None:
         """Take back a rule that helps on these inputs alone: where the error is as small without it on inputs that are
@@ -173,7 +183,7 @@ class Advising:
                 errors.append(self._harm.left(self._run(around, None, other), self._run(self._region, None, other)))
             except Exception:  # not all that is near an input is one
                 return
-        small = max(_AS_GOOD * remedy.error, VISIBLE * self._epsilon)
+        small = max(_AS_GOOD * remedy.error, self._visible)
         usual = sorted(errors)[len(errors) // 2] if errors else math.inf
         if usual <= small:
             self._result.remedy, self._result.growth, self._result.tried = None, None, 0
@@ -239,6 +249,12 @@ class Advising:
     @property
     def _epsilon(self) -> float:
         return FORMATS[self._region.fast_dtype].epsilon
+
+    @property
+    def _visible(self) -> float:
+        """The error that would be worth a word: of a small one half of it."""
+        floor = VISIBLE * self._epsilon
+        return min(floor, self._harm.error / 2) if self._harm.is_small else floor
 
     def _is_as_good(self, error: float, whole: float) -> bool:
         floor = VISIBLE * self._epsilon
