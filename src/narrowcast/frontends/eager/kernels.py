@@ -43,7 +43,13 @@ from narrowcast.runtime.torch_bridge.calls import (
     places_of,
     slots_of,
 )
-from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, is_inside_kernel, registered_kernel
+from narrowcast.runtime.torch_surface.dispatch import (
+    DispatchKeySet,
+    OpOverload,
+    is_below_autograd,
+    is_inside_kernel,
+    registered_kernel,
+)
 from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.runtime.torch_surface.jit import is_inside_recorded, records_whole
 from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
@@ -72,7 +78,7 @@ class Kernel:
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the call as decided; but what a kernel calls is cast by torch's lists alone, as torch's autocast does."""
-        if self._native is None and is_inside_kernel():
+        if self._native is None and is_below_autograd() and is_inside_kernel():
             return self._pass_on(keyset, args, kwargs)
         region = active_region(self.device_type)
         number = number_call(self.facts.id)

@@ -229,14 +229,15 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_below_autograd = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, DispatchKey.AutogradFunctionality)
+is_below_autograd = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, DispatchKey.AutogradFunctionality)
+"""Whether autograd is off: in kernels of other ops, in inference mode and in transforms."""
 
 
 def is_inside_kernel() -> bool:
-    """Return whether the kernel of another op makes this call, as that of `logsumexp` calls `amax`: neither autograd
-    nor a graph sees it. Not known in inference mode, where autograd is off around all calls.
+    """Return whether below autograd the kernel of another op makes this call, as that of `logsumexp` calls `amax`: no
+    graph sees it. Not known in inference mode, where autograd is off around all calls.
     """
-    return _below_autograd() and not torch.is_inference_mode_enabled() and not in_transform()
+    return not torch.is_inference_mode_enabled() and not in_transform()
 
 
 def told_of_transforms(tell: Callable[[], None]) -> None:
