@@ -25,7 +25,7 @@ from narrowcast.runtime.regions.stack import told_of_regions
 from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name, without_functions
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
@@ -205,7 +205,8 @@ class Adviser:
 
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
-        self._trained |= {weight.dtype for weight in optimized_by(optimizer)}
+        with without_functions():
+            self._trained |= {weight.dtype for weight in optimized_by(optimizer)}
         if self._is_left_open:
             self.add(
                 "optimizer step in a region",
