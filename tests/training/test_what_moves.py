@@ -273,6 +273,17 @@ def test_what_is_written_from_low_values_of_others_loses_nothing(step: Callable[
     is_right(partial(step, low=BF16), Loop())
 
 
+def test_whole_numbers_that_become_low_are_no_values_in_fp32() -> None:
+    """Between a step and the next, labels are converted: nothing is said, and all is looked at."""
+    loop = Loop()
+
+    def step() -> None:
+        loop.train(loop.loss())
+        torch.arange(4).to(BF16)
+
+    assert "not inspected" not in str(nc.check_training(step))
+
+
 @pytest.mark.parametrize("low", [BF16, torch.float16, torch.float32])
 def test_weights_in_fp32_that_an_own_step_rounds_are_told(low: torch.dtype) -> None:
     """At the line that writes them, where most stay; not with a rate at which they move."""

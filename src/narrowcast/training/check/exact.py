@@ -146,7 +146,8 @@ class Exact:
         if not follows or not all(t.is_floating_point() for t in targets):
             self.forget(targets)
             return None
-        narrows = facts.op is dispatch.TO_COPY and kwargs.get("dtype") in LOW and tensors[0].dtype not in LOW
+        to_low = facts.op is dispatch.TO_COPY and kwargs.get("dtype") in LOW
+        narrows = to_low and any(t.dtype not in LOW for t in tensors)  # none is floating where numbers are converted
         if not known and not (narrows or any(t.dtype in LOW for t in tensors)):
             return None
         with quietly():
