@@ -221,7 +221,7 @@ def test_a_part_of_sequences_one_by_one_or_padded_is_no_outcome():
         padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         last((first(padded).relu() * mask[..., None]).sum(1) / lengths[:, None])
     found = nc.diff(a, b)
-    assert found.verdict == "round-off", str(found)
+    assert found.verdict in ("alike", "round-off"), str(found)  # as the kernels of the processor round
 
 
 def test_numbers_that_are_one_but_for_rounding_are_no_other_arguments():
