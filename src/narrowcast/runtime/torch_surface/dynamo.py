@@ -285,11 +285,14 @@ never_begin_at = partial(never_trace, with_calls=False)
 
 
 def wrapped_in(error: BaseException) -> BaseException | None:
-    """Return the error for which Dynamo raised one of its own, if it is known; any other error itself."""
+    """Return the error for which Dynamo raised one of its own, if it is known; any other error itself. Since torch 2.14
+    a RuntimeError stands between, of what fake tensors met.
+    """
     inner: BaseException | None = error
     while inner is not None and type(inner).__module__.startswith("torch._dynamo"):
         inner = getattr(inner, "inner_exception", None) or inner.__cause__ or inner.__context__
-    return inner
+    is_between = inner is not error and inner is not None and isinstance(inner.__cause__, NarrowcastError)
+    return inner.__cause__ if is_between and inner is not None else inner
 
 
 def is_traced(types: Iterable[type]) -> bool:
