@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from narrowcast.analysis.compare.compare import compare
     from narrowcast.analysis.diff.diff import diff
     from narrowcast.analysis.explain.explain import explain
+    from narrowcast.analysis.parity.invariance import check_invariance
+    from narrowcast.analysis.parity.parity import parity
     from narrowcast.analysis.record.record import record
     from narrowcast.analysis.repair.repair import repair
     from narrowcast.analysis.watch.watch import watch
@@ -52,6 +54,8 @@ _TORCH_HALF = {
     "analysis.explain.explain": ("explain",),
     "analysis.capture.capture": ("capture",),
     "analysis.compare.compare": ("compare",),
+    "analysis.parity.invariance": ("check_invariance",),
+    "analysis.parity.parity": ("parity",),
     "training.check.check_training": ("check_training",),
     "analysis.repair.repair": ("repair",),
     "runtime.torch_bridge.case": ("Case",),
@@ -73,6 +77,7 @@ __all__ = [
     "autocast",
     "capture",
     "carry",
+    "check_invariance",
     "check_training",
     "compare",
     "compile",
@@ -84,6 +89,7 @@ __all__ = [
     "export",
     "formats",
     "load",
+    "parity",
     "pin",
     "record",
     "repair",

@@ -34,6 +34,7 @@ for panel, command, example in (
     (_RUNS, runs.capture_command, "capture model.py --under bf16 -o run.json.gz"),
     (_RUNS, runs.compare_command, "compare model.py --under bf16 --backward"),
     (_RUNS, runs.diff_command, "diff a.json.gz b.json.gz"),
+    (_RUNS, runs.parity_command, "parity trainer.py engine.json.gz --max-nats 0.03"),
     (_RUNS, runs.headroom_command, "headroom model.py --policy-out fits.toml"),
     (_RUNS, runs.show_command, "show run.json.gz --html run.html"),
     (_RUNS, runs.watch_command, "watch --stop train.py --lr 0.1"),

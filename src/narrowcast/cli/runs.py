@@ -1,4 +1,4 @@
-"""`narrowcast capture`, `compare`, `diff`, `watch`, `headroom` and `show`: runs, call by call."""
+"""`narrowcast capture`, `compare`, `diff`, `parity`, `watch`, `headroom` and `show`: runs, call by call."""
 
 from __future__ import annotations
 
@@ -119,6 +119,28 @@ def diff_command(
     notices = [f"{'read' if is_given else 'wrote'} {mapping}: correct it, and give it again"] if mapping else []
     options.show(difference, result, notices)
     _exit_by(difference.verdict, (VALUES_DIFFER,))
+
+
+def parity_command(
+    a: Annotated[str, typer.Argument(metavar="A", help="A saved run, or a target as of capture.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    result: options.ResultOptions,
+    under: options.UnderOption = None,
+    max_nats: Annotated[
+        float | None, typer.Option(help="The largest rms of differences of log-probabilities; else round-off.")
+    ] = None,
+    mapping: Annotated[Path | None, typer.Option(help="Which modules are which, as for diff.")] = None,
+) -> None:
+    """Find how far two programs of one model are apart, and why: a trainer and the engine that serves it.
+
+    Exits with 1 if they are further apart than --max-nats, or than round-off, and with 2 if nothing could be compared.
+    """
+    sides = [side if side.endswith(_SAVED) else load_case(side) for side in (a, b)]
+    names = Path(a).name, Path(b).name
+    with grad(False):
+        found = nc.parity(*sides, under=under, max_nats=max_nats, mapping=mapping, names=names)
+    options.show(found, result)
+    _exit_by(found.verdict, (found.verdict,) if found.is_over else ())
 
 
 def _exit_by(verdict: str, findings: Collection[str]) -> None:

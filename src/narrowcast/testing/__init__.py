@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from narrowcast.testing.formats import assert_formats, assert_no_new_casts, check_formats, take_snapshot
     from narrowcast.testing.front_ends import assert_front_ends_agree
     from narrowcast.testing.numbers import assert_close_to, assert_finite
+    from narrowcast.testing.parity import assert_invariant, assert_parity
     from narrowcast.testing.snapshot import CallFormats, Snapshot
     from narrowcast.testing.snapshot_changes import SnapshotCheck
 
@@ -24,6 +25,7 @@ _ROOMS = {
     "testing.formats": ("assert_formats", "assert_no_new_casts", "check_formats", "take_snapshot"),
     "testing.front_ends": ("assert_front_ends_agree",),
     "testing.numbers": ("assert_close_to", "assert_finite"),
+    "testing.parity": ("assert_invariant", "assert_parity"),
 }
 
 __all__ = [
@@ -35,7 +37,9 @@ __all__ = [
     "assert_finite",
     "assert_formats",
     "assert_front_ends_agree",
+    "assert_invariant",
     "assert_no_new_casts",
+    "assert_parity",
     "check_formats",
     "take_snapshot",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -44,12 +45,14 @@ from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import CLONE, COPY, TO_COPY, OpOverload, quietly
 
 STATISTICS = ("sampled", "whole")
+LEFT_OUT = -100
+"""Among tokens, where no log-probability is wanted: torch's own number for what a loss leaves out."""
 
 
 @overload
 def capture(
-    model: None = None, *, statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
-    tensor_limit_bytes: int = ..., times: bool = ...,
+    model: None = None, *, of: torch.nn.Module | None = ..., statistics: str = ..., checksums: bool = ...,
+    tensors: str | Path | None = ..., tensor_limit_bytes: int = ..., times: bool = ...,
 ) -> Capturing: ...  # fmt: skip
 @overload
 def capture(
@@ -61,6 +64,7 @@ def capture(
     model: Callable[..., Any] | Case | None = None,
     inputs: Inputs = (),
     *,
+    of: torch.nn.Module | None = None,
     under: Under = None,
     backward: bool | Loss = False,
     statistics: str = "sampled",
@@ -80,6 +84,8 @@ def capture(
     model:  a Module, compiled or not, a script, an exported program, any callable, or a Case. It runs on a copy that
             shares its weights, and leaves gradients and random state alone.
     inputs: as for `explain`.
+    of:     in a block, a module: its calls alone are captured, in whichever thread they are made, as by an engine that
+            has one of its own. A call beside another one, in a second thread, is not; a note says so.
     under:  as for `explain`; without it, and no region around the call, the model runs in one that casts nothing, in
             which calls have the identities that they have under a policy.
     backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
@@ -88,8 +94,9 @@ def capture(
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
     checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
-    tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
-            given those before it, for `diff`. In a block, or where an engine samples: `run.keep_tokens`.
+    tokens: ids [..., T] of a language model whose logits are [..., T, V], -100 where nothing is wanted (a prompt,
+            padding): the run keeps the log-probability of each other one given those before it, for `diff` and
+            `parity`. In a block, or where an engine samples: `run.keep_tokens`.
     times:  also how long each call takes, and each cast of its arguments, as eager code and observed: some microseconds
             of each are ours. `run.to_trace()` shows them.
 
@@ -109,7 +116,9 @@ def capture(
         if wrong is not None:
             raise RunError(f"capture({wrong}=...) without a model", "the block runs what it runs",
                            advice="Give a model, or open the region inside the block.")  # fmt: skip
-        return Capturing(table, times)
+        return Capturing(table, times, of=of)
+    if of is not None:
+        raise RunError("capture(model, of=...)", "the model is what is captured", advice="Omit of=.")
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
     weights = trial.kept_weights()
@@ -143,9 +152,12 @@ def observed_region(verb: str, trial: Trial, under: Under, default: str | None =
 
 
 class _CapturedRun(Run):
-    """A run whose tensors' facts are put together when they are first asked for. later: gives them."""
+    """A run whose tensors' facts are put together when they are first asked for. later: gives them. module: the one
+    that was called, if all calls were its, and it is still there.
+    """
 
-    __slots__ = ("_tensors", "later")
+    __slots__ = ("_tensors", "later", "module")
+    module: weakref.ref[torch.nn.Module] | None
 
     @property
     def tensors(self) -> list[TensorFacts]:
@@ -167,19 +179,34 @@ class _CapturedRun(Run):
     def __getstate__(self) -> object:
         """Copies and pickles have the facts, and not what they come from."""
         self.tensors = self.tensors
-        return object.__getstate__(self)
+        nothing, slots = cast("tuple[None, dict[str, Any]]", object.__getstate__(self))
+        return nothing, {name: value for name, value in slots.items() if name != "module"}
+
+
+def module_of(run: Run) -> torch.nn.Module | None:
+    """Return the module whose calls a run holds, if they are all of one, which is still there."""
+    reference = getattr(run, "module", None)
+    module: torch.nn.Module | None = None if reference is None else reference()
+    return module
 
 
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended.
 
-    region, weights: of a model that is run in a region, which writes to its weights at most.
+    region, weights: of a model that is run in a region, which writes to its weights at most. of: a module whose calls
+    alone are captured, in any thread.
     """
 
     def __init__(
-        self, table: Statistics, times: bool, region: autocast | None = None, weights: Weights | None = None
+        self,
+        table: Statistics,
+        times: bool,
+        region: autocast | None = None,
+        weights: Weights | None = None,
+        of: torch.nn.Module | None = None,
     ) -> None:
         self.run = _CapturedRun()
+        self._of = of
         self._table, self._region = table, region
         self._observer = _Capture(self.run, table, () if region is None else (region.policy,), times)
         self._observer.weights = weights
@@ -199,7 +226,7 @@ class Capturing:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
         self._stack.enter_context(self._observer.parameters.noted())
-        self._stack.enter_context(self._observer.observing())
+        self._stack.enter_context(self._observer.observing() if self._of is None else self._observer.calls_of(self._of))
         return self.run
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -208,6 +235,8 @@ class Capturing:
             self._door.run("parameters", self._observer.parameters.enter)
             self._door.run("parameters", self._observer.leave_out_filling)
             self.run.later = self._tensors
+            roots = list(self._observer.roots)
+            self.run.module = weakref.ref(roots[0]) if len(roots) == 1 else None
         if self._region is None:  # else when the model is as it was
             self._door.run("the environment", self.note_environment)
         if error is not None:
@@ -256,6 +285,10 @@ class _Capture(Observer):
         if is_outermost:
             self._look(self._note_returned, "what a model returns", result)
         return result
+
+    def returned(self, result: Any) -> None:
+        """Note what the captured module returned."""
+        self._look(self._note_returned, "what a model returns", result)
 
     def returns(self, output: Any) -> None:
         """Note what the function returned that was called, and not what its modules did; unless it is no floats, as
@@ -371,9 +404,22 @@ class _Capture(Observer):
 def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token but the first of its row, and its log-probability given those before it, in fp64: two of [N].
 
-    output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T]. RunError for others.
+    output, tokens: as for `logits_of`.
     """
-    logits = getattr(output, "logits", output)
+    ids, rows = logits_of(output, tokens)
+    with quietly():
+        values = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
+        return ids.cpu(), torch.cat(values).cpu()
+
+
+def logits_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token but the first of its row, and the logits for its place: [N], [N, V].
+
+    output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T], -100 where nothing is
+    wanted. RunError for others.
+    """
+    logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    logits = getattr(logits, "logits", logits)
     logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
     asked = f"capture(tokens={list(tokens.shape)})"
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[-1] < 2:
@@ -384,8 +430,11 @@ def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tenso
         )  # fmt: skip
     with quietly():
         ids = tokens[..., 1:].to(logits.device).reshape(-1)
+        rows = logits[..., :-1, :].reshape(-1, logits.shape[-1])
+        is_wanted = ids != LEFT_OUT
+        ids, rows = ids[is_wanted], rows[is_wanted]
+        if not ids.numel():
+            raise RunError(asked, f"every token is {LEFT_OUT}", advice="Give the ids of those to compare.")
         if not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
             raise RunError(asked, f"ids outside of a vocabulary of {logits.shape[-1]}", advice="Give the model's ids.")
-        rows = logits[..., :-1, :].reshape(-1, logits.shape[-1])
-        values = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
-        return ids.cpu(), torch.cat(values).cpu()
+        return ids, rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ from narrowcast.runtime.torch_surface.modules import find_recomputation
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 _AS_IT_IS = nullcontext()
+_BESIDE = "not captured: calls that a second thread made beside another one"
 _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
 
@@ -125,6 +126,9 @@ class Observer(WatchingMode):
         """Return what replaces an op's output; facts, args, kwargs: of the call itself, or of one inside it."""
         return result
 
+    def returned(self, result: Any) -> None:
+        """Inspect what the module of `calls_of` has returned; None where it raised."""
+
     # -- opening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -133,6 +137,37 @@ class Observer(WatchingMode):
         ask_at_calls()
         around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
         with told_of_script_sites(), script_calls_replaced(around, "runs are observed"), super().observing():
+            yield
+
+    @contextmanager
+    def calls_of(self, module: torch.nn.Module) -> Iterator[None]:
+        """Observe what runs in calls of a module, in whichever thread; not those beside another in a second thread."""
+        opened: list[tuple[int, ExitStack]] = []
+
+        def begin(*_: Any) -> None:
+            thread = threading.get_ident()
+            if not opened:
+                stack = ExitStack()
+                opened.append((thread, stack))
+                stack.enter_context(self.observing())
+                self.door.run("a module's call", self._module_calls.begin, module)
+                stack.callback(self._module_calls.end)
+                self._local.is_inside = True
+            elif opened[0][0] != thread:
+                self.door.notes.append(_BESIDE) if _BESIDE not in self.door.notes else None
+            else:
+                opened.append((thread, ExitStack()))
+
+        def end(_: Any, args: Any, result: Any) -> None:
+            if opened and opened[-1][0] == threading.get_ident():
+                if len(opened) == 1:
+                    self._local.is_inside = False
+                    self.returned(result)
+                opened.pop()[1].close()
+
+        with ExitStack() as hooks:
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(end, always_call=True).remove)
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -263,9 +263,9 @@ class Document:
     """Everything that is shown of one result.
 
     kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `headroom`, `ledger`, `repair`,
-    `profile`, `training-check`, `scaler`). facts: what it is about, by name. verdict: one sentence; tone as of a
-    figure. todos: all, by their worth; a first look shows FIRST_TODOS. pair: the second run, where two are shown side
-    by side; graph is then the first's.
+    `profile`, `training-check`, `scaler`, `parity`, `invariance`). facts: what it is about, by name. verdict: one
+    sentence; tone as of a figure. todos: all, by their worth; a first look shows FIRST_TODOS. pair: the second run,
+    where two are shown side by side; graph is then the first's.
     """
 
     kind: str

@@ -10,6 +10,7 @@ from narrowcast.reports.documents.explanations import explanation_document
 from narrowcast.reports.documents.headrooms import headroom_document
 from narrowcast.reports.documents.ledgers import ledger_document
 from narrowcast.reports.documents.model import Document
+from narrowcast.reports.documents.parities import invariance_document, parity_document
 from narrowcast.reports.documents.profiles import profile_document
 from narrowcast.reports.documents.repairs import repair_document
 from narrowcast.reports.documents.run_differences import run_differences_document
@@ -20,8 +21,9 @@ from narrowcast.reports.results.result import Result
 
 _DOCUMENTS: dict[str, Callable[[Any], Document]] = {
     "Differences": comparison_document, "Explanation": explanation_document, "Headroom": headroom_document,
-    "History": scaler_document, "Ledger": ledger_document, "Profile": profile_document, "Repair": repair_document,
-    "Run": run_document, "RunDifferences": run_differences_document, "TrainingCheck": training_document,
+    "History": scaler_document, "Invariance": invariance_document, "Ledger": ledger_document,
+    "Parity": parity_document, "Profile": profile_document, "Repair": repair_document, "Run": run_document,
+    "RunDifferences": run_differences_document, "TrainingCheck": training_document,
     "Watching": watch_document,
 }  # fmt: skip
 

@@ -15,7 +15,9 @@ from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.headroom import Headroom
+from narrowcast.reports.results.invariance import Invariance
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.parity import Parity
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.result import Result
@@ -28,8 +30,8 @@ R = TypeVar("R", bound=Result)
 KINDS: dict[str, type[Result]] = {
     kind.SCHEMA: kind
     for kind in (
-        Differences, Explanation, Headroom, History, Ledger, Profile, Repair, Run, RunDifferences, TrainingCheck,
-        Watching,
+        Differences, Explanation, Headroom, History, Invariance, Ledger, Parity, Profile, Repair, Run, RunDifferences,
+        TrainingCheck, Watching,
     )
 }  # fmt: skip
 

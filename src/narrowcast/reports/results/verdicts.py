@@ -31,12 +31,37 @@ CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of
 SOUND, COSTS_TIME, WRONG = "sound", "costs time", "wrong"
 SKIPPED, NONE_SKIPPED = "skipped steps", "no step skipped"
 """Of a training loop, and of a scaler's history."""
+WEIGHTS, SAMPLER, TOKENS, FORMAT, ATTRIBUTE, CALLS, ROUTING, SHAPE, CACHE = (
+    "weights", "sampler", "tokens", "format", "attribute", "calls", "routing", "batch shape", "cache or position",
+)  # fmt: skip
+CAUSES = (
+    WEIGHTS,
+    SAMPLER,
+    TOKENS,
+    FORMAT,
+    ATTRIBUTE,
+    CALLS,
+    ROUTING,
+    SHAPE,
+    CACHE,
+    KERNEL,
+    ROUND_OFF,
+    ALIKE,
+    NOT_COMPARED,
+)
+"""Why two programs of one model differ: other weights; log-probabilities of other logits (a temperature, top-k, padded
+vocabulary); other tokens; other formats; another attribute (an epsilon, a scale, a base of positions, a mask); calls
+that one alone makes; another expert or index chosen; the same in batches of other shapes; a cache, or positions.
+"""
+INVARIANT, LEAK = "invariant", "shared"
+"""Of a sample in a batch, besides `SHAPE` and `CACHE`: the same bits; results that depend on other samples, too."""
 MEASURED = "measured"
 """Of a device's profile."""
 VERDICTS = frozenset((
     EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, NOT_JUDGED, NOT_COMPARED, ALIKE, FORMATS_DIFFER,
     VALUES_DIFFER, RAISES, EXPLAINED, RECORDED, REFUSED, FINITE, TREND, NOT_INSPECTED, *FITS.values(), CLEAN, REPAIRED,
-    OUT_OF_IDEAS, BEYOND, SOUND, COSTS_TIME, WRONG, SKIPPED, NONE_SKIPPED, MEASURED,
+    OUT_OF_IDEAS, BEYOND, SOUND, COSTS_TIME, WRONG, SKIPPED, NONE_SKIPPED, MEASURED, *CAUSES,
+    INVARIANT, LEAK,
 ))  # fmt: skip
 """All that a result may say of itself as a whole."""
 AT_FAULT = (NOT_FINITE, FAULT, KERNEL)

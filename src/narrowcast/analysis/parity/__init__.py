@@ -1,0 +1,1 @@
+"""Why two programs of one model give other numbers: `nc.parity`."""

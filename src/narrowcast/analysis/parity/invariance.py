@@ -1,0 +1,231 @@
+"""`nc.check_invariance`: whether the numbers of one sample depend on its batch, its place, padding and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.capture.capture import observed_region
+from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, another_like, batch_of, own_elements
+from narrowcast.analysis.parity.decoding import Decoding, decoding_of
+from narrowcast.analysis.parity.exchange import OF_NOISE, Exchange
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import RunError
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import Under
+from narrowcast.frontends.eager.registered import leaves_no_kernels
+from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.trial.noise import Noise
+from narrowcast.observation.trial.trial import Trial, detached, tensors_of
+from narrowcast.output.words import sizes
+from narrowcast.reports.results.invariance import Invariance, Variant
+from narrowcast.reports.results.verdicts import CACHE, INVARIANT, LEAK, NOT_JUDGED, SHAPE
+from narrowcast.runtime.torch_bridge.case import Case
+from narrowcast.runtime.torch_bridge.inputs import Inputs
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MATES, _OTHER_MATES, _OTHER = 1, 2, 3  # seeds of other samples
+_PADDING, _CHUNK = (1, 5), 4
+"""By how many tokens a sample is padded, and how many it is read in at once."""
+
+
+@leaves_no_kernels()
+def check_invariance(
+    model: Callable[..., Any] | Case,
+    inputs: Inputs = (),
+    *,
+    under: Under = None,
+    batches: Sequence[int] = (2, 8, 17),
+    dim: int = 0,
+    decoding: Decoding | None = None,
+) -> Invariance:
+    """Check whether the numbers of one sample depend on who shares its batch, on its place there, and, of a language
+    model, on padding, chunks and caches.
+
+    model, inputs, under: as for `capture`; of the inputs the first sample is taken. The model has to be in evaluation.
+    batches: sizes of the batches that it is put into, at the first place, the last one, and one between.
+    dim:     the dimension of samples, in all input tensors that have as many there.
+    decoding: how the model is told of padding and caches (`analysis/parity/decoding.py` has the protocol); models of
+             transformers that read tokens alone need none.
+
+    Which elements of a result are the sample's is found by changing the others and the sample: no dimension of results
+    is guessed. What depends on both is shared. Where the sample's bits are others than alone, they are within what
+    rounding may make of them (`batch shape`: kernels depend on shapes), or not (`cache or position`: a mask or a
+    position is wrong). The model runs three times for each batch, and is left as it is. Raises RunError for inputs
+    without such a dimension, and for a model that draws.
+    """
+    trial = Trial.of("check_invariance", model, inputs)
+    check = _Check(trial, observed_region("check_invariance", trial, under), dim)
+    result = Invariance(trial.name)
+    for size in batches:
+        for place in dict.fromkeys((0, size // 2, size - 1)):
+            result.variants.append(check.in_batch(size, place))
+    found = (decoding, dict(trial.kwargs)) if decoding else decoding_of(trial.model, *check.sample)
+    if found is not None:
+        result.variants += check.decoded(*found)
+    result.runs = check.runs
+    result.notes += check.notes
+    return result
+
+
+class _Check:
+    """One sample, and how it comes out alone."""
+
+    def __init__(self, trial: Trial, region: autocast, dim: int) -> None:
+        self._trial, self._region, self._dim = trial, region, dim
+        self.runs, self.notes = 0, list[str]()
+        first = [t for t in tensors_of((trial.args, trial.kwargs)) if t.dim() > dim]
+        if not first:
+            raise RunError("check_invariance", f"no input has a dimension {dim}", advice="Give dim=, that of samples.")
+        self._size = first[0].shape[dim]
+        self.sample = self._take((trial.args, trial.kwargs))
+        self._other = another_like(self.sample, _OTHER, dim)
+        self._alone, self._calls = self._run(self.sample)
+        again, _ = self._run(self.sample)
+        if any(not torch.equal(x, y) for x, y in zip(self._alone, again, strict=True)):
+            raise RunError(
+                f"check_invariance({trial.name})", "two runs of the same sample differ",
+                advice="Call model.eval() before; what draws, or depends on threads, cannot be checked.",
+            )  # fmt: skip
+        self._alone_other, self._calls_other = self._run(self._other)
+        self._bound = OF_NOISE * max(_error(self._alone, self._moved(seed)) for seed in (0, 1))
+
+    def in_batch(self, size: int, place: int) -> Variant:
+        """Return how the sample comes out at a place in a batch."""
+        mates, others = ([another_like(self.sample, 10 * seed + n, self._dim) for n in range(size)]
+                         for seed in (_MATES, _OTHER_MATES))  # fmt: skip
+        runs = [self._run(self._batch(who, at, place)) for who, at in
+                ((mates, self.sample), (mates, self._other), (others, self.sample))]  # fmt: skip
+        outputs = [list(together) for together in zip(*(output for output, _ in runs), strict=True)]
+        name = f"batch of {size}, place {place + 1}"
+        own = [own_elements(*together) for together in outputs]
+        alone = [own_elements(x, y, None) for x, y in zip(self._alone, self._alone_other, strict=True)]
+        shared = sum(one.shared for one in own if one is not None), sum(one.count for one in own if one is not None)
+        if shared[0]:
+            return Variant(name, LEAK, **self._first_shared([calls for _, calls in runs]), shared=shared)
+        pairs = [(x.values, y.values) for x, y in zip(alone, own, strict=True) if x is not None and y is not None]
+        if not pairs or any(x.shape != y.shape for x, y in pairs):
+            self.notes.append(f"{name}: nothing of the output was found to be the sample's")
+            return Variant(name, NOT_JUDGED)
+        first = self._first_other([calls for _, calls in runs])
+        return self._variant(name, [x for x, _ in pairs], [y for _, y in pairs], first)
+
+    def decoded(self, decoding: Decoding, inputs: dict[str, Any]) -> Iterator[Variant]:
+        """Yield how the sample comes out padded, in chunks, and token by token."""
+        own = self._take(inputs)
+        length = decoding.length(own)
+        alone = decoding.own(self._call(partial(_with, own)), 0, 0)
+        for n in _PADDING:
+            for before, after, fill in ((n, 0, 0), (0, n, 0), (n, 0, 1)):
+                padded = decoding.padded(own, before, after, fill)
+                found = decoding.own(self._call(partial(_with, padded)), before, after)
+                yield self._variant(f"padded {'left' if before else 'right'} by {n} (token {fill})", [alone], [found])
+        chunk = min(_CHUNK, length - 1)
+        ways = {f"in chunks of {chunk}": [chunk] * (length // chunk) + [length % chunk] * bool(length % chunk),
+                f"after a prefix of {length - 1}": [length - 1, 1], "token by token": [1] * length}  # fmt: skip
+        for name, lengths in ways.items() if length > 1 else ():
+            output = self._call(partial(_in_chunks, decoding, own, lengths))
+            if output is not None:
+                yield self._variant(name, [alone], [output])
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, tree: Any) -> Any:
+        """Return the first sample."""
+        return tree_map_only(torch.Tensor, lambda t: t.narrow(self._dim, 0, 1) if self._has_samples(t) else t, tree)
+
+    def _has_samples(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > self._dim and tensor.shape[self._dim] in (1, self._size)
+
+    def _batch(self, mates: list[Any], sample: Any, place: int) -> Any:
+        return batch_of([*mates[:place], sample, *mates[place + 1 :]], self._dim, self._has_samples)
+
+    def _run(self, arguments: Any) -> tuple[list[torch.Tensor], Results]:
+        observer = ResultsOfCalls()
+        args, kwargs = arguments
+        output = self._call(lambda model: model(*args, **kwargs), observer)
+        return _floats(output), observer.kept
+
+    def _call(self, call: Callable[[Any], Any], observer: Any = None) -> Any:
+        self.runs += 1
+        with torch.no_grad(), self._trial.copied(None) as run, self._region:
+            if observer is None:
+                return call(run.model)
+            with observer.observing():
+                return call(run.model)
+
+    def _moved(self, seed: int) -> list[torch.Tensor]:
+        args, kwargs = self.sample
+        self.runs += 1
+        with torch.no_grad(), self._trial.copied(None) as run, self._region:
+            model = run.model if isinstance(run.model, torch.nn.Module) else torch.nn.Module()
+            with Exchange(model, moves=Noise(seed)).observing():
+                return _floats(run.model(*args, **kwargs))
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def _variant(
+        self,
+        name: str,
+        alone: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor],
+        first: Mapping[str, Any] = _NOTHING,
+    ) -> Variant:
+        error = _error(alone, found)
+        if error == 0 and all(torch.equal(x, y) for x, y in zip(alone, found, strict=True)):
+            return Variant(name, INVARIANT, **first)
+        return Variant(name, SHAPE if error <= self._bound else CACHE, error, self._bound, **first)
+
+    def _first_other(self, runs: list[Results]) -> dict[str, Any]:
+        """Return the first call whose bits are others for the sample than alone, its line, and both shapes."""
+        for call, alone in self._calls.tensors.items():
+            other, there = self._calls_other.tensors.get(call), [run.tensors.get(call) for run in runs]
+            mine = None if other is None else own_elements(alone, other, None)
+            own = _own(there)
+            if mine is None or own is None or own.values.shape != mine.values.shape:
+                continue
+            if not torch.equal(own.values, mine.values):
+                return self._at(call, self._calls, there[0])
+        return {}
+
+    def _first_shared(self, runs: list[Results]) -> dict[str, Any]:
+        """Return the first call with elements that depend on the sample and on others."""
+        for call in runs[0].tensors:
+            there = [run.tensors.get(call) for run in runs]
+            own = _own(there)
+            if own is not None and own.shared:
+                return self._at(call, runs[0], there[0])
+        return {}
+
+    def _at(self, call: CallId, of: Results, there: torch.Tensor | None) -> dict[str, Any]:
+        shapes = [sizes(None if tensor is None else tensor.shape) for tensor in (self._calls.tensors.get(call), there)]
+        return {"call": call, "place": of.places[call], "shapes": tuple(shapes)}
+
+
+def _own(there: Sequence[torch.Tensor | None]) -> Own | None:
+    tensors = [tensor for tensor in there if tensor is not None]
+    return own_elements(*tensors) if len(tensors) == len(there) else None
+
+
+def _with(inputs: Mapping[str, Any], model: Any) -> Any:
+    return model(**inputs)
+
+
+def _in_chunks(decoding: Decoding, inputs: Mapping[str, Any], lengths: Sequence[int], model: Any) -> Any:
+    return decoding.in_chunks(model, inputs, lengths)
+
+
+def _floats(output: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(detached(output)) if is_floating(tensor)]
+
+
+def _error(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """Return the relative error (L2) of all of b together."""
+    off = sum(float((y.double() - x.double()).square().sum()) for x, y in zip(a, b, strict=True))
+    size = sum(float(x.double().square().sum()) for x in a)
+    return (off / size) ** 0.5 if size else float(off > 0)

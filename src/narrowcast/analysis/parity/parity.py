@@ -1,0 +1,258 @@
+"""`nc.parity`: how far the numbers of two programs of one model are apart, by which cause, and from which module on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.capture.capture import logits_of, module_of
+from narrowcast.analysis.diff.diff import diff
+from narrowcast.analysis.parity.causes import Search, other_choices, place_of
+from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall
+from narrowcast.analysis.parity.partners import partners_of
+from narrowcast.analysis.parity.programs import Program, distance, program_of
+from narrowcast.analysis.parity.rest import causes_of, of_rounding
+from narrowcast.analysis.parity.sampler import sampled_from
+from narrowcast.analysis.parity.shares import paired_results, shares_of, within
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import RunError
+from narrowcast.frontends.eager.asked import Under
+from narrowcast.frontends.eager.registered import leaves_no_kernels
+from narrowcast.observation.trial.noise import Noise
+from narrowcast.output.words import number_text
+from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.parity import Cause, Distance, Parity, distance_in_nats
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_differences import RunDifferences
+from narrowcast.reports.results.saved import load
+from narrowcast.reports.results.verdicts import ALIKE, ATTRIBUTE, CACHE, CALLS, ROUND_OFF, SAMPLER, SHAPE, TOKENS
+from narrowcast.runtime.torch_bridge.case import Case
+from narrowcast.runtime.torch_bridge.inputs import Inputs
+
+Side = Callable[..., Any] | Case | Run | str | Path
+_LIMIT_BYTES, _MOST_RUNS = 1 << 30, 24
+"""Results of modules that are kept for b, at most; and how often it runs to find where it differs."""
+_CONFIRMS, _REST = 10, 1e-3
+"""By how many times a distance falls with its cause; the part of it that needs no cause."""
+
+
+@leaves_no_kernels()
+def parity(
+    a: Side,
+    b: Side,
+    inputs: Inputs = (),
+    *,
+    under: Under | tuple[Under, Under] = None,
+    tokens: torch.Tensor | None = None,
+    mapping: RunMapping | str | Path | None = None,
+    max_nats: float | None = None,
+    names: tuple[str, str] = ("a", "b"),
+) -> Parity:
+    """Find how far two programs of one model are apart, and why: a trainer and the engine that serves it, a model and
+    its port, two formats, two versions.
+
+    a, b:   models, functions or Cases, which run; runs that `nc.capture` made, or their files, which do not run again;
+            or one of each.
+    inputs: as for `capture`, of whichever run; a Case has its own.
+    under:  as for `capture`, for both; or a pair, for a and for b.
+    tokens: ids [..., T] of a language model with logits [..., T, V], if they are not one of the inputs. What is
+            compared are then log-probabilities of the same tokens, in nats; of other models their outputs, relatively
+            (L2). A run has those that `capture(tokens=...)` or `run.keep_tokens` kept.
+    mapping: pairs of modules or calls by hand, as for `diff`.
+    max_nats: the largest rms that is allowed (of other models, the largest relative error): `result.is_over`.
+    names:  of the two, in the output.
+
+    Causes are looked for in this order: tokens, what was done to logits before log-probabilities were taken, weights
+    (by value, through fused and transposed ones), attributes and buffers of modules, choices (of experts), formats, and
+    single calls. Two modules are asked: b runs on a copy that has a's, and a cause is confirmed if nine tenths of the
+    distance go with it; else it is likely. Then b runs with what its first modules return made equal, which shows how
+    much each part of it brings; at most 24 times. Of runs alone calls are compared, as `diff` does.
+
+    Models are left as they are. Raises RunError for a model that draws (dropout in training), tokens that none gives
+    log-probabilities of, and what `capture` and `diff` refuse.
+    """
+    programs = _programs((a, b), inputs, under, tokens, names)
+    _check_numbers(programs)
+    apart = _other_tokens(*programs)
+    result = Parity(*names, _distance(*programs, max_nats), limit=max_nats)
+    result.causes += apart
+    if not apart and result.distance.rms != 0:
+        result.causes += _of_sampler(*programs, result.distance)
+    whole, is_named = result.distance.rms, bool(result.causes)
+    for program in programs:
+        if program.trial is not None:
+            program.run = program.captured()
+    found = diff(programs[0].run, programs[1].run, mapping=mapping, names=names)
+    result.environment = list(found.environment)
+    modules = _as_modules(*programs) if whole > 0 else None
+    if modules is None and not is_named:
+        result.causes += causes_of(found, lambda _: None, whole != 0)
+    elif modules is not None and not is_named:
+        _by_engine(result, programs, modules)
+        _by_exchange(result, modules, found if modules == programs else diff(modules[0].run, modules[1].run))
+    if whole > 0 and modules is None:
+        result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
+    result.notes += found.notes
+    return result
+
+
+def _as_modules(a: Program, b: Program) -> tuple[Program, Program] | None:
+    """Return both as modules that are called once on the same inputs: what a function calls, or what a run was captured
+    of, in the place of these. None where that cannot be.
+    """
+    if a.model is not None and b.model is not None:
+        return a, b
+    live = a if a.model is not None else b
+    other = b if live is a else a
+    module = module_of(other.run)
+    if live.model is None or module is None or live.trial is None:
+        return None
+    try:
+        called = program_of(other.name, module, (live.trial.args, live.trial.kwargs), other.under, live.tokens)
+    except Exception:  # it takes other inputs: what it raises is its own
+        return None
+    if called.model is None:
+        return None
+    called.run = called.captured()
+    return (called, b) if live is b else (a, called)
+
+
+def _by_engine(result: Parity, programs: tuple[Program, Program], modules: tuple[Program, Program]) -> None:
+    """Enter what goes away where the module of one is called once, on all tokens, in the place of the program."""
+    other, called = next(((p, m) for p, m in zip(programs, modules, strict=True) if p is not m), (None, None))
+    if other is None or called is None:
+        return
+    before, after = result.distance.rms, distance(*modules, modules[1].output).rms
+    own = _distance(called, other, None).rms
+    noise = max(distance(called, called, called.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
+    result.runs += 2
+    if own <= OF_NOISE * noise and own * _CONFIRMS > before:
+        what = (
+            f"{other.name} computes in other batches and pieces than one call of its module, {number_text(own)} off, "
+        )
+        what += f"as rounding may be ({number_text(noise)} for a unit in the last place of each call)"
+        result.causes.append(Cause(SHAPE, what, "", before, after, after * _CONFIRMS <= before))
+    elif own > OF_NOISE * noise:
+        what = (
+            f"{other.name} is {number_text(own)} off one call of its module on the same tokens, where rounding makes "
+        )
+        what += number_text(noise)
+        todo = "compare positions, masks, and what the cache holds there"
+        result.causes.append(Cause(CACHE, what, todo, before, after, after * _CONFIRMS <= before))
+
+
+def _programs(
+    sides: tuple[Side, Side], inputs: Inputs, under: Any, tokens: torch.Tensor | None, names: tuple[str, str]
+) -> tuple[Program, Program]:
+    regions = under if isinstance(under, tuple) else (under, under)
+    made = []
+    for side, region, name in zip(sides, regions, names, strict=True):
+        side = load(side, Run) if isinstance(side, str | Path) else side
+        given = () if isinstance(side, Case | Run) else inputs
+        made.append(program_of(name, side, given, region, tokens))
+    return made[0], made[1]
+
+
+def _check_numbers(programs: Sequence[Program]) -> None:
+    """Raise RunError where one alone has log-probabilities."""
+    for one, other in (programs, programs[::-1]):
+        if one.log_probabilities and not other.log_probabilities:
+            raise RunError(
+                f"parity({', '.join(program.name for program in programs)})", f"{other.name} has no log-probabilities",
+                advice=f"Capture {other.name} with tokens=ids, or add them: run.keep_tokens(ids, log_probabilities).",
+            )  # fmt: skip
+
+
+def _other_tokens(a: Program, b: Program) -> list[Cause]:
+    """Return the cause that the tokens are not the same ones, if they are not."""
+    if a.ids == b.ids:
+        return []
+    same = _same_tokens(a, b)
+    what = (
+        f"{len(a.ids)} tokens in a, {len(b.ids)} in b, the same ones up to token {same}{_shift(a, b) or _shift(b, a)}"
+    )
+    return [Cause(TOKENS, what, "give both the same ids: one tokenizer, one template, one BOS")]
+
+
+def _shift(longer: Program, other: Program) -> str:
+    """Return that one has a few tokens more at its beginning, if it has."""
+    if longer.tokens is None or other.tokens is None:
+        rows = longer.ids, other.ids
+        return next((f"; {longer.name} begins with {n} more" for n in (1, 2) if rows[0][n:] == rows[1]), "")
+    x, y = longer.tokens, other.tokens
+    n = x.shape[-1] - y.shape[-1]
+    is_shifted = 0 < n < x.shape[-1] and x[..., n:].shape == y.shape and torch.equal(x[..., n:], y)
+    return f"; {longer.name} begins with {n} more, as with a BOS" if is_shifted else ""
+
+
+def _same_tokens(a: Program, b: Program) -> int:
+    """Return how many tokens are the same ones, from the first on."""
+    differing = (n for n, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
+    return next(differing, min(len(a.ids), len(b.ids)))
+
+
+def _distance(a: Program, b: Program, limit: float | None) -> Distance:
+    if a.ids or b.ids:
+        same = _same_tokens(a, b)
+        return distance_in_nats(a.log_probabilities[:same], b.log_probabilities[:same], limit)
+    if a.trial is not None and b.trial is not None:
+        return distance(a, b, b.output)
+    return Distance("relative", float("nan"))
+
+
+def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
+    """Return what was done to the logits of one that explains the log-probabilities of the other, if anything does."""
+    found = []
+    for live, other in ((a, b), (b, a)):
+        if live.tokens is None or (other.trial is not None and other.tokens is not None and live is b):
+            continue
+        rows = logits_of(live.output, live.tokens)[1]
+        for what, left in sampled_from(rows, live.ids, other.log_probabilities):
+            if left * _CONFIRMS <= whole.rms:
+                todo = f"take both of the same logits: raw, or divided and cut alike ({what} is {other.name}'s)"
+                text = f"log-probabilities of {other.name} are those of {live.name}'s logits with {what}"
+                found.append(Cause(SAMPLER, text, todo, whole.rms, left, True))
+    return sorted(found, key=lambda cause: cause.after)[:1]
+
+
+def _by_exchange(result: Parity, programs: tuple[Program, Program], found: RunDifferences) -> None:
+    """Enter causes and shares that exchanging parts of a and b shows."""
+    a, b = programs
+    of_a, of_b = ([name for name, _ in program.module.named_modules()] for program in programs)
+    partners = partners_of(of_a, of_b, found.rows)
+    kept_a, kept_b = a.exchanged()[1], b.exchanged(numbers_calls=True)[1]
+    pairs = within(paired_results(kept_a, kept_b, partners), kept_a, _LIMIT_BYTES)
+    results = a.exchanged(wanted=set(pairs.values()))[1].results
+    equal = {key: results[partner] for key, partner in pairs.items()}
+    wanted, result.routed = other_choices(kept_a, kept_b, partners)
+    whole = distance(a, b, b.output).rms
+    search = Search(a, b, whole, partners)
+    result.notes += search.weights()
+    search.attributes()
+    search.choices(wanted, result.routed)
+    search.formats()
+    if search.left > _REST * result.distance.rms:
+        calls = diff(a.run, search.rest()) if search.changes else found
+
+        def without(call: CallId) -> tuple[float, float] | None:
+            before, after = kept_b.around(call, equal)
+            return (search.with_results(before), search.with_results(after)) if after else None
+
+        result.causes += causes_of(calls, without, True)
+    result.causes = sorted([*result.causes, *search.causes], key=lambda cause: -cause.removes)
+    if found.verdict in (ALIKE, ROUND_OFF) and {cause.kind for cause in result.causes} <= {ATTRIBUTE, CALLS}:
+        result.causes.insert(0, of_rounding(found))
+    choices = wanted if result.routed else {}
+    if choices:
+        result.notes.append("shares are of what is left when b chooses as a does")
+
+    def measure(calls: Sequence[ModuleCall]) -> float:
+        return distance(a, b, b.exchanged(results={key: equal[key] for key in calls}, choices=choices)[0]).rms
+
+    places = {path: place_of(b, path) for path, _ in pairs}
+    whole = measure(()) if choices else whole
+    result.shares, runs = shares_of(pairs, whole, measure, places, _MOST_RUNS)
+    result.runs += search.runs + runs

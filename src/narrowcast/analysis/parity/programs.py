@@ -1,0 +1,152 @@
+"""One of the two programs: a model that is run again with something of the other's, or a run that was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.capture.capture import capture, log_probabilities_of, logits_of, observed_region
+from narrowcast.analysis.parity.exchange import Exchange, Kept
+from narrowcast.errors import RunError
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import Under
+from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.trial.trial import Trial, detached, tensors_of
+from narrowcast.observation.trial.uncast import Uncast
+from narrowcast.reports.results.parity import RELATIVE, Distance, distance_in_nats
+from narrowcast.reports.results.run import Run
+from narrowcast.runtime.torch_surface.dispatch import quietly
+
+Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
+"""What is changed in a model while it runs."""
+_NAMES = ("decoder_input_ids", "input_ids", "tokens", "ids")
+"""Keyword arguments that hold a language model's tokens, the first first."""
+
+
+@dataclass(slots=True)
+class Program:
+    """A model with its inputs, in its region, or a run alone. tokens: ids [..., T] of a language model.
+
+    output: what the model gives by itself; ids, log_probabilities: of its tokens, in a row.
+    """
+
+    name: str
+    run: Run
+    trial: Trial | None = None
+    region: autocast | None = None
+    under: Under = None
+    tokens: torch.Tensor | None = None
+    output: Any = None
+    ids: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The module that can be run with something changed: none of a run, a function, or what compilers made."""
+        trial = self.trial
+        if trial is None or trial.is_made or not isinstance(trial.model, torch.nn.Module):
+            return None
+        return trial.model if trial.process() is None else None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The same, of a program that has one."""
+        assert self.model is not None
+        return self.model
+
+    def exchanged(
+        self, changes: Sequence[Change] = (), region_of: Program | None = None, **given: Any
+    ) -> tuple[Any, Kept]:
+        """Return the output of a copy with these changes, and what its modules gave. given: of `Exchange`.
+
+        region_of: the program in whose region it runs; itself by default.
+        """
+        assert self.trial is not None
+        region = (region_of or self).region
+        with torch.no_grad(), self.trial.copied(None) as run, ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change(run.model))
+            observer = Exchange(run.model, **given)
+            stack.enter_context(region or Uncast(self.trial.device_type))
+            stack.enter_context(observer.observing())
+            return detached(run()), observer.kept
+
+    def captured(self, changes: Sequence[Change] = ()) -> Run:
+        """Return the calls of a run with these changes."""
+        assert self.trial is not None
+        with torch.no_grad(), ExitStack() as stack:
+            if not changes:
+                trial = self.trial
+                found = capture(trial.model, (trial.args, trial.kwargs), under=self.under)
+                found.keep_tokens(self.ids, self.log_probabilities)
+                return found
+            run = stack.enter_context(self.trial.copied(None))
+            for change in changes:
+                stack.enter_context(change(run.model))
+            return capture(run.model, (run.args, run.kwargs), under=self.under)
+
+
+def program_of(name: str, model: Any, inputs: Any, under: Under, tokens: torch.Tensor | None) -> Program:
+    """Return a program of a model, which runs once by itself. RunError for what cannot be compared."""
+    if isinstance(model, Run):
+        return Program(name, model, ids=list(model.tokens), log_probabilities=list(model.log_probabilities))
+    trial = Trial.of("parity", model, inputs)
+    _check_draws(trial, name)
+    opened = observed_region("parity", trial, under)
+    region = None if isinstance(opened, Uncast) else opened
+    program = Program(name, Run(), trial, region, under)
+    with torch.no_grad():
+        program.output = trial.run(region).output
+    program.tokens = tokens if tokens is not None else _tokens_of(trial, program.output)
+    if program.tokens is not None:
+        program.ids, program.log_probabilities = numbers_of(program.output, program.tokens)
+    return program
+
+
+def numbers_of(output: Any, tokens: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return the tokens in a row, and the log-probability of each given those before it."""
+    ids, values = log_probabilities_of(output, tokens)
+    return ids.tolist(), values.tolist()
+
+
+def distance(a: Program, b: Program, output: Any, limit: float | None = None) -> Distance:
+    """Return how far apart a's numbers are from those of b where that returns this output."""
+    if a.log_probabilities and b.tokens is not None:
+        return distance_in_nats(a.log_probabilities, numbers_of(output, b.tokens)[1], limit)
+    with quietly():
+        pairs = list(zip(_floats(a.output), _floats(output), strict=False))
+        if not pairs or any(x.shape != y.shape for x, y in pairs):
+            return Distance(RELATIVE, float("nan"))
+        off = sum(float((y.double() - x.double()).square().sum()) for x, y in pairs)
+        size = sum(float(x.double().square().sum()) for x, _ in pairs)
+        return Distance(RELATIVE, (off / size) ** 0.5 if size else float(off > 0))
+
+
+def _floats(output: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(output) if is_floating(tensor)]
+
+
+def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:
+    """Return the integers among the inputs that a model returns logits of, if it does."""
+    named = [trial.kwargs[name] for name in _NAMES if name in trial.kwargs]
+    for given in (*named, *trial.args, *trial.kwargs.values()):
+        if isinstance(given, torch.Tensor) and given.dtype in (torch.int64, torch.int32) and given.dim():
+            with suppress(RunError):
+                logits_of(output, given)
+                return given
+    return None
+
+
+def _check_draws(trial: Trial, name: str) -> None:
+    """Raise RunError for a model that draws numbers: those of two programs are others."""
+    modules = trial.model.named_modules() if isinstance(trial.model, torch.nn.Module) else ()
+    for path, module in modules:
+        if module.training and isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise RunError(
+                f"parity: {name}", f"{path or type(module).__name__} draws what it drops, with p={module.p:g}",
+                advice="Call model.eval() before: what two programs draw is another in each.",
+            )  # fmt: skip
