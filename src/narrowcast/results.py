@@ -4,8 +4,10 @@ from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.headroom import Headroom
+from narrowcast.reports.results.invariance import Invariance
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.parity import Parity
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.result import Result
@@ -20,7 +22,9 @@ __all__ = [
     "Finding",
     "Headroom",
     "History",
+    "Invariance",
     "Ledger",
+    "Parity",
     "Profile",
     "Repair",
     "Result",

@@ -90,6 +90,8 @@ def folder(tmp_path_factory):
         with nc.watch() as watched:
             exec(SCRIPT, {})
         watched.save(folder / "watched.json")
+        nc.parity(made["case"](), made["case"](), under=(None, "bf16")).save(folder / "parity.json")
+        nc.check_invariance(made["case"]()).save(folder / "invariance.json")
         nc.repair(made["few_wide"](), under="fp16").save(folder / "repair.json")
     nc.testing.check_formats(made["wide"](), snapshot=folder / "formats.txt", under="native", update=True)
     profile = Profile(device_now("cpu"))
@@ -111,6 +113,7 @@ COMMANDS = {
     "compare by module": ("compare", "stack.py:wide", "--under", "fp16", "--by", "module", "--isolate", "0"),
     "diff": ("diff", "a.json.gz", "b.json.gz", "--mapping", "pairs.txt"),
     "watch": ("watch", "--save", "alone", "nan.py"),
+    "parity": ("parity", "stack.py", "stack.py", "--under", "bf16"),
     "headroom": ("headroom", "stack.py:wide", "--policy-out", "fits.toml"),
     "repair": ("repair", "stack.py:few_wide", "--under", "fp16", "--policy-out", "fixed.toml"),
     "check": ("check", "stack.py", "--snapshot", "formats.txt", "--under", "rules.toml"),
@@ -126,9 +129,11 @@ COMMANDS = {
     "show ledger": ("show", "ledger.json"),
     "show watch": ("show", "watched.json"),
     "show repair": ("show", "repair.json"),
+    "show parity": ("show", "parity.json"),
+    "show invariance": ("show", "invariance.json"),
 }
 SHORT = {"profile": ("profile", "--seconds", "0.1"), "profile path": ("profile", "path")}
-COMPUTING = ("explain", "capture", "compare", "diff", "repair")
+COMPUTING = ("explain", "capture", "compare", "diff", "parity", "repair")
 ALL = ("--all",)
 MORE = re.compile(r"^(\d+) more lines? with --all", re.M)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -15,7 +15,9 @@ from narrowcast.reports.results.differences import CallError, Differences, Gradi
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
 from narrowcast.reports.results.findings import Finding, GradientFigures, InspectedStep, Largest, Watching
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
+from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.parity import Cause, Parity, Routed, Share, distance_in_nats
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import RAISED, Matmuls, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.run import Run
@@ -284,6 +286,35 @@ def not_finite():
     return found
 
 
+def a_parity():
+    """Of a model with another epsilon and one token that is routed otherwise."""
+    found = Parity(
+        "trainer", "engine", distance_in_nats([-1.0, -2.0, -0.5], [-1.1, -2.3, -0.5], 0.2), limit=0.1, runs=7
+    )
+    found.causes = [
+        Cause("attribute", f"eps 1e-05 in a, 1e-06 in b: norm {SCRIPT}", "set eps of b to 1e-05", 0.18, 0.01, True,
+              "layer.1.norm", f"{FILE}:7"),
+        Cause("routing", "1 call chooses otherwise", "replay the choices", 0.01, 0.002, False, "layer.1.router"),
+    ]  # fmt: skip
+    found.shares = [Share("layer.0", "layer.0", "", 0.18, 0.17, f"{FILE}:3"), Share(SCRIPT, "b", "layer.0", 0.17, 0.0)]
+    found.routed = [Routed("layer.1.router", "aten.topk.default", f"{FILE}:9", 1, 3)]
+    found.environment = [("packages.torch", "2.13.0", f"2.14.1 {SCRIPT}")]
+    found.notes = [f"a note {SCRIPT}"]
+    return found
+
+
+def an_invariance():
+    """Of a model whose kernel depends on the batch, with a mask that is wrong and a mean over the batch."""
+    call = CallId(SCRIPT, LINEAR)
+    variants = [
+        Variant("batch of 2, place 1", "invariant"),
+        Variant("batch of 8, place 3", "batch shape", 1e-7, 1e-6, call, f"{FILE}:3", ("[1, 8]", "[8, 8]")),
+        Variant("padded left by 5 (token 0)", "cache or position", 0.3, 1e-6),
+        Variant("batch of 17, place 9", "shared", call=call, place=f"{FILE}:3", shapes=("[1]", "[1]"), shared=(4, 12)),
+    ]
+    return Invariance(f"Model {SCRIPT}", variants, 31, ["a note"])
+
+
 def all_results():
     """One of each, by name."""
     return {
@@ -292,4 +323,5 @@ def all_results():
         "failed": explained(failure=a_failure()), "empty": Ledger(), "empty run": Run(),
         "empty watching": Watching(), "not finite": not_finite(), "pair": a_pair(), "saved pair": saved(a_pair()),
         "repair": a_repair(), "not repaired": not_repaired(), "profile": a_profile(), "placed": a_placed(),
+        "parity": a_parity(), "invariance": an_invariance(), "no parity": Parity("a", "b", distance_in_nats([], [])),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""That two programs of one model give the same numbers, and one sample the same whoever shares its batch."""
+"""That two programs of one model give the same numbers, and one sample the same in every batch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _INNER = (dict, list, tuple)
 @dataclass(slots=True)
 class Other:
     """An attribute that is another in b: its name in b, the values in a and in b; in which modules of b, and with that
-    of which modules of a. is_buffer: of tensors, which are told by how far they are apart.
+    of which modules of a. is_buffer: of tensors; in_b is then how far they are apart.
     """
 
     name: str

@@ -13,7 +13,7 @@ from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.runtime.torch_bridge import OpFacts
-from narrowcast.runtime.torch_surface.dispatch import quietly, tree_map_only
+from narrowcast.runtime.torch_surface.dispatch import quietly, tree_flatten, tree_unflatten
 
 _LIMIT_BYTES = 1 << 30
 """Results of calls that are kept of a run, at most."""
@@ -21,7 +21,7 @@ _LIMIT_BYTES = 1 << 30
 
 @dataclass(slots=True)
 class Results:
-    """What the calls of a run gave, in order: the first floating tensor of each, and its line."""
+    """The results of the calls of a run, in order: the first floating tensor of each, and its line."""
 
     tensors: dict[CallId, torch.Tensor] = field(default_factory=dict)
     places: dict[CallId, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class ResultsOfCalls(Observer):
         self._bytes = 0
 
     def looks_before(self, facts: OpFacts) -> bool:
-        """Nothing is inspected before a call."""
+        """Return False: nothing is inspected before a call."""
         return False
 
     def after(self, call: SeenCall) -> None:
@@ -82,33 +82,45 @@ def _changed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
-def another_like(tree: Any, seed: int, dim: int) -> Any:
-    """Return another sample with the same values in another order, so that it is a legal one, and floats three quarters
-    as large; masks of zeros and ones, and what has no dimension of samples, as they are.
-    """
-    generator = torch.Generator().manual_seed(seed)
+class Samples:
+    """Which tensors of a model's inputs hold samples: all that have as many along one dimension as the first does."""
 
-    def other(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() <= dim or tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
-            return tensor
-        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-        found = tensor.flatten()[order].view(tensor.shape)
-        if is_floating(tensor):
-            return found * (0.75 - seed / 1024)
-        low, high = int(tensor.min()), int(tensor.max())
-        return found if not torch.equal(found, tensor) else (tensor - low + 1 + seed) % (high - low + 1) + low
+    def __init__(self, inputs: Any, dim: int) -> None:
+        self._leaves, self._spec = tree_flatten(inputs)
+        self._dim = dim
+        sized = [leaf.shape[dim] for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
+        self.count = sized[0] if sized else 0
+        self._has = [isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == self.count for x in self._leaves]
 
-    return tree_map_only(torch.Tensor, other, tree)
+    def first(self) -> Any:
+        """Return the inputs of the first sample."""
+        return self._each(lambda leaf: leaf.narrow(self._dim, 0, 1), self._leaves)
 
+    def another_like(self, sample: Any, seed: int) -> Any:
+        """Return another sample with the same values in another order, so that it is a legal one, and floats three
+        quarters as large; masks of zeros and ones, and what holds no samples, as they are.
+        """
+        generator = torch.Generator().manual_seed(seed)
 
-def batch_of(samples: list[Any], dim: int, is_of_samples: Callable[[torch.Tensor], bool]) -> Any:
-    """Return one tree of inputs whose tensors hold these samples one after the other; those that hold none once."""
-    from torch.utils._pytree import tree_flatten, tree_unflatten
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
+                return tensor
+            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            found = tensor.flatten()[order].view(tensor.shape)
+            if is_floating(tensor):
+                return found * (0.75 - seed / 1024)
+            low, high = int(tensor.min()), int(tensor.max())
+            return found if not torch.equal(found, tensor) else (tensor - low + 1 + seed) % (high - low + 1) + low
 
-    flat = [tree_flatten(sample) for sample in samples]
-    leaves = []
-    for together in zip(*(one for one, _ in flat), strict=True):
-        first = together[0]
-        joins = isinstance(first, torch.Tensor) and is_of_samples(first)
-        leaves.append(torch.cat(together, dim) if joins else first)
-    return tree_unflatten(leaves, flat[0][1])
+        return self._each(other, tree_flatten(sample)[0])
+
+    def together(self, samples: list[Any]) -> Any:
+        """Return inputs that hold these samples, one after the other."""
+        flat = [tree_flatten(sample)[0] for sample in samples]
+        leaves = [torch.cat(parts, self._dim) if has else parts[0]
+                  for parts, has in zip(zip(*flat, strict=True), self._has, strict=True)]  # fmt: skip
+        return tree_unflatten(leaves, self._spec)
+
+    def _each(self, of_tensor: Callable[[torch.Tensor], torch.Tensor], leaves: list[Any]) -> Any:
+        made = [of_tensor(leaf) if has else leaf for leaf, has in zip(leaves, self._has, strict=True)]
+        return tree_unflatten(made, self._spec)

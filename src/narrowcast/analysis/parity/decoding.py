@@ -1,4 +1,4 @@
-"""How a model is told of padding, positions and caches: a small protocol, and what it is for models of transformers."""
+"""How a model is given padding, positions and caches: a small protocol, and that of models of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Decoding(Protocol):
         """Return what the output has for the sample's own tokens, in order."""
 
     def in_chunks(self, model: Any, inputs: Mapping[str, Any], lengths: Sequence[int]) -> torch.Tensor | None:
-        """Return the same where the model reads so many tokens at a time, with a cache; None where it has none."""
+        """Return the same where the model reads tokens in chunks of these lengths, with a cache; None without one."""
 
 
 class OfTransformers:

@@ -30,7 +30,7 @@ Results = dict[ModuleCall, list[torch.Tensor]]
 
 @dataclass(slots=True)
 class Kept:
-    """What a run gave. order: the calls of its modules, as they ended. shapes: of the floating tensors that each
+    """What was kept of a run. order: the calls of its modules, as they ended. shapes: of the floating tensors that each
     returned. results: these tensors, of the calls that were asked for. choices: the integers that calls returned which
     choose by value (`topk`, `argmax`), and at which line. before: how many calls of modules had ended before each call.
     """
@@ -58,10 +58,10 @@ class Kept:
 
 
 class Exchange(Observer):
-    """Keeps what the calls of a model give, and gives what it is told to in their place.
+    """Keeps the results of the calls of a model, or replaces them.
 
-    wanted: the calls of modules whose tensors are kept. results, choices: what to give instead, in the formats that
-    the call itself gives. numbers_calls: keep which calls of modules had ended before each call. moves: every
+    wanted: the calls of modules whose tensors are kept. results, choices: what replaces them, in the formats of
+    those. numbers_calls: keep which calls of modules had ended before each call. moves: every
     result of a module is off by up to a unit in the last place of its format.
     """
 
@@ -108,11 +108,11 @@ class Exchange(Observer):
         return tree_unflatten(leaves, spec)
 
     def looks_before(self, facts: OpFacts) -> bool:
-        """Nothing is inspected before a call."""
+        """Return False: nothing is inspected before a call."""
         return False
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Return what a call chose, or what it is told to choose: of `topk` and its like the values at these places."""
+        """Return what a call chose, or what it is to choose: of `topk` and its like the values at these places."""
         if self._moves is not None and not seen.is_cast:
             with quietly():
                 return tree_map_only(torch.Tensor, self._moved, result)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.capture.capture import observed_region
-from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, another_like, batch_of, own_elements
+from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, Samples, own_elements
 from narrowcast.analysis.parity.decoding import Decoding, decoding_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, Exchange
 from narrowcast.core.ledger.identity import CallId
@@ -26,7 +26,6 @@ from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.verdicts import CACHE, INVARIANT, LEAK, NOT_JUDGED, SHAPE
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
-from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MATES, _OTHER_MATES, _OTHER = 1, 2, 3  # seeds of other samples
@@ -50,7 +49,7 @@ def check_invariance(
     model, inputs, under: as for `capture`; of the inputs the first sample is taken. The model has to be in evaluation.
     batches: sizes of the batches that it is put into, at the first place, the last one, and one between.
     dim:     the dimension of samples, in all input tensors that have as many there.
-    decoding: how the model is told of padding and caches (`analysis/parity/decoding.py` has the protocol); models of
+    decoding: how the model is given padding and caches (`analysis/parity/decoding.py` has the protocol); models of
              transformers that read tokens alone need none.
 
     Which elements of a result are the sample's is found by changing the others and the sample: no dimension of results
@@ -79,25 +78,24 @@ class _Check:
     def __init__(self, trial: Trial, region: autocast, dim: int) -> None:
         self._trial, self._region, self._dim = trial, region, dim
         self.runs, self.notes = 0, list[str]()
-        first = [t for t in tensors_of((trial.args, trial.kwargs)) if t.dim() > dim]
-        if not first:
+        self._samples = Samples((trial.args, trial.kwargs), dim)
+        if not self._samples.count:
             raise RunError("check_invariance", f"no input has a dimension {dim}", advice="Give dim=, that of samples.")
-        self._size = first[0].shape[dim]
-        self.sample = self._take((trial.args, trial.kwargs))
-        self._other = another_like(self.sample, _OTHER, dim)
+        self.sample = self._samples.first()
+        self._other = self._samples.another_like(self.sample, _OTHER)
         self._alone, self._calls = self._run(self.sample)
-        again, _ = self._run(self.sample)
+        again, _ = self._run(self.sample, seed=1)
         if any(not torch.equal(x, y) for x, y in zip(self._alone, again, strict=True)):
             raise RunError(
-                f"check_invariance({trial.name})", "two runs of the same sample differ",
-                advice="Call model.eval() before; what draws, or depends on threads, cannot be checked.",
+                f"check_invariance({trial.name})", "two runs of the same sample differ, with another seed",
+                advice="Call model.eval() before: what draws numbers, or depends on threads, cannot be checked.",
             )  # fmt: skip
         self._alone_other, self._calls_other = self._run(self._other)
         self._bound = OF_NOISE * max(_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
-        mates, others = ([another_like(self.sample, 10 * seed + n, self._dim) for n in range(size)]
+        mates, others = ([self._samples.another_like(self.sample, 10 * seed + n) for n in range(size)]
                          for seed in (_MATES, _OTHER_MATES))  # fmt: skip
         runs = [self._run(self._batch(who, at, place)) for who, at in
                 ((mates, self.sample), (mates, self._other), (others, self.sample))]  # fmt: skip
@@ -117,7 +115,7 @@ class _Check:
 
     def decoded(self, decoding: Decoding, inputs: dict[str, Any]) -> Iterator[Variant]:
         """Yield how the sample comes out padded, in chunks, and token by token."""
-        own = self._take(inputs)
+        own = Samples(inputs, self._dim).first()
         length = decoding.length(own)
         alone = decoding.own(self._call(partial(_with, own)), 0, 0)
         for n in _PADDING:
@@ -135,25 +133,20 @@ class _Check:
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    def _take(self, tree: Any) -> Any:
-        """Return the first sample."""
-        return tree_map_only(torch.Tensor, lambda t: t.narrow(self._dim, 0, 1) if self._has_samples(t) else t, tree)
-
-    def _has_samples(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > self._dim and tensor.shape[self._dim] in (1, self._size)
-
     def _batch(self, mates: list[Any], sample: Any, place: int) -> Any:
-        return batch_of([*mates[:place], sample, *mates[place + 1 :]], self._dim, self._has_samples)
+        return self._samples.together([*mates[:place], sample, *mates[place + 1 :]])
 
-    def _run(self, arguments: Any) -> tuple[list[torch.Tensor], Results]:
+    def _run(self, arguments: Any, seed: int | None = None) -> tuple[list[torch.Tensor], Results]:
         observer = ResultsOfCalls()
         args, kwargs = arguments
-        output = self._call(lambda model: model(*args, **kwargs), observer)
+        output = self._call(lambda model: model(*args, **kwargs), observer, seed)
         return _floats(output), observer.kept
 
-    def _call(self, call: Callable[[Any], Any], observer: Any = None) -> Any:
+    def _call(self, call: Callable[[Any], Any], observer: Any = None, seed: int | None = None) -> Any:
         self.runs += 1
         with torch.no_grad(), self._trial.copied(None) as run, self._region:
+            if seed is not None:
+                torch.manual_seed(seed)  # the state is kept by what copies
             if observer is None:
                 return call(run.model)
             with observer.observing():

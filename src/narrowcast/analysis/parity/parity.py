@@ -18,7 +18,7 @@ from narrowcast.analysis.parity.rest import causes_of, of_rounding
 from narrowcast.analysis.parity.sampler import sampled_from
 from narrowcast.analysis.parity.shares import paired_results, shares_of, within
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import RunError
+from narrowcast.errors import RunError, first_line
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.trial.noise import Noise
@@ -28,7 +28,17 @@ from narrowcast.reports.results.parity import Cause, Distance, Parity, distance_
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.saved import load
-from narrowcast.reports.results.verdicts import ALIKE, ATTRIBUTE, CACHE, CALLS, ROUND_OFF, SAMPLER, SHAPE, TOKENS
+from narrowcast.reports.results.verdicts import (
+    ALIKE,
+    ATTRIBUTE,
+    CACHE,
+    CALLS,
+    KERNEL,
+    ROUND_OFF,
+    SAMPLER,
+    SHAPE,
+    TOKENS,
+)
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
@@ -89,10 +99,15 @@ def parity(
     result.environment = list(found.environment)
     modules = _as_modules(*programs) if whole > 0 else None
     if modules is None and not is_named:
-        result.causes += causes_of(found, lambda _: None, whole != 0)
+        result.causes += causes_of(found, lambda _: None, whole)
     elif modules is not None and not is_named:
-        _by_engine(result, programs, modules)
-        _by_exchange(result, modules, found if modules == programs else diff(modules[0].run, modules[1].run))
+        causes = list(result.causes)
+        try:
+            _by_engine(result, programs, modules, found)
+            _by_exchange(result, modules, found if modules == programs else diff(modules[0].run, modules[1].run))
+        except Exception as error:  # a model that runs as it is need not run with parts of another
+            result.notes.append(f"parts of a could not be put into b: {first_line(error)}")
+            result.causes = [*causes, *causes_of(found, lambda _: None, whole)]
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
     result.notes += found.notes
@@ -107,7 +122,8 @@ def _as_modules(a: Program, b: Program) -> tuple[Program, Program] | None:
         return a, b
     live = a if a.model is not None else b
     other = b if live is a else a
-    module = module_of(other.run)
+    made = None if other.trial is None or not other.trial.is_made else other.trial.original().model
+    module = made if isinstance(made, torch.nn.Module) else module_of(other.run)
     if live.model is None or module is None or live.trial is None:
         return None
     try:
@@ -120,7 +136,9 @@ def _as_modules(a: Program, b: Program) -> tuple[Program, Program] | None:
     return (called, b) if live is b else (a, called)
 
 
-def _by_engine(result: Parity, programs: tuple[Program, Program], modules: tuple[Program, Program]) -> None:
+def _by_engine(
+    result: Parity, programs: tuple[Program, Program], modules: tuple[Program, Program], found: RunDifferences
+) -> None:
     """Enter what goes away where the module of one is called once, on all tokens, in the place of the program."""
     other, called = next(((p, m) for p, m in zip(programs, modules, strict=True) if p is not m), (None, None))
     if other is None or called is None:
@@ -129,7 +147,15 @@ def _by_engine(result: Parity, programs: tuple[Program, Program], modules: tuple
     own = _distance(called, other, None).rms
     noise = max(distance(called, called, called.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
     result.runs += 2
-    if own <= OF_NOISE * noise and own * _CONFIRMS > before:
+    if other.trial is not None and other.trial.is_made:
+        what = (
+            f"what was made of {other.name} is {number_text(own)} off its module; rounding makes {number_text(noise)}"
+        )
+        kind, todo = (ROUND_OFF, "") if own <= OF_NOISE * noise else (KERNEL, f"run {other.name} as eager code")
+        result.causes.append(Cause(kind, what, todo, before, after, after * _CONFIRMS <= before))
+    elif own <= OF_NOISE * noise and found.verdict in (ALIKE, ROUND_OFF):
+        result.causes.append(of_rounding(found))
+    elif own <= OF_NOISE * noise and own * _CONFIRMS > before:
         what = (
             f"{other.name} computes in other batches and pieces than one call of its module, {number_text(own)} off, "
         )
@@ -241,7 +267,7 @@ def _by_exchange(result: Parity, programs: tuple[Program, Program], found: RunDi
             before, after = kept_b.around(call, equal)
             return (search.with_results(before), search.with_results(after)) if after else None
 
-        result.causes += causes_of(calls, without, True)
+        result.causes += causes_of(calls, without, search.left)
     result.causes = sorted([*result.causes, *search.causes], key=lambda cause: -cause.removes)
     if found.verdict in (ALIKE, ROUND_OFF) and {cause.kind for cause in result.causes} <= {ATTRIBUTE, CALLS}:
         result.causes.insert(0, of_rounding(found))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.capture.capture import capture, log_probabilities_of, logits_of, observed_region
+from narrowcast.analysis.capture.capture import LEFT_OUT, capture, log_probabilities_of, logits_of, observed_region
 from narrowcast.analysis.parity.exchange import Exchange, Kept
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -61,7 +61,7 @@ class Program:
     def exchanged(
         self, changes: Sequence[Change] = (), region_of: Program | None = None, **given: Any
     ) -> tuple[Any, Kept]:
-        """Return the output of a copy with these changes, and what its modules gave. given: of `Exchange`.
+        """Return the output of a copy with these changes, and what its modules returned. given: of `Exchange`.
 
         region_of: the program in whose region it runs; itself by default.
         """
@@ -135,6 +135,11 @@ def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:
     named = [trial.kwargs[name] for name in _NAMES if name in trial.kwargs]
     for given in (*named, *trial.args, *trial.kwargs.values()):
         if isinstance(given, torch.Tensor) and given.dtype in (torch.int64, torch.int32) and given.dim():
+            mask = trial.kwargs.get(
+                "decoder_attention_mask" if given is trial.kwargs.get(_NAMES[0]) else "attention_mask"
+            )
+            if isinstance(mask, torch.Tensor) and mask.shape == given.shape:
+                given = given.masked_fill(mask == 0, LEFT_OUT)
             with suppress(RunError):
                 logits_of(output, given)
                 return given

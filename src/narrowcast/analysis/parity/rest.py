@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ops import op_kind
+from narrowcast.core.ops.facts import ATTENTION, SOFTMAX
 from narrowcast.output.words import and_more, counted, number_text
 from narrowcast.reports.results.parity import Cause
 from narrowcast.reports.results.run import Run
@@ -24,36 +26,45 @@ from narrowcast.reports.results.verdicts import (
 )
 
 _APART = " apart"
-_OF_CACHES = "compare positions, masks, and what the cache holds there"
-_MOST = 3
-"""So many calls are tried at most."""
+_OF_CACHES, _MASKS = (
+    "compare positions, masks, and what the cache holds there",
+    "compare masks and windows at both lines",
+)
+_MOST, _CALLS = 3, 8
+"""How many causes are tried at most, and calls of each."""
+_CONFIRMS, _OF_MASKS, _OF_KERNELS = 0.9, 1e-2, 1e3
+"""The part of the distance that goes away with a confirmed cause; by how much results of other masks differ; by how
+many times their bound kernels are off that are wrong, and less than what computes something else.
+"""
 Without = Callable[[CallId], tuple[float, float] | None]
 """The distance with everything before a call of b made equal, and with what its module returns made equal, too; None
 where that cannot be tried.
 """
+Suspect = tuple[Cause, list[CallId]]
+"""A cause with the calls of b that it is about."""
 
 
-def causes_of(found: RunDifferences, without: Without, is_moved: bool) -> list[Cause]:
-    """Return the causes that two runs show, those that are confirmed first. is_moved: whether their numbers differ."""
-    if not is_moved:
+def causes_of(found: RunDifferences, without: Without, left: float) -> list[Cause]:
+    """Return the causes that two runs show, those that are confirmed first. left: the distance that they have to
+    explain; 0 of programs with the same numbers.
+    """
+    if left == 0:
         return [Cause(ALIKE, "the same numbers", "")]
-    causes = [_tried(cause, call, without) for cause, call in _of_calls(found)]
+    causes = [_tried(suspect, without, left) for suspect in _suspects(found)]
     causes.sort(key=lambda cause: (not cause.is_confirmed, -cause.removes))
-    if causes:
-        return causes
-    return [_formats(found) if found.verdict == FORMATS_DIFFER else of_rounding(found)]
+    return causes or [of_rounding(found)]
 
 
 def of_rounding(found: RunDifferences) -> Cause:
     """Return the cause of two runs whose calls are all within their bounds: rounding, or that of other batches."""
-    first = next((row for row in found.rows if row.difference > 0), None)
+    first = next((row for row in found.rows if row.verdict == ROUND_OFF), None)
     what, kind = "every call is within its round-off bound", ROUND_OFF
     if len(set(map(_pieces, found.compared_runs))) > 1:
         what, kind = f"{what}, in other batches or pieces", SHAPE
     if first is None:
         return Cause(kind, what, "")
     what += f"; the first that differs is {_names(first.b)}, by {number_text(first.difference)}"
-    return Cause(kind, what, "", module=_module(first.b), place=first.place_b)
+    return Cause(kind, what, "", module=first.b[0].module_path, place=first.place_b)
 
 
 def _pieces(run: Run) -> int:
@@ -61,74 +72,83 @@ def _pieces(run: Run) -> int:
     return max((call.id.module_call for call in run.calls), default=1)
 
 
-def _of_calls(found: RunDifferences) -> Iterator[tuple[Cause, CallId | None]]:
-    """Yield a cause for each of the first calls that make a difference, with the call of b; what follows from them is
-    none.
+def _suspects(found: RunDifferences) -> Iterator[Suspect]:
+    """Yield a cause for each of the first calls that make a difference, and those on the same line; what follows from
+    them is none.
     """
     weights = [row for row in found.rows if any(b.endswith(_APART) for *_, b in row.given)]
-    given = [row for row in found.producers if row.is_given_numbers and row not in weights]
     if weights:
-        first = weights[0]
-        what = f"{counted(len(weights), 'call', 'read')} other weights: {_names(first.b)} first"
-        cause = Cause(WEIGHTS, what, "load the same weights into both", module=_module(first.b), place=first.place_b)
-        yield cause, first.b[0]
-    for row in given[:_MOST]:
-        yield _of_row(row, False), row.b[0]
+        what = f"{counted(len(weights), 'call', 'read')} other weights: {_names(weights[0].b)} first"
+        yield _suspect(WEIGHTS, what, "load the same weights into both", weights)
+    given: dict[object, list[RunRow]] = {}
+    for row in found.producers:
+        if row.is_given_numbers and row not in weights:
+            given.setdefault((row.b[0].op, row.given), []).append(row)
+    for rows in [*given.values()][:_MOST]:
+        numbers = [(name, a, b) for name, a, b in rows[0].given if not b.endswith(_APART)]
+        what = f"{'; '.join(f'{name} {a} in a, {b} in b' for name, a, b in numbers)}: {_of_all(rows)}"
+        yield _suspect(ATTRIBUTE, what, f"give b {numbers[0][0]} {numbers[0][1]}", rows)
     if weights or given:
         return
     is_in_pieces = len(set(map(_pieces, found.compared_runs))) > 1
-    for row in found.producers[:_MOST]:
-        yield _of_row(row, is_in_pieces), row.b[0]
+    for place in [*dict.fromkeys(row.place_b for row in found.producers)][:_MOST]:
+        yield _of_line([row for row in found.rows if row.place_b == place], found, is_in_pieces)
     for run in "ba":
-        alone = [one for one in found.alone if one.run == run]
-        if alone:
-            first_alone = alone[0]
-            of_line = [one for one in alone if one.place == first_alone.place]
+        first = next((one for one in found.alone if one.run == run), None)
+        if first is not None:
+            of_line = [one for one in found.unaligned if one.run == run and one.place == first.place]
             calls = ", ".join(dict.fromkeys(one.id.op for one in of_line))
-            what = f"only {run} calls {calls}{and_more(len(alone) - len(of_line), 'call')}: "
-            what += f"{number_text(first_alone.apart)} apart"
-            kind, todo = (CACHE, _OF_CACHES) if is_in_pieces else (CALLS, "make these calls in both, or in neither")
-            module, call = (first_alone.id.module_path, first_alone.id) if run == "b" else ("", None)
-            yield Cause(kind, what, todo, module=module, place=first_alone.place), call
+            what = f"only {run} calls {calls}: {number_text(first.apart)} apart"
+            is_of_positions = is_in_pieces or any(op_kind(one.id.op).name == "embedding" for one in of_line)
+            kind, todo = (CACHE, _OF_CACHES) if is_of_positions else (CALLS, "make these calls in both, or in neither")
+            own = [one.id for one in of_line] if run == "b" else []
+            yield Cause(kind, what, todo, module=first.id.module_path if own else "", place=first.place), own
+    if not (found.producers or found.alone) and found.verdict == FORMATS_DIFFER:
+        first_format = found.first_format
+        assert first_format is not None
+        alike = [row for row in found.formats if row.place_b == first_format.place_b]
+        what = f"{first_format.format_a} in a, {first_format.format_b} in b: {_of_all(alike)}"
+        what += and_more(len(found.formats) - len(alike), "call")
+        yield _suspect(FORMAT, what, "run both in one format", alike)
 
 
-def _of_row(row: RunRow, is_in_pieces: bool) -> Cause:
-    module, place, names = _module(row.b), row.place_b, _names(row.b)
-    if row.is_given_numbers:
-        numbers = [(name, a, b) for name, a, b in row.given if not b.endswith(_APART)]
-        what = f"{names}: {'; '.join(f'{name} {a} in a, {b} in b' for name, a, b in numbers)}"
-        return Cause(ATTRIBUTE, what, f"give b {numbers[0][0]} {numbers[0][1]}", module=module, place=place)
+def _of_line(rows: list[RunRow], found: RunDifferences, is_in_pieces: bool) -> Suspect:
+    """Return the cause of calls on one line, of which one makes a difference."""
+    row = next(row for row in rows if row in found.producers)
+    rows = [other for other in rows if other.b[0].op == row.b[0].op]
+    far, families = number_text(row.difference), {op_kind(one.op).family for one in row.b}
     if is_in_pieces:
-        what = f"{names} is {number_text(row.difference)} off what {_names(row.a)} gives, beyond round-off"
-        return Cause(CACHE, what, _OF_CACHES, module=module, place=place)
-    if [one.op for one in row.a] != [one.op for one in row.b]:
-        what = f"{_names(row.a)} in a, {names} in b: {number_text(row.difference)} apart"
-        return Cause(CALLS, what, "compare both lines", module=module, place=place)
-    what = f"{names} is {number_text(row.difference)} apart, {_times(row)} its round-off bound"
-    return Cause(KERNEL, what, "compare both lines; nc.compare judges the kernel by itself", module=module, place=place)
+        return _suspect(CACHE, f"{_of_all(rows)}: {far} off what {_names(row.a)} gives", _OF_CACHES, rows)
+    if families & {SOFTMAX, ATTENTION} and row.difference > _OF_MASKS:
+        return _suspect(ATTRIBUTE, f"{_of_all(rows)}: {far} apart, of inputs that agree", _MASKS, rows)
+    if [one.op for one in row.a] != [one.op for one in row.b] or not row.difference < _OF_KERNELS * row.round_off_bound:
+        return _suspect(CALLS, f"{_names(row.a)} in a, {_of_all(rows)} in b: {far} apart", "compare both lines", rows)
+    times = row.difference / row.round_off_bound
+    what = f"{_of_all(rows)}: {far} apart, {times:.3g} times its round-off bound"
+    return _suspect(KERNEL, what, "compare both lines; nc.compare judges the kernel by itself", rows)
 
 
-def _times(row: RunRow) -> str:
-    return f"{row.difference / row.round_off_bound:.3g} times" if row.round_off_bound else "beyond"
+def _suspect(kind: str, what: str, todo: str, rows: Sequence[RunRow]) -> Suspect:
+    first = rows[0]
+    return Cause(kind, what, todo, module=first.b[0].module_path, place=first.place_b), [row.b[0] for row in rows]
 
 
-def _formats(found: RunDifferences) -> Cause:
-    first = found.first_format
-    assert first is not None
-    what = f"{counted(len(found.formats), 'pair')} of calls in other formats: {_names(first.b)} "
-    what += f"in {first.format_a} in a, {first.format_b} in b{and_more(len(found.formats) - 1, 'pair')}"
-    return Cause(FORMAT, what, "run both in one format", module=_module(first.b), place=first.place_b)
-
-
-def _tried(cause: Cause, call: CallId | None, without: Without) -> Cause:
-    ends = None if call is None else without(call)
-    if ends is None:
+def _tried(suspect: Suspect, without: Without, left: float) -> Cause:
+    """Return the cause, with what goes away where the results of its calls are exchanged, one after the other: each
+    with everything before it made equal.
+    """
+    cause, calls = suspect
+    by_module = {(call.module_path, call.module_call): call for call in reversed(calls)}
+    ends = [without(call) for call in [*by_module.values()][::-1][:_CALLS]]
+    tried = [both for both in ends if both is not None]
+    if not tried:
         return cause
-    return replace(cause, before=ends[0], after=ends[1], is_confirmed=ends[1] <= ends[0] / 10)
+    removes = sum(before - after for before, after in tried)
+    return replace(cause, before=left, after=left - removes, is_confirmed=removes >= _CONFIRMS * left)
 
 
-def _module(calls: Iterable[CallId]) -> str:
-    return next(iter(calls)).module_path
+def _of_all(rows: Sequence[RunRow]) -> str:
+    return f"{rows[0].b[0]}{and_more(len(rows) - 1, 'call')}"
 
 
 def _names(calls: tuple[CallId, ...]) -> str:

@@ -16,7 +16,7 @@ from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.runtime.torch_surface.modules import without_wrapper
 
 _PREFIX = 16
-"""So many elements of a row tell it from others."""
+"""How many elements of a row are compared to find it."""
 Paths = Mapping[str, tuple[str, ...]]
 """By a module's path in b those of a that it is made of."""
 

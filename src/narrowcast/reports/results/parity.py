@@ -126,7 +126,7 @@ class Parity(Result):
 
     a, b: names of the two. distance: between their numbers. causes: most of the distance first. shares: of modules, in
     the order in which they run, where both could be run with results exchanged. routed: calls whose choices differ.
-    limit: the largest rms that the user allows, if they gave one. runs: how often b ran with something exchanged.
+    limit: the largest rms that is allowed, if one is given. runs: how often b ran with something exchanged.
     """
 
     WHAT: ClassVar[str] = "parity of two programs"

@@ -1,0 +1,406 @@
+"""`nc.parity`: how far two programs of one model are apart, by which cause, from which module on."""
+
+import copy
+import math
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+from narrowcast.errors import CheckError, RunError
+from narrowcast.reports.results.parity import distance_in_nats
+from narrowcast.testing import assert_parity
+
+VOCABULARY, WIDTH = 40, 16
+IDS = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+class Attention(nn.Module):
+    scale = 0.25
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.window = 100
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) * self.scale
+        here = torch.arange(x.shape[1])
+        apart = here[:, None] - here
+        scores = scores.masked_fill((apart < 0) | (apart > self.window), float("-inf"))
+        return self.o(scores.softmax(-1) @ self.v(x))
+
+
+class Block(nn.Module):
+    activation = staticmethod(F.gelu)
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(self.activation(self.up(x)))
+
+
+class Decoder(nn.Module):
+    """A language model; what it does to its logits is an attribute of its class."""
+
+    finish = staticmethod(lambda logits: logits)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(torch.randn(64, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids, first=0):
+        x = self.embedding(ids) + self.places[first : first + ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.finish(self.head(self.norm(x)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    return Decoder().eval()
+
+
+def other(model, **finish):
+    """A copy, of a subclass whose logits go through something."""
+    made = copy.deepcopy(model)
+    if finish:
+        made.__class__ = type("Finished", (Decoder,), {name: staticmethod(f) for name, f in finish.items()})
+    return made
+
+
+def first(found):
+    return found.causes[0]
+
+
+def test_the_same_model_is_alike(model):
+    found = nc.parity(model, copy.deepcopy(model), IDS)
+    assert found.verdict == "alike" and found.distance.rms == 0 and not found.is_over, found
+
+
+def test_what_it_computes_with_is_left_as_it_is(model):
+    """Both models: their weights, attributes, modes and hooks."""
+    a, b = model, copy.deepcopy(model).bfloat16()
+    b.blocks[0].norm.eps = 1e-2
+    before = [copy.deepcopy(m.state_dict()) for m in (a, b)]
+    nc.parity(a, b, IDS)
+    for m, kept in zip((a, b), before, strict=True):
+        assert all(torch.equal(kept[name], value) for name, value in m.state_dict().items())
+        assert not any(x._forward_hooks or x._forward_pre_hooks for x in m.modules())
+    assert b.blocks[0].norm.eps == 1e-2 and b.head.weight.dtype is torch.bfloat16
+
+
+def test_other_weights_are_named_and_put_back(model):
+    """The parameter, and that with a's value nothing is left; the share is its module's."""
+    b = copy.deepcopy(model)
+    with torch.no_grad():
+        b.blocks[1].up.weight.mul_(1.5)
+    found = nc.parity(model, b, IDS)
+    assert found.verdict == "weights" and first(found).is_confirmed and first(found).after == 0, found
+    assert "blocks.1.up.weight" in first(found).what and first(found).module == "blocks.1.up"
+    largest = max(found.shares, key=lambda share: share.amount)
+    assert largest.module.startswith("blocks.1.") and largest.amount == pytest.approx(found.distance.rms)
+    assert math.fsum(share.amount for share in found.shares) == pytest.approx(found.distance.rms)
+
+
+class Fused(nn.Module):
+    """The same decoder by another author: q, k and v are one product, other names, transposed weights."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.wte, self.wpe = copy.deepcopy(model.embedding), nn.Parameter(model.places.detach().clone())
+        self.layers = nn.ModuleList(map(FusedBlock, model.blocks))
+        self.final, self.out = copy.deepcopy(model.norm), nn.Parameter(model.head.weight.detach().t().contiguous())
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.final(x) @ self.out
+
+
+class FusedBlock(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        attention = block.attention
+        self.ln, self.proj = copy.deepcopy(block.norm), copy.deepcopy(attention.o)
+        self.fc, self.fo = copy.deepcopy(block.up), copy.deepcopy(block.down)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        parts = attention.q, attention.k, attention.v
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([part.weight for part in parts]))
+            self.qkv.bias.copy_(torch.cat([part.bias for part in parts]))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.ln(x)).chunk(3, -1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~mask, float("-inf"))
+        x = x + self.proj(scores.softmax(-1) @ v)
+        return x + self.fo(F.gelu(self.fc(x)))
+
+
+def test_a_port_with_fused_and_transposed_weights(model):
+    """Weights are found by value: the port is the same, and a weight that is changed in it is named."""
+    found = nc.parity(model, Fused(model), IDS)
+    assert found.verdict in ("alike", "round-off") and not found.is_over, found
+    b = Fused(model)
+    with torch.no_grad():
+        b.layers[2].qkv.weight[WIDTH + 3] *= 3
+    found = nc.parity(model, b, IDS)
+    assert found.verdict == "weights" and "layers.2.qkv.weight" in first(found).what, found
+    assert first(found).is_confirmed
+
+
+ATTRIBUTES = {
+    "eps": ("eps", lambda b: [setattr(block.norm, "eps", 1e-2) for block in b.blocks], "blocks.0.norm"),
+    "scale": ("scale", lambda b: setattr(b.blocks[1].attention, "scale", 0.4), "blocks.1.attention"),
+    "window": ("window", lambda b: setattr(b.blocks[2].attention, "window", 2), "blocks.2.attention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_is_named_with_both_values(model, name):
+    word, change, module = ATTRIBUTES[name]
+    a = copy.deepcopy(model)
+    for block in a.blocks:
+        block.attention.scale = 0.25  # an attribute of the object in both
+    b = copy.deepcopy(a)
+    change(b)
+    found = nc.parity(a, b, IDS)
+    assert found.verdict == "attribute" and first(found).is_confirmed, found
+    assert first(found).what.startswith(word) and first(found).module == module, found
+
+
+CODE = {
+    "softcap": ("calls", lambda b: other(b, finish=lambda x: torch.tanh(x / 2) * 2)),
+    "another activation": ("calls", lambda b: _with_activation(b, F.silu)),
+    "another approximation": ("attribute", lambda b: _with_activation(b, lambda x: F.gelu(x, approximate="tanh"))),
+}  # fmt: skip
+
+
+def _with_activation(model, function):
+    made = copy.deepcopy(model)
+    for block in made.blocks:
+        block.activation = function
+    return made
+
+
+@pytest.mark.parametrize("name", ["softcap", "another activation", "another approximation"])
+def test_what_the_code_does_is_named_with_its_line(model, name):
+    verdict, make = CODE[name]
+    found = nc.parity(model, make(model), IDS)
+    assert found.verdict == verdict and first(found).place.startswith(__file__), found
+    assert found.is_over
+
+
+def test_a_temperature_is_the_sampler_s(model):
+    """Logits that one program divides."""
+    found = nc.parity(model, other(model, finish=lambda x: x / 0.8), IDS)
+    assert found.verdict == "sampler" and "temperature 0.8" in first(found).what, found
+
+
+@pytest.mark.parametrize("region", [(None, "bf16"), None], ids=["region", "weights"])
+def test_formats_are_a_cause_that_goes_away_with_a_s(model, region):
+    b = model if region else copy.deepcopy(model).bfloat16()
+    found = nc.parity(model, b, IDS, under=region)
+    assert found.verdict == "format" and first(found).is_confirmed and first(found).after <= 1e-6, found
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4, bias=False), nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x):
+        weight, expert = self.gate(x).softmax(-1).topk(1)
+        return x + torch.einsum("btd,btdo->bto", x, self.experts[expert[..., 0]]) * weight
+
+
+def test_other_experts_are_told_apart_from_what_remains():
+    """Choices of a are replayed in b: what is left are the formats."""
+    torch.manual_seed(0)
+    many = 1024  # rows, so that some choose between experts that are nearly alike
+    model = nn.Sequential(nn.Embedding(many, WIDTH), Router(), Router(), nn.Linear(WIDTH, many)).eval()
+    ids = torch.randperm(many)[None]
+    found = nc.parity(model, model, ids, under=(None, "bf16"))
+    assert found.routed and {row.op for row in found.routed} == {"aten.topk.default"}, found
+    assert [cause.kind for cause in found.causes] == ["routing", "format"], found
+    assert found.causes[1].after == 0 and found.causes[0].after == found.causes[1].before
+
+
+def test_tokens_that_are_others_are_said_first(model):
+    longer = torch.cat([torch.zeros(2, 1, dtype=torch.int64), IDS], 1)
+    found = nc.parity(nc.Case(model, IDS), nc.Case(model, longer))
+    assert found.verdict == "tokens" and "b begins with 1 more" in first(found).what, found
+
+
+def kept(model, values):
+    """A run with log-probabilities of an engine."""
+    with nc.capture() as run, torch.no_grad():
+        model(IDS)
+    run.keep_tokens(IDS[:, 1:], values)
+    return run
+
+
+def of_tokens(log_probabilities):
+    return log_probabilities[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
+
+
+def top_k(logits, k):
+    least = logits.topk(k).values[..., -1:]
+    return logits.masked_fill(logits < least, float("-inf")).log_softmax(-1)
+
+
+SAMPLERS = {
+    "temperature 0.6": lambda x: (x / 0.6).log_softmax(-1),
+    "top-k 38": lambda x: x.log_softmax(-1) - (x.softmax(-1).topk(38).values.sum(-1, keepdim=True)).log(),
+    "log_softmax in bf16": lambda x: x.bfloat16().log_softmax(-1),
+}
+
+
+@pytest.mark.parametrize("what", SAMPLERS)
+def test_what_an_engine_did_to_its_logits_is_found_by_its_numbers(model, what):
+    with torch.no_grad():
+        values = of_tokens(SAMPLERS[what](model(IDS)))
+    found = nc.parity(model, kept(model, values), IDS)
+    assert found.verdict == "sampler" and what in first(found).what and first(found).is_confirmed, found
+
+
+def test_a_padded_vocabulary_is_found(model):
+    """The engine's softmax leaves out rows that only pad."""
+    padded = other(model, finish=lambda x: torch.cat([x, x[..., :8] - 1], -1))
+    with torch.no_grad():
+        values = of_tokens(model(IDS).log_softmax(-1))
+    found = nc.parity(padded, kept(model, values), IDS)
+    assert found.verdict == "sampler" and f"vocabulary of {VOCABULARY}, not {VOCABULARY + 8}" in first(found).what, (
+        found
+    )
+
+
+def in_steps(model, wrong=False):
+    """An engine: token by token, all of the past read again each time."""
+
+    def engine(ids):
+        outputs = [model(ids[:, : n + 1], int(wrong and n > 5)) for n in range(ids.shape[1])]
+        return torch.cat([output[:, -1:] for output in outputs], 1)
+
+    return engine
+
+
+def test_an_engine_that_calls_the_model_in_pieces(model):
+    """Its rounding is that of other shapes; a position that is wrong from some token on is not."""
+    found = nc.parity(model, in_steps(model), IDS)
+    assert found.verdict in ("batch shape", "alike", "round-off") and not found.is_over, found
+    found = nc.parity(model, in_steps(model, wrong=True), IDS)
+    assert found.verdict == "cache or position" and first(found).is_confirmed, found
+
+
+def test_an_engine_in_a_thread_of_its_own(model):
+    """A capture of a module holds its calls in any thread, and parity goes on with the module itself."""
+    b = copy.deepcopy(model)
+    b.blocks[0].norm.eps = 1e-2
+
+    def serve():
+        with torch.no_grad():
+            outputs.append(b(IDS))
+            b.head(torch.randn(2, WIDTH))  # no call of the module
+
+    outputs: list[torch.Tensor] = []
+    with nc.capture(of=b) as run:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        thread.join(60)
+    assert run.calls and run.calls[0].id.module_path == "embedding", run
+    assert sum(call.id.module_path == "head" for call in run.calls) == 1
+    run.keep_tokens(IDS[:, 1:], of_tokens(outputs[0].log_softmax(-1)))
+    found = nc.parity(model, run, IDS)
+    assert found.verdict == "attribute" and first(found).module == "blocks.0.norm" and first(found).is_confirmed, found
+    assert not b._forward_hooks and not b._forward_pre_hooks
+    assert pickle.loads(pickle.dumps(run)).calls == run.calls
+
+
+def test_saved_runs_alone_say_what_is_likely(model, tmp_path):
+    """Nothing runs again: a cause has no figures, and there are no shares; a note says so."""
+    b = copy.deepcopy(model)
+    b.blocks[1].norm.eps = 1e-2
+    with torch.no_grad():
+        files = [nc.capture(m, IDS, tokens=IDS).save(tmp_path / f"{n}.json.gz") for n, m in enumerate((model, b))]
+    found = nc.parity(*files)
+    assert found.verdict == "attribute" and "eps 1e-05 in a, 0.01 in b" in first(found).what, found
+    assert not first(found).is_confirmed and not found.shares and any("no shares" in note for note in found.notes)
+
+
+def test_models_of_other_things_are_compared_by_their_outputs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)).eval()
+    b = copy.deepcopy(model)
+    b[1].running_mean += 0.3
+    found = nc.parity(model, b, torch.randn(2, 3, 8, 8))
+    assert found.distance.unit == "relative" and found.verdict == "attribute", found
+    assert "running_mean" in first(found).what and first(found).after == 0
+
+
+def test_padding_is_left_out_by_its_mask(model):
+    """Of keyword arguments with an attention mask; of tokens that are -100."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, attention_mask):
+            return self.inner(input_ids)
+
+    mask = torch.ones_like(IDS)
+    mask[1, 8:] = 0
+    found = nc.parity(Masked(), Masked(), {"input_ids": IDS, "attention_mask": mask})
+    assert found.distance.count == 11 + 7
+    found = nc.parity(model, model, IDS, tokens=IDS.masked_fill(mask == 0, -100))
+    assert found.distance.count == 11 + 7
+
+
+def test_errors_come_at_once(model):
+    """Dropout, and a run without log-probabilities."""
+    dropping = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, VOCABULARY))
+    with pytest.raises(RunError, match=r"draws what it drops, with p=0.1"):
+        nc.parity(dropping, dropping, IDS)
+    with nc.capture() as run, torch.no_grad():
+        model(IDS)
+    with pytest.raises(RunError, match="b has no log-probabilities"):
+        nc.parity(model, run, IDS)
+    with pytest.raises(RunError, match="every token is -100"):
+        nc.parity(model, model, IDS, tokens=torch.full_like(IDS, -100))
+
+
+def test_an_assertion_names_the_cause(model):
+    b = copy.deepcopy(model)
+    b.norm.eps = 1e-1
+    with pytest.raises(CheckError, match=r"eps 1e-05 in a, 0\.1 in b"):
+        assert_parity(model, b, IDS)
+    found = assert_parity(model, b, IDS, max_nats=10.0)
+    assert found.verdict == "attribute" and not found.is_over
+    assert_parity(model, copy.deepcopy(model), IDS)
+
+
+def test_distances_in_nats():
+    """Against their formulas; what is NaN in both is no difference."""
+    found = distance_in_nats([-1.0, -2.0, -4.0], [-1.5, -2.0, -3.0], limit=0.7)
+    assert found.rms == pytest.approx(math.sqrt((0.25 + 1) / 3)) and found.largest == 1.0 and found.at == 2
+    assert found.k1 == found.mean == pytest.approx(0.5 / 3) and found.ratio == pytest.approx(math.e) and found.over == 1
+    r = [math.exp(0.5), 1.0, math.exp(-1.0)]
+    assert found.k3 == pytest.approx(sum(x - 1 - math.log(x) for x in r) / 3)
+    assert distance_in_nats([-math.inf], [-math.inf]).rms == 0
+    assert math.isinf(distance_in_nats([math.nan], [-1.0]).rms)
+    assert math.isnan(distance_in_nats([], []).rms)
