@@ -167,7 +167,7 @@ ATTRIBUTES = {
     "eps": ("eps", lambda b: [setattr(block.norm, "eps", 1e-2) for block in b.blocks], "blocks.0.norm"),
     "scale": ("scale", lambda b: setattr(b.blocks[1].attention, "scale", 0.4), "blocks.1.attention"),
     "window": ("window", lambda b: setattr(b.blocks[2].attention, "window", 2), "blocks.2.attention"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -187,7 +187,7 @@ CODE = {
     "softcap": ("calls", lambda b: other(b, finish=lambda x: torch.tanh(x / 2) * 2)),
     "another activation": ("calls", lambda b: _with_activation(b, F.silu)),
     "another approximation": ("attribute", lambda b: _with_activation(b, lambda x: F.gelu(x, approximate="tanh"))),
-}  # fmt: skip
+}
 
 
 def _with_activation(model, function):
@@ -318,7 +318,7 @@ def test_an_engine_in_a_thread_of_its_own(model):
             b.head(torch.randn(2, WIDTH))  # no call of the module
 
     outputs: list[torch.Tensor] = []
-    with nc.capture(of=b) as run:
+    with nc.capture().of(b) as run:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         thread.join(60)

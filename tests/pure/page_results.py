@@ -291,11 +291,11 @@ def a_parity():
     found = Parity(
         "trainer", "engine", distance_in_nats([-1.0, -2.0, -0.5], [-1.1, -2.3, -0.5], 0.2), limit=0.1, runs=7
     )
+    eps = f"eps 1e-05 in a, 1e-06 in b: norm {SCRIPT}", "set eps of b to 1e-05"
     found.causes = [
-        Cause("attribute", f"eps 1e-05 in a, 1e-06 in b: norm {SCRIPT}", "set eps of b to 1e-05", 0.18, 0.01, True,
-              "layer.1.norm", f"{FILE}:7"),
+        Cause("attribute", *eps, 0.18, 0.01, True, "layer.1.norm", f"{FILE}:7"),
         Cause("routing", "1 call chooses otherwise", "replay the choices", 0.01, 0.002, False, "layer.1.router"),
-    ]  # fmt: skip
+    ]
     found.shares = [Share("layer.0", "layer.0", "", 0.18, 0.17, f"{FILE}:3"), Share(SCRIPT, "b", "layer.0", 0.17, 0.0)]
     found.routed = [Routed("layer.1.router", "aten.topk.default", f"{FILE}:9", 1, 3)]
     found.environment = [("packages.torch", "2.13.0", f"2.14.1 {SCRIPT}")]

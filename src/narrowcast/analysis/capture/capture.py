@@ -51,8 +51,8 @@ LEFT_OUT = -100
 
 @overload
 def capture(
-    model: None = None, *, of: torch.nn.Module | None = ..., statistics: str = ..., checksums: bool = ...,
-    tensors: str | Path | None = ..., tensor_limit_bytes: int = ..., times: bool = ...,
+    model: None = None, *, statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
+    tensor_limit_bytes: int = ..., times: bool = ...,
 ) -> Capturing: ...  # fmt: skip
 @overload
 def capture(
@@ -64,7 +64,6 @@ def capture(
     model: Callable[..., Any] | Case | None = None,
     inputs: Inputs = (),
     *,
-    of: torch.nn.Module | None = None,
     under: Under = None,
     backward: bool | Loss = False,
     statistics: str = "sampled",
@@ -84,8 +83,6 @@ def capture(
     model:  a Module, compiled or not, a script, an exported program, any callable, or a Case. It runs on a copy that
             shares its weights, and leaves gradients and random state alone.
     inputs: as for `explain`.
-    of:     in a block, a module: its calls alone are captured, in whichever thread they are made, as by an engine that
-            has one of its own. A call beside another one, in a second thread, is not; a note says so.
     under:  as for `explain`; without it, and no region around the call, the model runs in one that casts nothing, in
             which calls have the identities that they have under a policy.
     backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
@@ -116,9 +113,7 @@ def capture(
         if wrong is not None:
             raise RunError(f"capture({wrong}=...) without a model", "the block runs what it runs",
                            advice="Give a model, or open the region inside the block.")  # fmt: skip
-        return Capturing(table, times, of=of)
-    if of is not None:
-        raise RunError("capture(model, of=...)", "the model is what is captured", advice="Omit of=.")
+        return Capturing(table, times)
     trial = Trial.of("capture", model, inputs, backward)
     opened = observed_region("capture", trial, under)
     weights = trial.kept_weights()
@@ -193,20 +188,14 @@ def module_of(run: Run) -> torch.nn.Module | None:
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended.
 
-    region, weights: of a model that is run in a region, which writes to its weights at most. of: a module whose calls
-    alone are captured, in any thread.
+    region, weights: of a model that is run in a region, which writes to its weights at most.
     """
 
     def __init__(
-        self,
-        table: Statistics,
-        times: bool,
-        region: autocast | None = None,
-        weights: Weights | None = None,
-        of: torch.nn.Module | None = None,
+        self, table: Statistics, times: bool, region: autocast | None = None, weights: Weights | None = None
     ) -> None:
         self.run = _CapturedRun()
-        self._of = of
+        self._of: torch.nn.Module | None = None
         self._table, self._region = table, region
         self._observer = _Capture(self.run, table, () if region is None else (region.policy,), times)
         self._observer.weights = weights
@@ -216,6 +205,14 @@ class Capturing:
         self._is_entered = False
         observer = self._observer
         observer.parameters = Parameters(self.run, table, self._door, lambda: observer.roots)
+
+    def of(self, module: torch.nn.Module) -> Capturing:
+        """Return this, for the calls of one module alone, in whichever thread they are made: an engine may have one of
+        its own. `with nc.capture().of(engine.model) as run:`. A call beside another one, in a second thread, is left
+        out; a note says so.
+        """
+        self._of = module
+        return self
 
     def returns(self, output: Any) -> None:
         """Note what a function returned, whatever the modules did that it called."""

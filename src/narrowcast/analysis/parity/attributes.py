@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.parity.weights import with_parameters
+from narrowcast.runtime.torch_surface.modules import tensors_held
 
 _ATOMS = (bool, int, float, str, type(None))
 _LEFT = frozenset(
@@ -108,10 +109,18 @@ def _is_alike(one: str, other: str) -> bool:
 
 def _buffers(x: torch.nn.Module, y: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield the buffers of one name and one shape; other tensors that a module holds, too."""
-    for name, in_b in (*y._buffers.items(), *((k, v) for k, v in vars(y).items() if isinstance(v, torch.Tensor))):
-        in_a = x._buffers.get(name, vars(x).get(name))
+    for name, in_b in (
+        *tensors_held(y)[1].items(),
+        *((k, v) for k, v in vars(y).items() if isinstance(v, torch.Tensor)),
+    ):
+        in_a = _held(x, name)
         if isinstance(in_a, torch.Tensor) and isinstance(in_b, torch.Tensor) and in_a.shape == in_b.shape:
             yield name, in_a, in_b
+
+
+def _held(module: torch.nn.Module, name: str) -> Any:
+    """Return a buffer, or another tensor that the module holds; None without one."""
+    return tensors_held(module)[1].get(name, vars(module).get(name))
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> str:
@@ -131,12 +140,9 @@ def with_attributes(model: torch.nn.Module, others: Iterable[Other], a: torch.nn
             for path, partner in other.modules.items():
                 module = modules[path]
                 if other.is_buffer:
-                    source = of_a[partner]
-                    value = source._buffers.get(other.name, vars(source).get(other.name))
-                    if other.name in module._buffers:
-                        tensors[f"{path}.{other.name}" if path else other.name] = value.to(
-                            module._buffers[other.name].dtype
-                        )
+                    value = _held(of_a[partner], other.name)
+                    if other.name in (buffers := tensors_held(module)[1]):
+                        tensors[f"{path}.{other.name}" if path else other.name] = value.to(buffers[other.name].dtype)
                         continue
                     held.append((module, other.name, vars(module)[other.name]))
                     setattr(module, other.name, value)

@@ -117,8 +117,8 @@ class Samples:
     def together(self, samples: list[Any]) -> Any:
         """Return inputs that hold these samples, one after the other."""
         flat = [tree_flatten(sample)[0] for sample in samples]
-        leaves = [torch.cat(parts, self._dim) if has else parts[0]
-                  for parts, has in zip(zip(*flat, strict=True), self._has, strict=True)]  # fmt: skip
+        joined = zip(zip(*flat, strict=True), self._has, strict=True)
+        leaves = [torch.cat(parts, self._dim) if has else parts[0] for parts, has in joined]
         return tree_unflatten(leaves, self._spec)
 
     def _each(self, of_tensor: Callable[[torch.Tensor], torch.Tensor], leaves: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from narrowcast.analysis.parity.attributes import Other, other_attributes, with_attributes
 from narrowcast.analysis.parity.exchange import Kept, Results
 from narrowcast.analysis.parity.partners import Partners
-from narrowcast.analysis.parity.programs import Change, Program, distance
+from narrowcast.analysis.parity.programs import Change, Live, Program, distance
 from narrowcast.analysis.parity.weights import Pieces, assembled, different, pair_weights, with_parameters
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.trial.finiteness import is_floating
@@ -34,7 +34,7 @@ class Search:
     by then. runs: how often b ran.
     """
 
-    def __init__(self, a: Program, b: Program, whole: float, partners: Partners) -> None:
+    def __init__(self, a: Live, b: Live, whole: float, partners: Partners) -> None:
         self._a, self._b, self._partners, self.whole = a, b, partners, whole
         self.of_a, self.of_b = a.module, b.module
         self.causes: list[Cause] = []
@@ -127,7 +127,7 @@ class Search:
     def _measure(self, change: Change) -> float:
         return self._distance(self._run([*self.changes, change])[0])
 
-    def _run(self, changes: list[Change] | None = None, region_of: Program | None = None, **given: Any) -> Any:
+    def _run(self, changes: list[Change] | None = None, region_of: Live | None = None, **given: Any) -> Any:
         self.runs += 1
         own = self.changes if changes is None else changes
         return self._b.exchanged(own, region_of or self._region_of, **given)
@@ -163,8 +163,8 @@ class Search:
 def place_of(program: Program, module: str) -> str:
     """Return the first line of a module's calls, or of those inside of it."""
     inside = f"{module}." if module else ""
-    return next((f"{c.file}:{c.line}" for c in program.run.calls
-                 if c.file and (c.id.module_path == module or c.id.module_path.startswith(inside))), "")  # fmt: skip
+    of_module = (c for c in program.run.calls if c.id.module_path == module or c.id.module_path.startswith(inside))
+    return next((f"{call.file}:{call.line}" for call in of_module if call.file), "")
 
 
 def other_choices(a: Kept, b: Kept, partners: Partners) -> tuple[dict[CallId, torch.Tensor], list[Routed]]:
@@ -217,6 +217,6 @@ def _format_of(model: torch.nn.Module) -> str:
     return str(FORMATS.get(dtype, dtype)) if dtype is not None else "no format"
 
 
-def _region_text(program: Program) -> str:
+def _region_text(program: Live) -> str:
     region = program.region
     return "" if region is None else f"{FORMATS[region.fast_dtype]} by policy {region.policy.name}, "

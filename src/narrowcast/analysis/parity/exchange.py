@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Exchange(Observer):
         """Return what a call chose, or what it is to choose: of `topk` and its like the values at these places."""
         if self._moves is not None and not seen.is_cast:
             with quietly():
-                return tree_map_only(torch.Tensor, self._moved, result)
+                return tree_map_only(torch.Tensor, partial(_moved, self._moves), result)
         if self._numbers_calls:
             self.kept.before.setdefault(seen.id, len(self.kept.order))
         if not is_named(facts.id, "chooses.by_value"):
@@ -132,9 +133,9 @@ class Exchange(Observer):
                 return result
             return _with_choice(args, found, result, chosen)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._moves is not None
-        return self._moves.moved(tensor, torch.finfo(tensor.dtype).eps) if is_floating(tensor) else tensor
+
+def _moved(noise: Noise, tensor: torch.Tensor) -> torch.Tensor:
+    return noise.moved(tensor, torch.finfo(tensor.dtype).eps) if is_floating(tensor) else tensor
 
 
 def _with_choice(args: tuple[Any, ...], found: list[torch.Tensor], result: Any, chosen: torch.Tensor) -> Any:

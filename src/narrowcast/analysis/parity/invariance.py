@@ -86,19 +86,17 @@ class _Check:
         self._alone, self._calls = self._run(self.sample)
         again, _ = self._run(self.sample, seed=1)
         if any(not torch.equal(x, y) for x, y in zip(self._alone, again, strict=True)):
-            raise RunError(
-                f"check_invariance({trial.name})", "two runs of the same sample differ, with another seed",
-                advice="Call model.eval() before: what draws numbers, or depends on threads, cannot be checked.",
-            )  # fmt: skip
+            advice = "Call model.eval() before: what draws numbers, or depends on threads, cannot be checked."
+            found = "two runs of the same sample differ, with another seed"
+            raise RunError(f"check_invariance({trial.name})", found, advice=advice)
         self._alone_other, self._calls_other = self._run(self._other)
         self._bound = OF_NOISE * max(_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
-        mates, others = ([self._samples.another_like(self.sample, 10 * seed + n) for n in range(size)]
-                         for seed in (_MATES, _OTHER_MATES))  # fmt: skip
-        runs = [self._run(self._batch(who, at, place)) for who, at in
-                ((mates, self.sample), (mates, self._other), (others, self.sample))]  # fmt: skip
+        mates, others = self._mates(_MATES, size), self._mates(_OTHER_MATES, size)
+        ways = (mates, self.sample), (mates, self._other), (others, self.sample)
+        runs = [self._run(self._batch(around, sample, place)) for around, sample in ways]
         outputs = [list(together) for together in zip(*(output for output, _ in runs), strict=True)]
         name = f"batch of {size}, place {place + 1}"
         own = [own_elements(*together) for together in outputs]
@@ -124,14 +122,17 @@ class _Check:
                 found = decoding.own(self._call(partial(_with, padded)), before, after)
                 yield self._variant(f"padded {'left' if before else 'right'} by {n} (token {fill})", [alone], [found])
         chunk = min(_CHUNK, length - 1)
-        ways = {f"in chunks of {chunk}": [chunk] * (length // chunk) + [length % chunk] * bool(length % chunk),
-                f"after a prefix of {length - 1}": [length - 1, 1], "token by token": [1] * length}  # fmt: skip
+        ways = {f"in chunks of {chunk}": [chunk] * (length // chunk) + [length % chunk] * bool(length % chunk)}
+        ways |= {f"after a prefix of {length - 1}": [length - 1, 1], "token by token": [1] * length}
         for name, lengths in ways.items() if length > 1 else ():
             output = self._call(partial(_in_chunks, decoding, own, lengths))
             if output is not None:
                 yield self._variant(name, [alone], [output])
 
     # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _mates(self, seed: int, size: int) -> list[Any]:
+        return [self._samples.another_like(self.sample, 10 * seed + n) for n in range(size)]
 
     def _batch(self, mates: list[Any], sample: Any, place: int) -> Any:
         return self._samples.together([*mates[:place], sample, *mates[place + 1 :]])

@@ -13,7 +13,7 @@ from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.parity.causes import Search, other_choices, place_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall
 from narrowcast.analysis.parity.partners import partners_of
-from narrowcast.analysis.parity.programs import Program, distance, program_of
+from narrowcast.analysis.parity.programs import Live, Program, distance, live_program, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
 from narrowcast.analysis.parity.sampler import sampled_from
 from narrowcast.analysis.parity.shares import paired_results, shares_of, within
@@ -22,6 +22,7 @@ from narrowcast.errors import RunError, first_line
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.trial.noise import Noise
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import number_text
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.parity import Cause, Distance, Parity, distance_in_nats
@@ -93,7 +94,7 @@ def parity(
         result.causes += _of_sampler(*programs, result.distance)
     whole, is_named = result.distance.rms, bool(result.causes)
     for program in programs:
-        if program.trial is not None:
+        if isinstance(program, Live):
             program.run = program.captured()
     found = diff(programs[0].run, programs[1].run, mapping=mapping, names=names)
     result.environment = list(found.environment)
@@ -114,30 +115,38 @@ def parity(
     return result
 
 
-def _as_modules(a: Program, b: Program) -> tuple[Program, Program] | None:
+def _as_modules(a: Program, b: Program) -> tuple[Live, Live] | None:
     """Return both as modules that are called once on the same inputs: what a function calls, or what a run was captured
     of, in the place of these. None where that cannot be.
     """
-    if a.model is not None and b.model is not None:
-        return a, b
-    live = a if a.model is not None else b
-    other = b if live is a else a
-    made = None if other.trial is None or not other.trial.is_made else other.trial.original().model
-    module = made if isinstance(made, torch.nn.Module) else module_of(other.run)
-    if live.model is None or module is None or live.trial is None:
+    live, other = (a, b) if isinstance(a, Live) and a.is_module else (b, a)
+    if not isinstance(live, Live) or not live.is_module:
         return None
+    called = other if isinstance(other, Live) and other.is_module else _called_by(other, live)
+    if called is None:
+        return None
+    return (live, called) if live is a else (called, live)
+
+
+def _called_by(program: Program, live: Live) -> Live | None:
+    """Return the module that a program calls, on the inputs of the other; None where that cannot be."""
+    is_made = isinstance(program, Live) and program.trial.is_made
+    made = program.trial.original().model if isinstance(program, Live) and is_made else None
+    module = made if isinstance(made, torch.nn.Module) else module_of(program.run)
+    if module is None:
+        return None
+    under = program.under if isinstance(program, Live) else None
     try:
-        called = program_of(other.name, module, (live.trial.args, live.trial.kwargs), other.under, live.tokens)
+        trial = Trial.of("parity", module, (live.trial.args, live.trial.kwargs))
+        called = live_program(program.name, trial, under, live.tokens)
+        called.run = called.captured()
     except Exception:  # it takes other inputs: what it raises is its own
         return None
-    if called.model is None:
-        return None
-    called.run = called.captured()
-    return (called, b) if live is b else (a, called)
+    return called if called.is_module else None
 
 
 def _by_engine(
-    result: Parity, programs: tuple[Program, Program], modules: tuple[Program, Program], found: RunDifferences
+    result: Parity, programs: tuple[Program, Program], modules: tuple[Live, Live], found: RunDifferences
 ) -> None:
     """Enter what goes away where the module of one is called once, on all tokens, in the place of the program."""
     other, called = next(((p, m) for p, m in zip(programs, modules, strict=True) if p is not m), (None, None))
@@ -147,25 +156,20 @@ def _by_engine(
     own = _distance(called, other, None).rms
     noise = max(distance(called, called, called.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
     result.runs += 2
-    if other.trial is not None and other.trial.is_made:
-        what = (
-            f"what was made of {other.name} is {number_text(own)} off its module; rounding makes {number_text(noise)}"
-        )
+    if isinstance(other, Live) and other.trial.is_made:
+        what = f"what was made of {other.name} is {number_text(own)} off its module; rounding makes "
+        what += number_text(noise)
         kind, todo = (ROUND_OFF, "") if own <= OF_NOISE * noise else (KERNEL, f"run {other.name} as eager code")
         result.causes.append(Cause(kind, what, todo, before, after, after * _CONFIRMS <= before))
     elif own <= OF_NOISE * noise and found.verdict in (ALIKE, ROUND_OFF):
         result.causes.append(of_rounding(found))
     elif own <= OF_NOISE * noise and own * _CONFIRMS > before:
-        what = (
-            f"{other.name} computes in other batches and pieces than one call of its module, {number_text(own)} off, "
-        )
-        what += f"as rounding may be ({number_text(noise)} for a unit in the last place of each call)"
+        what = f"{other.name} computes in other batches and pieces than one call of its module, "
+        what += f"{number_text(own)} off; a unit in the last place of each call makes {number_text(noise)}"
         result.causes.append(Cause(SHAPE, what, "", before, after, after * _CONFIRMS <= before))
     elif own > OF_NOISE * noise:
-        what = (
-            f"{other.name} is {number_text(own)} off one call of its module on the same tokens, where rounding makes "
-        )
-        what += number_text(noise)
+        what = f"{other.name} is {number_text(own)} off one call of its module on the same tokens, where rounding "
+        what += f"makes {number_text(noise)}"
         todo = "compare positions, masks, and what the cache holds there"
         result.causes.append(Cause(CACHE, what, todo, before, after, after * _CONFIRMS <= before))
 
@@ -186,10 +190,9 @@ def _check_numbers(programs: Sequence[Program]) -> None:
     """Raise RunError where one alone has log-probabilities."""
     for one, other in (programs, programs[::-1]):
         if one.log_probabilities and not other.log_probabilities:
-            raise RunError(
-                f"parity({', '.join(program.name for program in programs)})", f"{other.name} has no log-probabilities",
-                advice=f"Capture {other.name} with tokens=ids, or add them: run.keep_tokens(ids, log_probabilities).",
-            )  # fmt: skip
+            asked, found = f"parity({one.name}, {other.name})", f"{other.name} has no log-probabilities"
+            how = "with tokens=ids, or add them: run.keep_tokens(ids, log_probabilities)."
+            raise RunError(asked, found, advice=f"Capture {other.name} {how}")
 
 
 def _other_tokens(a: Program, b: Program) -> list[Cause]:
@@ -197,9 +200,8 @@ def _other_tokens(a: Program, b: Program) -> list[Cause]:
     if a.ids == b.ids:
         return []
     same = _same_tokens(a, b)
-    what = (
-        f"{len(a.ids)} tokens in a, {len(b.ids)} in b, the same ones up to token {same}{_shift(a, b) or _shift(b, a)}"
-    )
+    what = f"{len(a.ids)} tokens in a, {len(b.ids)} in b, the same ones up to token {same}"
+    what += _shift(a, b) or _shift(b, a)
     return [Cause(TOKENS, what, "give both the same ids: one tokenizer, one template, one BOS")]
 
 
@@ -224,27 +226,27 @@ def _distance(a: Program, b: Program, limit: float | None) -> Distance:
     if a.ids or b.ids:
         same = _same_tokens(a, b)
         return distance_in_nats(a.log_probabilities[:same], b.log_probabilities[:same], limit)
-    if a.trial is not None and b.trial is not None:
+    if isinstance(a, Live) and isinstance(b, Live):
         return distance(a, b, b.output)
     return Distance("relative", float("nan"))
 
 
 def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
     """Return what was done to the logits of one that explains the log-probabilities of the other, if anything does."""
-    found = []
     for live, other in ((a, b), (b, a)):
-        if live.tokens is None or (other.trial is not None and other.tokens is not None and live is b):
+        if not isinstance(live, Live) or live.tokens is None:
             continue
         rows = logits_of(live.output, live.tokens)[1]
-        for what, left in sampled_from(rows, live.ids, other.log_probabilities):
-            if left * _CONFIRMS <= whole.rms:
-                todo = f"take both of the same logits: raw, or divided and cut alike ({what} is {other.name}'s)"
-                text = f"log-probabilities of {other.name} are those of {live.name}'s logits with {what}"
-                found.append(Cause(SAMPLER, text, todo, whole.rms, left, True))
-    return sorted(found, key=lambda cause: cause.after)[:1]
+        found = [(left, what) for what, left in sampled_from(rows, live.ids, other.log_probabilities)]
+        left, what = min(found)
+        if left * _CONFIRMS <= whole.rms:
+            todo = f"take both of the same logits: raw, or divided and cut alike ({what} is {other.name}'s)"
+            text = f"log-probabilities of {other.name} are those of {live.name}'s logits with {what}"
+            return [Cause(SAMPLER, text, todo, whole.rms, left, True)]
+    return []
 
 
-def _by_exchange(result: Parity, programs: tuple[Program, Program], found: RunDifferences) -> None:
+def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferences) -> None:
     """Enter causes and shares that exchanging parts of a and b shows."""
     a, b = programs
     of_a, of_b = ([name for name, _ in program.module.named_modules()] for program in programs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.parity import RELATIVE, Distance, distance_in_nats
 from narrowcast.reports.results.run import Run
 from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.runtime.torch_surface.modules import dropped_share
 
 Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """What is changed in a model while it runs."""
@@ -29,43 +30,44 @@ _NAMES = ("decoder_input_ids", "input_ids", "tokens", "ids")
 
 @dataclass(slots=True)
 class Program:
-    """A model with its inputs, in its region, or a run alone. tokens: ids [..., T] of a language model.
+    """One of the two. run: its calls; those of a program that runs are captured when they are needed.
 
-    output: what the model gives by itself; ids, log_probabilities: of its tokens, in a row.
+    ids, log_probabilities: of a language model's tokens, in a row; tokens: the ids as they were given, [..., T].
     """
 
     name: str
     run: Run
-    trial: Trial | None = None
-    region: autocast | None = None
-    under: Under = None
-    tokens: torch.Tensor | None = None
-    output: Any = None
     ids: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
+    tokens: torch.Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Live(Program):
+    """One that runs: a model with its inputs, in its region, if it has one. output: what it gives by itself."""
+
+    trial: Trial
+    region: autocast | None
+    under: Under
+    output: Any = None
 
     @property
-    def model(self) -> torch.nn.Module | None:
-        """The module that can be run with something changed: none of a run, a function, or what compilers made."""
-        trial = self.trial
-        if trial is None or trial.is_made or not isinstance(trial.model, torch.nn.Module):
-            return None
-        return trial.model if trial.process() is None else None
+    def is_module(self) -> bool:
+        """Whether it can run with something changed: not a function, nor what compilers made, which is not copied."""
+        return not self.trial.is_made and isinstance(self.trial.model, torch.nn.Module) and self.trial.process() is None
 
     @property
     def module(self) -> torch.nn.Module:
-        """The same, of a program that has one."""
-        assert self.model is not None
-        return self.model
+        """The model, where it is a module."""
+        return cast("torch.nn.Module", self.trial.model)
 
     def exchanged(
-        self, changes: Sequence[Change] = (), region_of: Program | None = None, **given: Any
+        self, changes: Sequence[Change] = (), region_of: Live | None = None, **given: Any
     ) -> tuple[Any, Kept]:
         """Return the output of a copy with these changes, and what its modules returned. given: of `Exchange`.
 
         region_of: the program in whose region it runs; itself by default.
         """
-        assert self.trial is not None
         region = (region_of or self).region
         with torch.no_grad(), self.trial.copied(None) as run, ExitStack() as stack:
             for change in changes:
@@ -77,7 +79,6 @@ class Program:
 
     def captured(self, changes: Sequence[Change] = ()) -> Run:
         """Return the calls of a run with these changes."""
-        assert self.trial is not None
         with torch.no_grad(), ExitStack() as stack:
             if not changes:
                 trial = self.trial
@@ -91,14 +92,18 @@ class Program:
 
 
 def program_of(name: str, model: Any, inputs: Any, under: Under, tokens: torch.Tensor | None) -> Program:
-    """Return a program of a model, which runs once by itself. RunError for what cannot be compared."""
+    """Return a program: of a run, or of a model, which runs once by itself. RunError for what cannot be compared."""
     if isinstance(model, Run):
-        return Program(name, model, ids=list(model.tokens), log_probabilities=list(model.log_probabilities))
-    trial = Trial.of("parity", model, inputs)
+        return Program(name, model, list(model.tokens), list(model.log_probabilities))
+    return live_program(name, Trial.of("parity", model, inputs), under, tokens)
+
+
+def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | None) -> Live:
+    """Return the program of a model, which runs once by itself. RunError for what cannot be compared."""
     _check_draws(trial, name)
     opened = observed_region("parity", trial, under)
     region = None if isinstance(opened, Uncast) else opened
-    program = Program(name, Run(), trial, region, under)
+    program = Live(name, Run(), trial=trial, region=region, under=under)
     with torch.no_grad():
         program.output = trial.run(region).output
     program.tokens = tokens if tokens is not None else _tokens_of(trial, program.output)
@@ -113,7 +118,7 @@ def numbers_of(output: Any, tokens: torch.Tensor) -> tuple[list[int], list[float
     return ids.tolist(), values.tolist()
 
 
-def distance(a: Program, b: Program, output: Any, limit: float | None = None) -> Distance:
+def distance(a: Live, b: Live, output: Any, limit: float | None = None) -> Distance:
     """Return how far apart a's numbers are from those of b where that returns this output."""
     if a.log_probabilities and b.tokens is not None:
         return distance_in_nats(a.log_probabilities, numbers_of(output, b.tokens)[1], limit)
@@ -150,8 +155,7 @@ def _check_draws(trial: Trial, name: str) -> None:
     """Raise RunError for a model that draws numbers: those of two programs are others."""
     modules = trial.model.named_modules() if isinstance(trial.model, torch.nn.Module) else ()
     for path, module in modules:
-        if module.training and isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise RunError(
-                f"parity: {name}", f"{path or type(module).__name__} draws what it drops, with p={module.p:g}",
-                advice="Call model.eval() before: what two programs draw is another in each.",
-            )  # fmt: skip
+        if share := dropped_share(module):
+            found = f"{path or type(module).__name__} draws what it drops, with p={share:g}"
+            advice = "Call model.eval() before: what two programs draw is another in each."
+            raise RunError(f"parity: {name}", found, advice=advice)

@@ -103,9 +103,8 @@ def _suspects(found: RunDifferences) -> Iterator[Suspect]:
             kind, todo = (CACHE, _OF_CACHES) if is_of_positions else (CALLS, "make these calls in both, or in neither")
             own = [one.id for one in of_line] if run == "b" else []
             yield Cause(kind, what, todo, module=first.id.module_path if own else "", place=first.place), own
-    if not (found.producers or found.alone) and found.verdict == FORMATS_DIFFER:
-        first_format = found.first_format
-        assert first_format is not None
+    first_format = found.first_format
+    if first_format is not None and not (found.producers or found.alone) and found.verdict == FORMATS_DIFFER:
         alike = [row for row in found.formats if row.place_b == first_format.place_b]
         what = f"{first_format.format_a} in a, {first_format.format_b} in b: {_of_all(alike)}"
         what += and_more(len(found.formats) - len(alike), "call")

@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import parameters_of
-from narrowcast.runtime.torch_surface.modules import without_wrapper
+from narrowcast.runtime.torch_surface.modules import tensors_held, without_wrapper
 
 _PREFIX = 16
 """How many elements of a row are compared to find it."""
@@ -86,20 +86,18 @@ def with_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
     held: list[tuple[dict[str, Any], str, Any]] = []
     replaced: dict[int, Any] = {}
     for path, module in model.named_modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                full = without_wrapper(f"{path}.{name}" if path else name)
-                if tensor is not None and full in tensors:
-                    is_parameter = own is module._parameters
-                    new = tensors[full].detach()
-                    replaced[id(tensor)] = torch.nn.Parameter(new, False) if is_parameter else new
+        parameters, buffers = tensors_held(module)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            full = without_wrapper(f"{path}.{name}" if path else name)
+            if tensor is not None and full in tensors:
+                new = tensors[full].detach()
+                replaced[id(tensor)] = torch.nn.Parameter(new, False) if name in parameters else new
     try:
-        for module in model.modules():
-            for own in (module._parameters, module._buffers):
-                for name, tensor in list(own.items()):
-                    if tensor is not None and id(tensor) in replaced:
-                        held.append((own, name, tensor))
-                        own[name] = replaced[id(tensor)]
+        for own in (own for module in model.modules() for own in tensors_held(module)):
+            for name, tensor in list(own.items()):
+                if tensor is not None and id(tensor) in replaced:
+                    held.append((own, name, tensor))
+                    own[name] = replaced[id(tensor)]
         yield
     finally:
         for own, name, tensor in reversed(held):

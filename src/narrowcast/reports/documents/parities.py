@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from narrowcast.output.words import counted, number_text
-from narrowcast.reports.documents.model import Document, Figure, Series, Todo
+from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.invariance import Invariance, Variant
@@ -29,21 +29,37 @@ def parity_document(result: Parity) -> Document:
         Todo(_sentence(cause.todo), _why(result, cause), path=cause.module) for cause in result.causes if cause.todo
     ]
     page.notes = list(result.notes)
-    page.tables = [
-        *table("causes", "Causes, and the distance before and after b was given a's", "cause, what, confirmed, "
-               "before:error, after:error, module:module, line:line",
-               [[c.kind, c.what, "confirmed" if c.is_confirmed else "likely", number(c.before), number(c.after),
-                 c.module, c.place] for c in result.causes]),
-        *table("shares", "What each stretch of modules brings: results before it made equal, then its own, too",
-               "after, up to:module, in a:module, share:error, before:error, with it equal:error, line:line",
-               [[s.since, s.module, s.a, number(s.amount), number(s.before), number(s.after), s.place]
-                for s in result.shares], first=_largest(result)),
-        *table("routing", "Calls that choose otherwise", "module:module, op:op, rows:number, of:number, line:line",
-               [[r.module, r.op, r.rows, r.of, r.place] for r in result.routed]),
-        *table("environment", "What differs between the environments", "name, in a, in b", result.environment),
-    ]  # fmt: skip
+    page.tables = _tables(result)
     page.series = _by_depth(result)
     return page
+
+
+def _tables(result: Parity) -> list[Table]:
+    causes = [
+        [
+            c.kind,
+            c.what,
+            "confirmed" if c.is_confirmed else "likely",
+            number(c.before),
+            number(c.after),
+            c.module,
+            c.place,
+        ]
+        for c in result.causes
+    ]
+    shares = [[s.since, s.module, s.a, *map(number, (s.amount, s.before, s.after)), s.place] for s in result.shares]
+    routed = [[r.module, r.op, r.rows, r.of, r.place] for r in result.routed]
+    of_causes = "cause, what, confirmed, before:error, with a's:error, module:module, line:line"
+    of_shares = "after, up to:module, in a:module, share:error, before:error, with it equal:error, line:line"
+    brings = "What each stretch of modules brings: with results before it equal, then its own, too"
+    return [
+        *table("causes", "Causes, and the distance before and after b was given a's", of_causes, causes),
+        *table("shares", brings, of_shares, shares, first=_largest(result)),
+        *table(
+            "routing", "Calls that choose otherwise", "module:module, op:op, rows:number, of:number, line:line", routed
+        ),
+        *table("environment", "What differs between the environments", "name, in a, in b", result.environment),
+    ]
 
 
 def parity_verdict(result: Parity) -> str:
@@ -120,8 +136,10 @@ def invariance_document(result: Invariance) -> Document:
     page.todos = [_todo(variant) for variant in varying if variant.verdict in (LEAK, CACHE)][:3]
     page.notes = list(result.notes)
     columns = "run as, verdict, error:error, round-off:error, first call that differs:call, alone, there, line:line"
-    rows = [[v.name, v.verdict, number(v.error), number(v.bound), str(v.call or ""), *v.shapes, v.place]
-            for v in result.variants]  # fmt: skip
+    rows = [
+        [v.name, v.verdict, number(v.error), number(v.bound), str(v.call or ""), *v.shapes, v.place]
+        for v in result.variants
+    ]
     page.tables = table("variants", "One sample, run in other ways", columns, rows)
     return page
 

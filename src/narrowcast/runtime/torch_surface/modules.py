@@ -88,6 +88,18 @@ children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
 """The modules inside one, by name."""
 
 
+def tensors_held(module: Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of a module itself by name, and its buffers: the mappings that it looks them up in."""
+    return module._parameters, module._buffers
+
+
+def dropped_share(module: Module) -> float:
+    """Return the share of elements that a module drops at random as it is now; 0 of any other, or in evaluation."""
+    if not isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return 0.0
+    return module.p if module.training else 0.0
+
+
 def mutators() -> tuple[tuple[Any, str], ...]:
     """Return functions that change weights and that torch has no hooks for, as owner and name: loading a state_dict,
     moving or converting a module, averaged models, vectors written into parameters.
