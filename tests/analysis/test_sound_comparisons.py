@@ -456,7 +456,7 @@ class Spoiling(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         gradient = gradient.clone()
-        gradient[:, 0] = torch.inf if gradient.dtype == torch.float32 else torch.nan
+        gradient[:, 0].fill_(torch.inf if gradient.dtype == torch.float32 else torch.nan)  # a number, as in torch 2.15
         return gradient
 
 

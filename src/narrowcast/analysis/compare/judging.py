@@ -218,6 +218,8 @@ def _are_alike(a: str, b: str, unit: float) -> bool:
         x, y = (torch.tensor([float(v)], dtype=torch.float64, device="cpu") for v in (a, b))
     except ValueError:
         return False
+    if not (x.isfinite() or y.isfinite()):  # NaN in one format, infinite in another: neither is right
+        return True
     return bool(torch.maximum(x, y) <= MASKED) or bool((x - y).abs() <= unit * x.abs())
 
 
