@@ -137,3 +137,27 @@ def test_errors():
             nc.check_invariance(draws, torch.randn(2, 3))
     with pytest.raises(RunError, match="no input has a dimension 1"):
         nc.check_invariance(nn.ReLU(), torch.randn(3), dim=1)
+
+
+def test_samples_that_only_round_together_share_nothing():
+    """A product of all samples in another order: bits depend on the others, by rounding alone; in fp64, too."""
+
+    class Together(nn.Module):
+        def forward(self, x):
+            total = x.sum()  # taken away again
+            return (x + total * 1e-2) - total * 1e-2
+
+    for dtype in (torch.float32, torch.float64):
+        found = nc.check_invariance(Together(), torch.randn(2, 64, dtype=dtype))
+        assert found.verdict in ("batch shape", "invariant") and found, found
+
+
+def test_a_leak_through_lengths_is_found():
+    """Integers of other samples that one reads."""
+
+    class Shortened(nn.Module):
+        def forward(self, x, lengths):
+            return x[:, : int(lengths.max())].sum(1) * lengths.max()
+
+    found = nc.check_invariance(Shortened(), (torch.randn(3, 9), torch.tensor([5, 9, 3])))
+    assert found.verdict == "shared" and not found, found

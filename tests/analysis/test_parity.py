@@ -265,7 +265,7 @@ def top_k(logits, k):
 
 SAMPLERS = {
     "temperature 0.6": lambda x: (x / 0.6).log_softmax(-1),
-    "top-k 38": lambda x: x.log_softmax(-1) - (x.softmax(-1).topk(38).values.sum(-1, keepdim=True)).log(),
+    "top-k 20": lambda x: top_k(x, 20),  # tokens that are cut off have -inf
     "log_softmax in bf16": lambda x: x.bfloat16().log_softmax(-1),
 }
 
@@ -404,3 +404,67 @@ def test_distances_in_nats():
     assert distance_in_nats([-math.inf], [-math.inf]).rms == 0
     assert math.isinf(distance_in_nats([math.nan], [-1.0]).rms)
     assert math.isnan(distance_in_nats([], []).rms)
+
+
+def test_numbers_that_calls_do_not_explain_are_the_sampler_s(model, tmp_path):
+    """Of a run alone: its calls agree, and it kept something else."""
+    with torch.no_grad():
+        values = of_tokens(model(IDS).log_softmax(-1))
+    values = values + torch.linspace(-1, 1, values.numel()).view(values.shape)
+    found = nc.parity(model, kept(model, values).save(tmp_path / "run.json.gz"), IDS)
+    assert found.verdict == "sampler" and found.is_over, found
+
+
+def test_what_draws_by_a_function_is_refused():
+    with pytest.raises(RunError, match="two runs differ, with another seed"):
+        nc.parity(lambda x: F.dropout(x, 0.5), nn.ReLU(), torch.randn(2, 8))
+
+
+def test_a_square_weight_that_is_transposed_is_the_same():
+    """Under the same name; and one that is another as well is named."""
+
+    class Turned(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in layers)
+            for layer in self.layers:
+                layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(x @ layer.weight + layer.bias)
+            return x
+
+    class Straight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    torch.manual_seed(0)
+    a = Straight()
+    b, x = Turned(a.layers), torch.randn(4, 8)
+    assert not nc.parity(a, b, x).is_over
+    with torch.no_grad():
+        b.layers[1].weight[2] *= 2
+    found = nc.parity(a, b, x)
+    assert found.verdict == "weights" and first(found).is_confirmed and first(found).module == "layers.1", found
+    assert first(found).what.startswith("1 parameter differs"), found
+
+
+def test_programs_that_are_written_otherwise_and_round_otherwise_are_alike():
+    """A batch norm that is folded into the layer before it: other calls and weights, and a distance of rounding."""
+    torch.manual_seed(0)
+    a = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).eval()
+    a[1].running_mean.normal_()
+    b = nn.Sequential(copy.deepcopy(a[0]), nn.Tanh())
+    with torch.no_grad():
+        factor = a[1].weight / (a[1].running_var + a[1].eps).sqrt()
+        b[0].weight *= factor[:, None]
+        b[0].bias.copy_((a[0].bias - a[1].running_mean) * factor + a[1].bias)
+    found = nc.parity(a, b, torch.randn(4, 8))
+    assert found.verdict in ("round-off", "alike") and not found.is_over, found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +57,8 @@ class ResultsOfCalls(Observer):
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Which elements of a result are a sample's: they change with it, and with no other. shared: those that change with
-    both.
+    """Which elements of a result are a sample's: they change with it, and less with others. shared: how many change
+    with both, by more than rounding; count: how many change with the sample.
     """
 
     values: torch.Tensor
@@ -65,21 +66,33 @@ class Own:
     count: int
 
 
-def own_elements(base: torch.Tensor, with_another: torch.Tensor, with_other_mates: torch.Tensor | None) -> Own | None:
+def own_elements(
+    base: torch.Tensor, with_others: Sequence[torch.Tensor], with_other_mates: Sequence[torch.Tensor], bound: float
+) -> Own | None:
     """Return the elements of a result that are a sample's; None of results whose shapes depend on values.
 
-    with_another: where the sample is another; with_other_mates: where all others are.
+    with_others: the results where the sample is another; with_other_mates: where all others are. bound: what rounding
+    may make of a result, relatively (L2).
     """
-    if with_another.shape != base.shape or (with_other_mates is not None and with_other_mates.shape != base.shape):
+    if any(other.shape != base.shape for other in (*with_others, *with_other_mates)):
         return None
-    by_sample = _changed(base, with_another)
-    by_others = torch.zeros_like(by_sample) if with_other_mates is None else _changed(base, with_other_mates)
-    both = int((by_sample & by_others).sum())
-    return Own(base[by_sample & ~by_others], both, int(by_sample.sum()))
+    by_sample, by_mates = _changed(base, with_others), _changed(base, with_other_mates)
+    own = (by_sample > 0) & (by_sample > by_mates)
+    theirs = (by_mates > 0) & ~own
+    size = base.double().nan_to_num(0, 0, 0).abs()
+    is_shared = any(bool(by[of].norm() > bound * size[of].norm()) for by, of in ((by_mates, own), (by_sample, theirs)))
+    both = int(((by_sample > 0) & (by_mates > 0)).sum()) if is_shared else 0
+    return Own(base[own], both, int((by_sample > 0).sum()))
 
 
-def _changed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a != b) & ~(a.isnan() & b.isnan())
+def _changed(base: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return by how much each element changes at most; NaN that stays is no change."""
+    found = torch.zeros(base.shape, dtype=torch.float64, device=base.device)
+    for other in others:
+        far = (other.double() - base.double()).abs().nan_to_num(math.inf, math.inf)
+        is_same = (other == base) | (other.isnan() & base.isnan())
+        found = torch.maximum(found, far.masked_fill(is_same, 0.0))
+    return found
 
 
 class Samples:
@@ -94,7 +107,7 @@ class Samples:
 
     def first(self) -> Any:
         """Return the inputs of the first sample."""
-        return self._each(lambda leaf: leaf.narrow(self._dim, 0, 1), self._leaves)
+        return self._each(lambda leaf, _: leaf.narrow(self._dim, 0, 1), self._leaves)
 
     def another_like(self, sample: Any, seed: int) -> Any:
         """Return another sample with the same values in another order, so that it is a legal one, and floats three
@@ -102,13 +115,15 @@ class Samples:
         """
         generator = torch.Generator().manual_seed(seed)
 
-        def other(tensor: torch.Tensor) -> torch.Tensor:
+        def other(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
                 return tensor
             order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
             found = tensor.flatten()[order].view(tensor.shape)
             if is_floating(tensor):
                 return found * (0.75 - seed / 1024)
+            if tensor.numel() == 1:  # a length, a class: one that another sample has
+                return whole.narrow(self._dim, seed % self.count, 1)
             low, high = int(tensor.min()), int(tensor.max())
             return found if not torch.equal(found, tensor) else (tensor - low + 1 + seed) % (high - low + 1) + low
 
@@ -121,6 +136,7 @@ class Samples:
         leaves = [torch.cat(parts, self._dim) if has else parts[0] for parts, has in joined]
         return tree_unflatten(leaves, self._spec)
 
-    def _each(self, of_tensor: Callable[[torch.Tensor], torch.Tensor], leaves: list[Any]) -> Any:
-        made = [of_tensor(leaf) if has else leaf for leaf, has in zip(leaves, self._has, strict=True)]
+    def _each(self, of_tensor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], leaves: list[Any]) -> Any:
+        together = zip(leaves, self._leaves, self._has, strict=True)
+        made = [of_tensor(leaf, whole) if has else leaf for leaf, whole, has in together]
         return tree_unflatten(made, self._spec)

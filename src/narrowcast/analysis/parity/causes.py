@@ -15,7 +15,7 @@ from narrowcast.analysis.parity.attributes import Other, other_attributes, with_
 from narrowcast.analysis.parity.exchange import Kept, Results
 from narrowcast.analysis.parity.partners import Partners
 from narrowcast.analysis.parity.programs import Change, Live, Program, distance
-from narrowcast.analysis.parity.weights import Pieces, assembled, different, pair_weights, with_parameters
+from narrowcast.analysis.parity.weights import Source, different, pair_weights, with_parameters
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import parameters_of
@@ -41,7 +41,7 @@ class Search:
         self.changes: list[Change] = []
         self._region_of = b
         self.left, self.runs = whole, 0
-        self._pairs: dict[str, Pieces] = pair_weights(self.of_a, self.of_b, partners)
+        self._pairs: dict[str, Source] = pair_weights(self.of_a, self.of_b, partners)
 
     # -- what is tried -----------------------------------------------------------------------------------------------
 
@@ -135,10 +135,10 @@ class Search:
     def _distance(self, output: Any) -> float:
         return distance(self._a, self._b, output).rms
 
-    def _with_weights(self, pairs: Mapping[str, Pieces]) -> Change:
+    def _with_weights(self, pairs: Mapping[str, Source]) -> Change:
         def change(model: torch.nn.Module) -> AbstractContextManager[None]:
             of_a, own = parameters_of(self.of_a), parameters_of(model)
-            return with_parameters(model, {n: assembled(p, of_a).to(own[n].dtype) for n, p in pairs.items()})
+            return with_parameters(model, {n: p.of(of_a).to(own[n].dtype) for n, p in pairs.items()})
 
         return change
 
@@ -147,8 +147,8 @@ class Search:
 
     @contextmanager
     def _in_formats_of_a(self, model: torch.nn.Module) -> Iterator[None]:
-        of_a, dtype = parameters_of(self.of_a), _dtype_of(self.of_a)
-        tensors = {name: assembled(pieces, of_a) for name, pieces in self._pairs.items()}
+        of_a, dtype = parameters_of(self.of_a), dtype_of(self.of_a)
+        tensors = {name: source.of(of_a) for name, source in self._pairs.items()}
         tensors |= _buffers_of(self.of_a, model, self._partners)
         for name, tensor in (*parameters_of(model).items(), *model.named_buffers()):
             if name not in tensors and is_floating(tensor) and dtype is not None:
@@ -203,7 +203,7 @@ def _rows_apart(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.sort(-1)[0] != b.sort(-1)[0]).any(-1).sum())
 
 
-def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
+def dtype_of(model: torch.nn.Module) -> torch.dtype | None:
     """Return the dtype of most of a model's floating parameters."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in model.parameters():
@@ -213,7 +213,7 @@ def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def _format_of(model: torch.nn.Module) -> str:
-    dtype = _dtype_of(model)
+    dtype = dtype_of(model)
     return str(FORMATS.get(dtype, dtype)) if dtype is not None else "no format"
 
 

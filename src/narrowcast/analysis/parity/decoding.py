@@ -81,7 +81,7 @@ def _rows(output: Any) -> torch.Tensor:
 
 def decoding_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Decoding, dict[str, Any]] | None:
     """Return the protocol of a model of transformers and its inputs by name; None of another, or of one that is given
-    more than tokens.
+    more than tokens, or padding.
     """
     if not hasattr(model, "config") or not type(model).__module__.startswith("transformers."):
         return None
@@ -92,6 +92,9 @@ def decoding_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         return None
     code = type(model).forward
     takes = code.__wrapped__.__code__.co_varnames if hasattr(code, "__wrapped__") else code.__code__.co_varnames
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        return None
     is_text = set(inputs) <= {"input_ids", "attention_mask"} and "input_ids" in inputs and "attention_mask" in takes
     return (
         (OfTransformers(takes), inputs) if is_text and not getattr(model.config, "is_encoder_decoder", False) else None

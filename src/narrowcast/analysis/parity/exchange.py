@@ -135,7 +135,10 @@ class Exchange(Observer):
 
 
 def _moved(noise: Noise, tensor: torch.Tensor) -> torch.Tensor:
-    return noise.moved(tensor, torch.finfo(tensor.dtype).eps) if is_floating(tensor) else tensor
+    """Return a tensor with rounding, but for whole numbers, which are counts."""
+    if not is_floating(tensor) or torch.equal(tensor, tensor.round()):
+        return tensor
+    return noise.moved(tensor, torch.finfo(tensor.dtype).eps)
 
 
 def _with_choice(args: tuple[Any, ...], found: list[torch.Tensor], result: Any, chosen: torch.Tensor) -> Any:

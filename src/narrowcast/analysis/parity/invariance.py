@@ -28,7 +28,7 @@ from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_MATES, _OTHER_MATES, _OTHER = 1, 2, 3  # seeds of other samples
+_MATES, _OTHER_MATES, _OTHERS = 1, 2, (3, 4)  # seeds of other samples
 _PADDING, _CHUNK = (1, 5), 4
 """By how many tokens a sample is padded, and how many it is read in at once."""
 
@@ -82,25 +82,25 @@ class _Check:
         if not self._samples.count:
             raise RunError("check_invariance", f"no input has a dimension {dim}", advice="Give dim=, that of samples.")
         self.sample = self._samples.first()
-        self._other = self._samples.another_like(self.sample, _OTHER)
+        self._others = [self._samples.another_like(self.sample, seed) for seed in _OTHERS]
         self._alone, self._calls = self._run(self.sample)
         again, _ = self._run(self.sample, seed=1)
         if any(not torch.equal(x, y) for x, y in zip(self._alone, again, strict=True)):
             advice = "Call model.eval() before: what draws numbers, or depends on threads, cannot be checked."
             found = "two runs of the same sample differ, with another seed"
             raise RunError(f"check_invariance({trial.name})", found, advice=advice)
-        self._alone_other, self._calls_other = self._run(self._other)
+        self._alone_others = [self._run(other) for other in self._others]
         self._bound = OF_NOISE * max(_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
         mates, others = self._mates(_MATES, size), self._mates(_OTHER_MATES, size)
-        ways = (mates, self.sample), (mates, self._other), (others, self.sample)
+        ways = (mates, self.sample), *((mates, other) for other in self._others), (others, self.sample)
         runs = [self._run(self._batch(around, sample, place)) for around, sample in ways]
-        outputs = [list(together) for together in zip(*(output for output, _ in runs), strict=True)]
         name = f"batch of {size}, place {place + 1}"
-        own = [own_elements(*together) for together in outputs]
-        alone = [own_elements(x, y, None) for x, y in zip(self._alone, self._alone_other, strict=True)]
+        own = [self._own(together) for together in zip(*(output for output, _ in runs), strict=True)]
+        outputs = zip(self._alone, *(output for output, _ in self._alone_others), strict=True)
+        alone = [own_elements(first, rest, (), self._bound) for first, *rest in outputs]
         shared = sum(one.shared for one in own if one is not None), sum(one.count for one in own if one is not None)
         if shared[0]:
             return Variant(name, LEAK, **self._first_shared([calls for _, calls in runs]), shared=shared)
@@ -116,6 +116,9 @@ class _Check:
         own = Samples(inputs, self._dim).first()
         length = decoding.length(own)
         alone = decoding.own(self._call(partial(_with, own)), 0, 0)
+        if alone.dim() < 2 or alone.shape[1] != length:
+            self.notes.append("not padded, nor read in chunks: the output has not one row for each token")
+            return
         for n in _PADDING:
             for before, after, fill in ((n, 0, 0), (0, n, 0), (n, 0, 1)):
                 padded = decoding.padded(own, before, after, fill)
@@ -178,9 +181,11 @@ class _Check:
     def _first_other(self, runs: list[Results]) -> dict[str, Any]:
         """Return the first call whose bits are others for the sample than alone, its line, and both shapes."""
         for call, alone in self._calls.tensors.items():
-            other, there = self._calls_other.tensors.get(call), [run.tensors.get(call) for run in runs]
-            mine = None if other is None else own_elements(alone, other, None)
-            own = _own(there)
+            others = [calls.tensors.get(call) for _, calls in self._alone_others]
+            there = [run.tensors.get(call) for run in runs]
+            if any(one is None for one in (*others, *there)):
+                continue
+            mine, own = own_elements(alone, _there(others), (), self._bound), self._own(_there(there))
             if mine is None or own is None or own.values.shape != mine.values.shape:
                 continue
             if not torch.equal(own.values, mine.values):
@@ -191,19 +196,23 @@ class _Check:
         """Return the first call with elements that depend on the sample and on others."""
         for call in runs[0].tensors:
             there = [run.tensors.get(call) for run in runs]
-            own = _own(there)
+            own = None if any(one is None for one in there) else self._own(_there(there))
             if own is not None and own.shared:
                 return self._at(call, runs[0], there[0])
         return {}
+
+    def _own(self, together: Sequence[torch.Tensor]) -> Own | None:
+        """Return the sample's elements of the results of one batch: as it is, with other samples, with other mates."""
+        base, *others, mates = together
+        return own_elements(base, others, [mates], self._bound)
 
     def _at(self, call: CallId, of: Results, there: torch.Tensor | None) -> dict[str, Any]:
         shapes = [sizes(None if tensor is None else tensor.shape) for tensor in (self._calls.tensors.get(call), there)]
         return {"call": call, "place": of.places[call], "shapes": tuple(shapes)}
 
 
-def _own(there: Sequence[torch.Tensor | None]) -> Own | None:
-    tensors = [tensor for tensor in there if tensor is not None]
-    return own_elements(*tensors) if len(tensors) == len(there) else None
+def _there(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _with(inputs: Mapping[str, Any], model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.analysis.capture.capture import logits_of, module_of
 from narrowcast.analysis.diff.diff import diff
-from narrowcast.analysis.parity.causes import Search, other_choices, place_of
+from narrowcast.analysis.parity.causes import Search, dtype_of, other_choices, place_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall
 from narrowcast.analysis.parity.partners import partners_of
 from narrowcast.analysis.parity.programs import Live, Program, distance, live_program, program_of
@@ -31,9 +31,7 @@ from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import (
     ALIKE,
-    ATTRIBUTE,
     CACHE,
-    CALLS,
     KERNEL,
     ROUND_OFF,
     SAMPLER,
@@ -98,6 +96,8 @@ def parity(
             program.run = program.captured()
     found = diff(programs[0].run, programs[1].run, mapping=mapping, names=names)
     result.environment = list(found.environment)
+    if whole > 0 and not is_named and _is_rounding(whole, programs, found):
+        result.causes, is_named = [of_rounding(found)], True
     modules = _as_modules(*programs) if whole > 0 else None
     if modules is None and not is_named:
         result.causes += causes_of(found, lambda _: None, whole)
@@ -154,24 +154,52 @@ def _by_engine(
         return
     before, after = result.distance.rms, distance(*modules, modules[1].output).rms
     own = _distance(called, other, None).rms
-    noise = max(distance(called, called, called.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
+    noise = _noise_of(called)
     result.runs += 2
+    agrees = found.verdict in (ALIKE, ROUND_OFF)
     if isinstance(other, Live) and other.trial.is_made:
         what = f"what was made of {other.name} is {number_text(own)} off its module; rounding makes "
         what += number_text(noise)
-        kind, todo = (ROUND_OFF, "") if own <= OF_NOISE * noise else (KERNEL, f"run {other.name} as eager code")
+        kind, todo = (ROUND_OFF, "") if own <= noise else (KERNEL, f"run {other.name} as eager code")
         result.causes.append(Cause(kind, what, todo, before, after, after * _CONFIRMS <= before))
-    elif own <= OF_NOISE * noise and found.verdict in (ALIKE, ROUND_OFF):
+    elif own <= noise and agrees:
         result.causes.append(of_rounding(found))
-    elif own <= OF_NOISE * noise and own * _CONFIRMS > before:
+    elif own <= noise and own * _CONFIRMS > before:
         what = f"{other.name} computes in other batches and pieces than one call of its module, "
-        what += f"{number_text(own)} off; a unit in the last place of each call makes {number_text(noise)}"
+        what += f"{number_text(own)} off; rounding of each call makes up to {number_text(noise)}"
         result.causes.append(Cause(SHAPE, what, "", before, after, after * _CONFIRMS <= before))
-    elif own > OF_NOISE * noise:
+    elif own > noise and agrees and not isinstance(other, Live):
+        what = f"calls of {other.name} agree, and its log-probabilities are {number_text(own)} off those of its logits"
+        todo = "compare what is done to logits before the log-probabilities are taken"
+        result.causes.append(Cause(SAMPLER, what, todo, before, after, after * _CONFIRMS <= before))
+    elif own > noise:
         what = f"{other.name} is {number_text(own)} off one call of its module on the same tokens, where rounding "
         what += f"makes {number_text(noise)}"
         todo = "compare positions, masks, and what the cache holds there"
         result.causes.append(Cause(CACHE, what, todo, before, after, after * _CONFIRMS <= before))
+
+
+def _is_rounding(whole: float, programs: Sequence[Program], found: RunDifferences) -> bool:
+    """Return whether a distance is no more than rounding makes of it in fp32, or, in low formats, where no call makes a
+    difference either.
+    """
+    modules = [one for one in programs if isinstance(one, Live) and one.is_module]
+    if not modules:
+        return False
+    is_wide = all(_is_wide(one) for one in modules)
+    return (is_wide or found.verdict in (ALIKE, ROUND_OFF)) and whole <= _noise_of(modules[0])
+
+
+def _is_wide(program: Live) -> bool:
+    return program.region is None and dtype_of(program.module) in (None, torch.float32, torch.float64)
+
+
+def _noise_of(program: Live) -> float:
+    """Return how far from itself a program may be by rounding: a few times what it is where every call is off by up to
+    a unit in the last place; once that in low formats, where that is much.
+    """
+    times = OF_NOISE if _is_wide(program) else 1
+    return times * max(distance(program, program, program.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
 
 
 def _programs(
@@ -239,7 +267,7 @@ def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
         rows = logits_of(live.output, live.tokens)[1]
         found = [(left, what) for what, left in sampled_from(rows, live.ids, other.log_probabilities)]
         left, what = min(found)
-        if left * _CONFIRMS <= whole.rms:
+        if left * _CONFIRMS <= min(whole.rms, 1.0):  # where a token was cut off, that is infinite
             todo = f"take both of the same logits: raw, or divided and cut alike ({what} is {other.name}'s)"
             text = f"log-probabilities of {other.name} are those of {live.name}'s logits with {what}"
             return [Cause(SAMPLER, text, todo, whole.rms, left, True)]
@@ -271,8 +299,6 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
 
         result.causes += causes_of(calls, without, search.left)
     result.causes = sorted([*result.causes, *search.causes], key=lambda cause: -cause.removes)
-    if found.verdict in (ALIKE, ROUND_OFF) and {cause.kind for cause in result.causes} <= {ATTRIBUTE, CALLS}:
-        result.causes.insert(0, of_rounding(found))
     choices = wanted if result.routed else {}
     if choices:
         result.notes.append("shares are of what is left when b chooses as a does")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -106,10 +106,24 @@ def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | N
     program = Live(name, Run(), trial=trial, region=region, under=under)
     with torch.no_grad():
         program.output = trial.run(region).output
+        again = trial.run(region, _seeded()).output
+    if any(
+        not torch.equal(x.nan_to_num(), y.nan_to_num())
+        for x, y in zip(_floats(program.output), _floats(again), strict=False)
+    ):
+        found, advice = "two runs differ, with another seed", "Call model.eval() before, and draw nothing."
+        raise RunError(f"parity: {name}", found, advice=advice)
     program.tokens = tokens if tokens is not None else _tokens_of(trial, program.output)
     if program.tokens is not None:
         program.ids, program.log_probabilities = numbers_of(program.output, program.tokens)
     return program
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Have what draws draw other numbers; the random state is restored by what runs the model."""
+    torch.manual_seed(1)
+    yield
 
 
 def numbers_of(output: Any, tokens: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -144,7 +158,9 @@ def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:
                 "decoder_attention_mask" if given is trial.kwargs.get(_NAMES[0]) else "attention_mask"
             )
             if isinstance(mask, torch.Tensor) and mask.shape == given.shape:
-                given = given.masked_fill(mask == 0, LEFT_OUT)
+                is_out = mask == 0
+                is_out[..., 1:] |= mask[..., :-1] == 0  # what follows padding is read off it
+                given = given.masked_fill(is_out, LEFT_OUT)
             with suppress(RunError):
                 logits_of(output, given)
                 return given

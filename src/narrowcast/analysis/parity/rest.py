@@ -11,7 +11,7 @@ from narrowcast.core.ops.facts import ATTENTION, SOFTMAX
 from narrowcast.output.words import and_more, counted, number_text
 from narrowcast.reports.results.parity import Cause
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import RunDifferences, RunRow
+from narrowcast.reports.results.run_differences import EQUAL, RunDifferences, RunRow
 from narrowcast.reports.results.verdicts import (
     ALIKE,
     ATTRIBUTE,
@@ -21,6 +21,7 @@ from narrowcast.reports.results.verdicts import (
     FORMATS_DIFFER,
     KERNEL,
     ROUND_OFF,
+    SAMPLER,
     SHAPE,
     WEIGHTS,
 )
@@ -52,6 +53,9 @@ def causes_of(found: RunDifferences, without: Without, left: float) -> list[Caus
         return [Cause(ALIKE, "the same numbers", "")]
     causes = [_tried(suspect, without, left) for suspect in _suspects(found)]
     causes.sort(key=lambda cause: (not cause.is_confirmed, -cause.removes))
+    if not causes and found.tokens is not None and found.tokens.is_beyond:
+        what = f"calls agree, and log-probabilities are {number_text(found.tokens.rms)} nats rms apart"
+        return [Cause(SAMPLER, what, "compare what is done to logits before log-probabilities are taken")]
     return causes or [of_rounding(found)]
 
 
@@ -114,7 +118,8 @@ def _suspects(found: RunDifferences) -> Iterator[Suspect]:
 def _of_line(rows: list[RunRow], found: RunDifferences, is_in_pieces: bool) -> Suspect:
     """Return the cause of calls on one line, of which one makes a difference."""
     row = next(row for row in rows if row in found.producers)
-    rows = [other for other in rows if other.b[0].op == row.b[0].op]
+    alike = [other for other in rows if other.b[0].op == row.b[0].op and other.verdict not in (EQUAL, ROUND_OFF)]
+    rows = [row, *(other for other in alike if other is not row)]
     far, families = number_text(row.difference), {op_kind(one.op).family for one in row.b}
     if is_in_pieces:
         return _suspect(CACHE, f"{_of_all(rows)}: {far} off what {_names(row.a)} gives", _OF_CACHES, rows)
@@ -143,7 +148,8 @@ def _tried(suspect: Suspect, without: Without, left: float) -> Cause:
     if not tried:
         return cause
     removes = sum(before - after for before, after in tried)
-    return replace(cause, before=left, after=left - removes, is_confirmed=removes >= _CONFIRMS * left)
+    after = abs(left - removes)
+    return replace(cause, before=left, after=after, is_confirmed=after <= (1 - _CONFIRMS) * left)
 
 
 def _of_all(rows: Sequence[RunRow]) -> str:

@@ -60,11 +60,16 @@ def _largest(
     """Yield top-k and top-p: the share that was kept is that of the k largest, or the first beyond p."""
     ordered, _ = p.sort(-1, descending=True)
     sums = ordered.cumsum(-1)
-    counts = (sums - shares[:, None]).abs().argmin(-1)
-    own = p.gather(1, chosen)[:, 0].log()
+    own, is_kept = p.gather(1, chosen)[:, 0].log(), wanted.isfinite()
+    if not bool(is_kept.any()):
+        return
+    counts = (sums[is_kept] - shares[is_kept, None]).abs().argmin(-1)
     k = int(counts.median()) + 1
     if k < p.shape[1]:
-        yield f"top-k {k}", _left(own - sums[:, k - 1].log(), wanted)
+        largest = own - sums[:, k - 1].log()
+        is_out = own.exp() < ordered[:, k - 1] * (1 - _SAME)
+        yield f"top-k {k}", _left(largest.masked_fill(is_out, -math.inf), wanted)
+    sums, shares, own, wanted = sums[is_kept], shares[is_kept], own[is_kept], wanted[is_kept]
     is_whole = counts == p.shape[1] - 1
     before = torch.where(counts > 0, sums.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0], torch.zeros(()).double())
     low, high = float(before[~is_whole].max()) if not bool(is_whole.all()) else 1.0, float(shares.min())

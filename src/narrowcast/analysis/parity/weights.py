@@ -4,9 +4,9 @@ with another's in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from narrowcast.runtime.torch_surface.modules import tensors_held, without_wrapp
 
 _PREFIX = 16
 """How many elements of a row are compared to find it."""
+Rows = Mapping[tuple[float, ...], "Piece"]
 Paths = Mapping[str, tuple[str, ...]]
 """By a module's path in b those of a that it is made of."""
 
@@ -33,51 +34,61 @@ class Piece:
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the rows."""
         tensor = tensors[self.name]
-        return (tensor.t() if self.is_transposed else tensor)[self.start : self.stop]
+        return _turned(tensor, self.is_transposed)[self.start : self.stop] if tensor.dim() else tensor
 
 
-Pieces = tuple[Piece, ...]
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a parameter of b is made of: these rows one after the other, and the whole turned, if it is_turned."""
+
+    pieces: tuple[Piece, ...]
+    is_turned: bool = False
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that they make."""
+        parts = [piece.of(tensors).detach() for piece in self.pieces]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.t() if self.is_turned else whole
 
 
-def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[str, Pieces]:
+def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[str, Source]:
     """Return what parameters of b are made of, as far as it is known: by names, then by values, then by the modules
     that are pairs.
     """
     of_a, of_b = parameters_of(a), parameters_of(b)
-    pairs = {name: _whole(name, of_a[name]) for name, tensor in of_b.items() if _is_same(of_a.get(name), tensor)}
-    left = {name: tensor for name, tensor in of_b.items() if name not in pairs}
+    pairs = {name: _same(name, of_a[name], t) for name, t in of_b.items() if _is_same(of_a.get(name), t)}
+    left = {name: tensor.detach() for name, tensor in of_b.items() if name not in pairs and tensor.dim()}
     if left:
-        rows = _rows(of_a)
+        rows, used = _rows(of_a), frozenset[str]()
+        for gaps in (0, 1):
+            for name, tensor in left.items():
+                found = None if name in pairs else _by_value(tensor, rows, of_a, gaps, used)
+                if found is None and name not in pairs and tensor.dim() == 2:
+                    turned = _by_value(tensor.t(), rows, of_a, gaps, used)
+                    found = None if turned is None else Source(turned.pieces, True)
+                if found is not None:
+                    pairs[name] = found
+            used = frozenset(piece.name for source in pairs.values() for piece in source.pieces)
         for name, tensor in left.items():
-            found = _by_value(tensor, rows, of_a)
-            if found:
-                pairs[name] = found
-        for name, tensor in left.items():
-            found = () if name in pairs else _by_module(name, tensor, of_a, paths, pairs)
-            if found:
-                pairs[name] = found
+            by_module = None if name in pairs else _by_module(name, tensor, of_a, paths, pairs)
+            if by_module is not None:
+                pairs[name] = by_module
     return pairs
 
 
-def different(a: torch.nn.Module, b: torch.nn.Module, pairs: Mapping[str, Pieces]) -> dict[str, float]:
+def different(a: torch.nn.Module, b: torch.nn.Module, pairs: Mapping[str, Source]) -> dict[str, float]:
     """Return the parameters of b that hold other values than a's, and by how much, relatively (L2): not those that are
     a's, rounded to the format of b, or the other way round.
     """
     of_a, of_b = parameters_of(a), parameters_of(b)
     found = {}
-    for name, pieces in pairs.items():
-        x, y = assembled(pieces, of_a), of_b[name].detach()
+    for name, source in pairs.items():
+        x, y = source.of(of_a), of_b[name].detach()
         if torch.equal(x.to(y.dtype), y) or torch.equal(y.to(x.dtype), x):
             continue
         off, size = (x.double() - y.double()).norm(), x.double().norm()
         found[name] = float(off / size) if size else float(off)
     return found
-
-
-def assembled(pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor that pieces make."""
-    parts = [piece.of(tensors).detach() for piece in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @contextmanager
@@ -108,8 +119,13 @@ def _is_same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
     return x is not None and x.shape == y.shape
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Pieces:
-    return (Piece(name, 0, tensor.shape[0] if tensor.dim() else 0),) if tensor.dim() else ()
+def _same(name: str, x: torch.Tensor, y: torch.Tensor) -> Source:
+    """Return the parameter of the same name and shape; turned, if it is square and nearer so."""
+    source = Source((Piece(name, 0, x.shape[0] if x.dim() else 0),))
+    if x.dim() != 2 or x.shape[0] != x.shape[1] or torch.equal(x, y):
+        return source
+    straight, turned = ((one.double() - y.double()).norm() for one in (x.detach(), x.detach().t()))
+    return replace(source, is_turned=True) if turned < straight else source
 
 
 def _key(row: torch.Tensor) -> tuple[float, ...]:
@@ -131,50 +147,79 @@ def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], Piece]
 
 
 def _by_value(
-    tensor: torch.Tensor, rows: Mapping[tuple[float, ...], Piece], of_a: Mapping[str, torch.Tensor]
-) -> Pieces:
-    """Return the rows of a that a parameter consists of, one after the other; nothing if some are nowhere."""
+    tensor: torch.Tensor, rows: Rows, of_a: Mapping[str, torch.Tensor], gaps: int, used: Collection[str]
+) -> Source | None:
+    """Return the rows of a that a parameter consists of, one after the other; None if some are nowhere. As many parts
+    of it as there may be gaps hold other values, where one parameter of a fits that is not used yet.
+    """
     if tensor.dim() < 2 or not is_floating(tensor):
-        return ()
+        return None
     found: list[Piece] = []
     done = 0
     while done < tensor.shape[0]:
-        start = rows.get(_key(tensor[done].detach().flatten()))
-        if start is None:
-            return ()
-        whole = of_a[start.name].t() if start.is_transposed else of_a[start.name]
-        if whole.shape[1:] != tensor.shape[1:]:
-            return ()
-        stop = min(start.stop, start.start + tensor.shape[0] - done)
-        found.append(Piece(start.name, start.start, stop, start.is_transposed))
-        done += stop - start.start
-    return tuple(found)
+        start = rows.get(_key(tensor[done].flatten()))
+        if start is not None and _turned(of_a[start.name], start.is_transposed).shape[1:] == tensor.shape[1:]:
+            stop = min(start.stop, start.start + tensor.shape[0] - done)
+            found.append(Piece(start.name, start.start, stop, start.is_transposed))
+            done += stop - start.start
+            continue
+        if gaps == 0 or start is not None:
+            return None
+        known = (n for n in range(done + 1, tensor.shape[0]) if _key(tensor[n].flatten()) in rows)
+        end = next(known, tensor.shape[0])
+        after = rows.get(_key(tensor[end].flatten())) if end < tensor.shape[0] else None
+        gap = _in_gap(end - done, tensor.shape[1:], found[-1] if found else after, of_a, used)
+        if gap is None:
+            return None
+        found.append(gap)
+        done, gaps = end, gaps - 1
+    return Source(tuple(found))
+
+
+def _in_gap(
+    count: int, columns: Sequence[int], beside: Piece | None, of_a: Mapping[str, torch.Tensor], used: Collection[str]
+) -> Piece | None:
+    """Return the one unused parameter of a of this shape, as its neighbour is turned, in a module beside that."""
+    if beside is None:
+        return None
+    parent, fitting = beside.name.rpartition(".")[0].rpartition(".")[0], []
+    for name, tensor in of_a.items():
+        is_beside = name.rpartition(".")[0].rpartition(".")[0] == parent and name != beside.name and name not in used
+        if is_beside and tensor.dim() >= 2 and tuple(_turned(tensor, beside.is_transposed).shape) == (count, *columns):
+            fitting.append(name)
+    return Piece(fitting[0], 0, count, beside.is_transposed) if len(fitting) == 1 else None
+
+
+def _turned(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    return tensor.t() if is_transposed and tensor.dim() == 2 else tensor
 
 
 def _by_module(
-    name: str, tensor: torch.Tensor, of_a: Mapping[str, torch.Tensor], paths: Paths, pairs: Mapping[str, Pieces]
-) -> Pieces:
-    """Return the parameters of the same name of the modules that are its module's partners: those of which its weight
-    is made, if that is known.
+    name: str, tensor: torch.Tensor, of_a: Mapping[str, torch.Tensor], paths: Paths, pairs: Mapping[str, Source]
+) -> Source | None:
+    """Return the parameters of the modules that are its module's partners: of those of which its weight is made, if
+    that is known. Under its own name, or as the only ones of their shape.
     """
     path, _, leaf = name.rpartition(".")
-    beside = next((pieces for other, pieces in pairs.items() if other.rpartition(".")[0] == path), ())
+    beside = next((source.pieces for other, source in pairs.items() if other.rpartition(".")[0] == path), ())
     modules = tuple(dict.fromkeys(piece.name.rpartition(".")[0] for piece in beside)) or paths.get(path, ())
-    named = [f"{module}.{leaf}" if module else leaf for module in modules]
-    if len(named) == 1 and named[0] not in of_a:  # under another name: the only one of its shape
-        own = [one for one in of_a if one.rpartition(".")[0] == modules[0] and of_a[one].shape == tensor.shape]
-        named = own if len(own) == 1 else named
-    if not named or not all(one in of_a for one in named):
-        return ()
-    if tensor.dim() == 1 and beside and all(of_a[one].dim() == 1 for one in named):  # the rows that its weight has
-        if sum(piece.stop - piece.start for piece in beside) == tensor.shape[0]:
-            return tuple(Piece(f"{p.name.rpartition('.')[0]}.{leaf}", p.start, p.stop) for p in beside)
-        return ()
-    shapes = [of_a[one].shape for one in named]
-    if sum(shape[0] for shape in shapes if shape) == (tensor.shape[0] if tensor.dim() else -1) and all(
-        shape[1:] == tensor.shape[1:] for shape in shapes
-    ):
-        return tuple(Piece(one, 0, of_a[one].shape[0]) for one in named)
-    if len(named) == 1 and tensor.dim() == 2 and of_a[named[0]].t().shape == tensor.shape:
-        return (Piece(named[0], 0, tensor.shape[0], True),)
-    return ()
+    named = {module: _named(module, leaf, tensor, of_a) for module in modules}
+    if not named or not all(named.values()):
+        return None
+    tensors = [of_a[one] for one in named.values()]
+    if tensor.dim() == 1 and beside and all(one.dim() == 1 for one in tensors):  # the rows that its weight has
+        pieces = [Piece(named[p.name.rpartition(".")[0]], p.start, p.stop) for p in beside]
+        return Source(tuple(pieces)) if sum(p.stop - p.start for p in pieces) == tensor.shape[0] else None
+    for turned in (False, True) if tensor.dim() == 2 else (False,):
+        whole = _turned(tensor, turned)
+        fits = all(one.shape[1:] == whole.shape[1:] for one in tensors)
+        if fits and sum(one.shape[0] for one in tensors if one.dim()) == whole.shape[0]:
+            return Source(tuple(Piece(one, 0, of_a[one].shape[0]) for one in named.values()), turned)
+    return None
+
+
+def _named(module: str, leaf: str, tensor: torch.Tensor, of_a: Mapping[str, torch.Tensor]) -> str:
+    """Return the parameter of a module with this name; or the only one with as many dimensions; empty without one."""
+    full = f"{module}.{leaf}" if module else leaf
+    own = [one for one in of_a if one.rpartition(".")[0] == module and of_a[one].dim() == tensor.dim()]
+    return full if full in of_a else own[0] if len(own) == 1 else ""

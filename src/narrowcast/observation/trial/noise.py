@@ -34,7 +34,8 @@ class Noise:
         key = (tensor.device, tensor.dtype, unit)
         factors = self._factors.get(key)
         if factors is None:
-            factors = self._factors[key] = (1 + unit * self._strip).to(tensor)
+            strip = self._strip.double() if tensor.dtype is torch.float64 else self._strip
+            factors = self._factors[key] = (1 + unit * strip).to(tensor)
         noisy = tensor.detach().clone()  # dense, in whatever order of dimensions
         flat, done = noisy.as_strided((noisy.numel(),), (1,)), 0
         while done < flat.numel():
