@@ -338,7 +338,7 @@ def test_saved_runs_alone_say_what_is_likely(model, tmp_path):
     with torch.no_grad():
         files = [nc.capture(m, IDS, tokens=IDS).save(tmp_path / f"{n}.json.gz") for n, m in enumerate((model, b))]
     found = nc.parity(*files)
-    assert found.verdict == "attribute" and "eps 1e-05 in a, 0.01 in b" in first(found).what, found
+    assert found.verdict == "attribute" and "argument eps 1e-05 in a, 0.01 in b" in first(found).what, found
     assert not first(found).is_confirmed and not found.shares and any("no shares" in note for note in found.notes)
 
 

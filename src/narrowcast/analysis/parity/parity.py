@@ -111,7 +111,8 @@ def parity(
             result.causes = [*causes, *causes_of(found, lambda _: None, whole)]
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
-    result.notes += found.notes
+    if modules is None:
+        result.notes += found.notes  # which are about pairs of calls
     return result
 
 

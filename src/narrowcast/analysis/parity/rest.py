@@ -91,7 +91,8 @@ def _suspects(found: RunDifferences) -> Iterator[Suspect]:
     for rows in [*given.values()][:_MOST]:
         numbers = [(name, a, b) for name, a, b in rows[0].given if not b.endswith(_APART)]
         what = f"{'; '.join(f'{name} {a} in a, {b} in b' for name, a, b in numbers)}: {_of_all(rows)}"
-        yield _suspect(ATTRIBUTE, what, f"give b {numbers[0][0]} {numbers[0][1]}", rows)
+        name, wanted, _ = numbers[0]
+        yield _suspect(ATTRIBUTE, f"argument {what}", f"give {rows[0].b[0].op} of b {wanted} as {name}", rows)
     if weights or given:
         return
     is_in_pieces = len(set(map(_pieces, found.compared_runs))) > 1
