@@ -26,7 +26,7 @@ WITH_CODE = [
     and importlib.util.find_spec(NEEDS.get(str(page.relative_to(ROOT)), "torch"))
 ]
 # Blocks that no test runs, page by page; each says why where it stands.
-SKIPPED = {"docs/internals/costs.md": 1, "docs/reference/parity.md": 1}
+SKIPPED = {"docs/internals/costs.md": 1}
 
 
 def run(path, folder):
