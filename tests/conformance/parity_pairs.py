@@ -260,7 +260,7 @@ def planted() -> Iterator[Row]:
 
 def table_of_pairs() -> tuple[str, int]:
     """Return the table, and how many pairs are not as expected."""
-    lines, wrong = ["| pair | expected | found | nats rms | at, in b | s |", "|---|---|---|---|---|---|"], 0
+    lines, wrong = ["| pair | expected | found | nats rms | at, in b |", "|---|---|---|---|---|"], 0
     for pairs in (sound, planted):
         began = time.monotonic()
         for what, found, expected in pairs():
@@ -273,8 +273,8 @@ def table_of_pairs() -> tuple[str, int]:
             far = f"{found.distance.rms:.1e}{unit}"
             where = cause.module if expected else ""
             took = time.monotonic() - began
-            lines.append(f"| {what} | {expected or 'sound'} | {said} | {far} | {where} | {took:.1f} |")
-            sys.stdout.write(lines[-1] + "\n")
+            lines.append(f"| {what} | {expected or 'sound'} | {said} | {far} | {where} |")
+            sys.stdout.write(f"{lines[-1]} {took:.1f} s\n")
             sys.stdout.flush()
             began = time.monotonic()
     return "\n".join(lines), wrong
