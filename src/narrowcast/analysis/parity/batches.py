@@ -118,7 +118,7 @@ class Samples:
         def other(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
                 return tensor
-            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
             found = tensor.flatten()[order].view(tensor.shape)
             if is_floating(tensor):
                 return found * (0.75 - seed / 1024)

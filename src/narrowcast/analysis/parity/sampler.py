@@ -71,7 +71,7 @@ def _largest(
         yield f"top-k {k}", _left(largest.masked_fill(is_out, -math.inf), wanted)
     sums, shares, own, wanted = sums[is_kept], shares[is_kept], own[is_kept], wanted[is_kept]
     is_whole = counts == p.shape[1] - 1
-    before = torch.where(counts > 0, sums.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0], torch.zeros(()).double())
+    before = sums.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0].masked_fill(counts == 0, 0.0)
     low, high = float(before[~is_whole].max()) if not bool(is_whole.all()) else 1.0, float(shares.min())
     if low < high + _SAME and high < 1 - _SAME:
         at = sums.gather(1, counts[:, None])[:, 0]
