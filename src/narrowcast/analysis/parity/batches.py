@@ -26,7 +26,6 @@ class Results:
 
     tensors: dict[CallId, torch.Tensor] = field(default_factory=dict)
     places: dict[CallId, str] = field(default_factory=dict)
-    is_cut: bool = False
 
 
 class ResultsOfCalls(Observer):
@@ -48,7 +47,6 @@ class ResultsOfCalls(Observer):
             return
         self._bytes += tensor.nbytes
         if self._bytes > _LIMIT_BYTES:
-            self.kept.is_cut = True
             return
         with quietly():
             self.kept.tensors[call.id] = tensor.detach().clone()

@@ -13,14 +13,14 @@ from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, Samples, own_elements
 from narrowcast.analysis.parity.decoding import Decoding, decoding_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, Exchange
+from narrowcast.analysis.parity.programs import floats_of
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
-from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
-from narrowcast.observation.trial.trial import Trial, detached, tensors_of
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import sizes
 from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.verdicts import CACHE, INVARIANT, LEAK, NOT_JUDGED, SHAPE
@@ -144,7 +144,7 @@ class _Check:
         observer = ResultsOfCalls()
         args, kwargs = arguments
         output = self._call(lambda model: model(*args, **kwargs), observer, seed)
-        return _floats(output), observer.kept
+        return floats_of(output), observer.kept
 
     def _call(self, call: Callable[[Any], Any], observer: Any = None, seed: int | None = None) -> Any:
         self.runs += 1
@@ -162,7 +162,7 @@ class _Check:
         with torch.no_grad(), self._trial.copied(None) as run, self._region:
             model = run.model if isinstance(run.model, torch.nn.Module) else torch.nn.Module()
             with Exchange(model, moves=Noise(seed)).observing():
-                return _floats(run.model(*args, **kwargs))
+                return floats_of(run.model(*args, **kwargs))
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
@@ -221,10 +221,6 @@ def _with(inputs: Mapping[str, Any], model: Any) -> Any:
 
 def _in_chunks(decoding: Decoding, inputs: Mapping[str, Any], lengths: Sequence[int], model: Any) -> Any:
     return decoding.in_chunks(model, inputs, lengths)
-
-
-def _floats(output: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(detached(output)) if is_floating(tensor)]
 
 
 def _error(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:

@@ -109,7 +109,7 @@ def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | N
         again = trial.run(region, _seeded()).output
     if any(
         not torch.equal(x.nan_to_num(), y.nan_to_num())
-        for x, y in zip(_floats(program.output), _floats(again), strict=False)
+        for x, y in zip(floats_of(program.output), floats_of(again), strict=False)
     ):
         found, advice = "two runs differ, with another seed", "Call model.eval() before, and draw nothing."
         raise RunError(f"parity: {name}", found, advice=advice)
@@ -137,7 +137,7 @@ def distance(a: Live, b: Live, output: Any, limit: float | None = None) -> Dista
     if a.log_probabilities and b.tokens is not None:
         return distance_in_nats(a.log_probabilities, numbers_of(output, b.tokens)[1], limit)
     with quietly():
-        pairs = list(zip(_floats(a.output), _floats(output), strict=False))
+        pairs = list(zip(floats_of(a.output), floats_of(output), strict=False))
         if not pairs or any(x.shape != y.shape for x, y in pairs):
             return Distance(RELATIVE, float("nan"))
         off = sum(float((y.double() - x.double()).square().sum()) for x, y in pairs)
@@ -145,7 +145,8 @@ def distance(a: Live, b: Live, output: Any, limit: float | None = None) -> Dista
         return Distance(RELATIVE, (off / size) ** 0.5 if size else float(off > 0))
 
 
-def _floats(output: Any) -> list[torch.Tensor]:
+def floats_of(output: Any) -> list[torch.Tensor]:
+    """Return the floating tensors of an output."""
     return [tensor for tensor in tensors_of(output) if is_floating(tensor)]
 
 
