@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.parity.weights import with_parameters
+from narrowcast.analysis.parity.weights import apart_by, with_parameters
 from narrowcast.runtime.torch_surface.modules import tensors_held
 
 _ATOMS = (bool, int, float, str, type(None))
@@ -70,8 +70,8 @@ def other_attributes(a: torch.nn.Module, b: torch.nn.Module, paths: Mapping[str,
             other = found.setdefault((name, repr(in_a), repr(in_b)), Other(name, in_a, in_b))
             other.modules[path] = partners[0]
         for name, in_a, in_b in _buffers(x, y):
-            apart = _apart(in_a, in_b)
-            if apart:
+            if far := apart_by(in_a, in_b):
+                apart = f"{far:.1e}"
                 other = found.setdefault((name, "buffer", ""), Other(name, in_a, apart, is_buffer=True))
                 other.modules[path] = partners[0]
     return list(found.values())
@@ -121,13 +121,6 @@ def _buffers(x: torch.nn.Module, y: torch.nn.Module) -> Iterator[tuple[str, torc
 def _held(module: torch.nn.Module, name: str) -> Any:
     """Return a buffer, or another tensor that the module holds; None without one."""
     return tensors_held(module)[1].get(name, vars(module).get(name))
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> str:
-    if torch.equal(a.to(b.dtype), b) or torch.equal(b.to(a.dtype), a):
-        return ""
-    off, size = (a.double() - b.double()).norm(), a.double().norm()
-    return f"{float(off / size) if size else float(off):.1e}"
 
 
 @contextmanager

@@ -81,14 +81,16 @@ def different(a: torch.nn.Module, b: torch.nn.Module, pairs: Mapping[str, Source
     a's, rounded to the format of b, or the other way round.
     """
     of_a, of_b = parameters_of(a), parameters_of(b)
-    found = {}
-    for name, source in pairs.items():
-        x, y = source.of(of_a), of_b[name].detach()
-        if torch.equal(x.to(y.dtype), y) or torch.equal(y.to(x.dtype), x):
-            continue
-        off, size = (x.double() - y.double()).norm(), x.double().norm()
-        found[name] = float(off / size) if size else float(off)
-    return found
+    apart = {name: apart_by(source.of(of_a), of_b[name].detach()) for name, source in pairs.items()}
+    return {name: far for name, far in apart.items() if far}
+
+
+def apart_by(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return how far y is from x, relatively (L2); 0 where one is the other, rounded to its format."""
+    if torch.equal(x.to(y.dtype), y) or torch.equal(y.to(x.dtype), x):
+        return 0.0
+    off, size = (x.double() - y.double()).norm(), x.double().norm()
+    return float(off / size) if size else float(off)
 
 
 @contextmanager
