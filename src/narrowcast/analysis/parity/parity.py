@@ -266,9 +266,10 @@ def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
         if not isinstance(live, Live) or live.tokens is None:
             continue
         rows = logits_of(live.output, live.tokens)[1]
-        found = [(left, what) for what, left in sampled_from(rows, live.ids, other.log_probabilities)]
-        left, what = min(found)
-        if left * _CONFIRMS <= min(whole.rms, 1.0):  # where a token was cut off, that is infinite
+        limit = min(whole.rms, 1.0) / _CONFIRMS  # where a token was cut off, the distance is infinite
+        found = sampled_from(rows, live.ids, other.log_probabilities, limit)
+        if found is not None:
+            what, left = found
             todo = f"take both of the same logits: raw, or divided and cut alike ({what} is {other.name}'s)"
             text = f"log-probabilities of {other.name} are those of {live.name}'s logits with {what}"
             return [Cause(SAMPLER, text, todo, whole.rms, left, True)]
