@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from narrowcast.runtime.torch_bridge.case import Case
     from narrowcast.training.check.check_training import check_training
     from narrowcast.training.scaler.scaler import Scaler
+    from narrowcast.training.storage.check_storage import check_storage
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ _TORCH_HALF = {
     "analysis.parity.invariance": ("check_invariance",),
     "analysis.parity.parity": ("parity",),
     "training.check.check_training": ("check_training",),
+    "training.storage.check_storage": ("check_storage",),
     "analysis.repair.repair": ("repair",),
     "runtime.torch_bridge.case": ("Case",),
     "training.scaler.scaler": ("Scaler",),
@@ -78,6 +80,7 @@ __all__ = [
     "capture",
     "carry",
     "check_invariance",
+    "check_storage",
     "check_training",
     "compare",
     "compile",

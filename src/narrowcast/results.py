@@ -14,6 +14,7 @@ from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.scaler_history import History
+from narrowcast.reports.results.storage import StorageCheck
 from narrowcast.reports.results.training import TrainingCheck
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Run",
     "RunDifferences",
     "RunMapping",
+    "StorageCheck",
     "TrainingCheck",
     "Watching",
 ]

@@ -37,6 +37,7 @@ NAMES = [
     "check_invariance",
     "repair",
     "check_training",
+    "check_storage",
     "Scaler",
     "Case",
     "load",
@@ -55,7 +56,7 @@ MOST = 10
 
 def test_the_names_are_these():
     """Each is there, and `dir` lists no other; what is found is in `narrowcast.results`."""
-    assert sorted(nc.__all__) == sorted(NAMES) and len(NAMES) == 33
+    assert sorted(nc.__all__) == sorted(NAMES) and len(NAMES) == 34
     assert all(getattr(nc, name) is not None for name in NAMES)
     assert all(issubclass(getattr(narrowcast.results, name), object) for name in narrowcast.results.__all__)
     with pytest.raises(AttributeError, match="autocst"):

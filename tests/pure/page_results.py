@@ -22,6 +22,7 @@ from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import RAISED, Matmuls, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
+from narrowcast.reports.results.storage import StorageCheck, StoredGroup
 from narrowcast.reports.results.verdicts import OUT_OF_IDEAS, REPAIRED
 
 SCRIPT = "<script>alert(1)</script>"
@@ -315,6 +316,17 @@ def an_invariance():
     return Invariance(f"Model {SCRIPT}", variants, 31, ["a note"])
 
 
+def a_storage():
+    """Of weights in bf16 that lose updates, of fp32, and of what was not judged."""
+    groups = [
+        StoredGroup(0, "bf16", 4, 800, 1600, 1600, 0, 3200, "lost", 1e-5, 1e-5, 0.95, 0.86, 1.2e-4),
+        StoredGroup(1, "fp32", 2, 40, 160, 160, 0, 320, "kept", 1e-3, 1e-3),
+        StoredGroup(2, "fp16", 1, 8, 16, 16, 32, 0, "not judged"),
+    ]
+    lost = Advice("updates lost in rounding", f"updates {SCRIPT}", "Keep the weights in fp32.", "layer.0", "", 0)
+    return StorageCheck("Model", "AdamW", groups, [lost], ["a note"])
+
+
 def all_results():
     """One of each, by name."""
     return {
@@ -323,5 +335,6 @@ def all_results():
         "failed": explained(failure=a_failure()), "empty": Ledger(), "empty run": Run(),
         "empty watching": Watching(), "not finite": not_finite(), "pair": a_pair(), "saved pair": saved(a_pair()),
         "repair": a_repair(), "not repaired": not_repaired(), "profile": a_profile(), "placed": a_placed(),
-        "parity": a_parity(), "invariance": an_invariance(), "no parity": Parity("a", "b", distance_in_nats([], [])),
+        "parity": a_parity(), "invariance": an_invariance(), "storage": a_storage(),
+        "no parity": Parity("a", "b", distance_in_nats([], [])),
     }  # fmt: skip

@@ -64,7 +64,9 @@ def _left(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _temperature(logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[str, float]]:
-    def left(temperature: float, of: slice = _some(logits)) -> float:
+    some = _some(logits)
+
+    def left(temperature: float, of: slice = some) -> float:
         return _left((logits[of] / temperature).log_softmax(-1).gather(1, chosen[of])[:, 0], wanted[of])
 
     n = min(range(len(_TEMPERATURES)), key=lambda n: left(_TEMPERATURES[n]))
@@ -106,9 +108,7 @@ def _cut(ordered: torch.Tensor, own: torch.Tensor, wanted: torch.Tensor) -> Iter
             return
 
 
-def _divided_and_cut(
-    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor
-) -> Iterator[tuple[str, float]]:
+def _divided_and_cut(logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[str, float]]:
     """Yield what `_cut` does for logits that were divided by a temperature, the one that explains some tokens best."""
     ordered = logits.sort(-1, descending=True)[0]
 

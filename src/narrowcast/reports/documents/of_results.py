@@ -15,7 +15,7 @@ from narrowcast.reports.documents.profiles import profile_document
 from narrowcast.reports.documents.repairs import repair_document
 from narrowcast.reports.documents.run_differences import run_differences_document
 from narrowcast.reports.documents.runs import run_document
-from narrowcast.reports.documents.training import scaler_document, training_document
+from narrowcast.reports.documents.training import scaler_document, storage_document, training_document
 from narrowcast.reports.documents.watches import watch_document
 from narrowcast.reports.results.result import Result
 
@@ -23,7 +23,7 @@ _DOCUMENTS: dict[str, Callable[[Any], Document]] = {
     "Differences": comparison_document, "Explanation": explanation_document, "Headroom": headroom_document,
     "History": scaler_document, "Invariance": invariance_document, "Ledger": ledger_document,
     "Parity": parity_document, "Profile": profile_document, "Repair": repair_document, "Run": run_document,
-    "RunDifferences": run_differences_document, "TrainingCheck": training_document,
+    "RunDifferences": run_differences_document, "StorageCheck": storage_document, "TrainingCheck": training_document,
     "Watching": watch_document,
 }  # fmt: skip
 

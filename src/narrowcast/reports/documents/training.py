@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from narrowcast.output.words import counted
+from narrowcast.output.words import counted, number_text
 from narrowcast.reports.documents.model import Document, Figure, Series, Todo
 from narrowcast.reports.documents.tables import advice_table, table
 from narrowcast.reports.documents.words import place
 from narrowcast.reports.results.scaler_history import History
+from narrowcast.reports.results.storage import StorageCheck
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
+from narrowcast.reports.results.verdicts import NOT_JUDGED, SOUND, WRONG
 
 LATEST = 5
 """How many of the steps that were skipped are shown first, the last ones."""
@@ -42,6 +44,51 @@ def training_verdict(result: TrainingCheck) -> str:
         return "Not all of this loop could be inspected: nothing is said of it as a whole"
     costs = f", and {counted(slow, 'thing')} {'cost' if slow > 1 else 'costs'} time" if slow else ""
     return f"No fault was found in the precision of this loop{costs}"
+
+
+def storage_document(result: StorageCheck) -> Document:
+    """Return the page of a check of storage; it has no graph."""
+    findings, elements = result.findings, sum(group.elements for group in result.groups)
+    name, tone = f"{result.model}, {result.optimizer}", _TONES[result.verdict]
+    page = Document("storage-check", name, storage_verdict(result), tone)
+    kinds = ("weight", "master", "gradient", "state")
+    sizes = {kind: sum(getattr(group, f"{kind}_bytes") for group in result.groups) for kind in kinds}
+    detail = ", ".join(f"{kind} {size / elements:.3g}" for kind, size in sizes.items() if size)
+    page.figures = [
+        Figure("bytes", sum(sizes.values()) / max(1, elements), f"per element on this rank: {detail}"),
+        Figure("elements", elements, f"in {counted(sum(group.count for group in result.groups), 'parameter')}"),
+    ]
+    lost = [group for group in result.groups if group.lost is not None]
+    for group in lost:
+        from_rate = f"; of half of them below lr={group.lost_from:.2g}" if group.lost_from else ""
+        name = f"updates lost, group {group.group}"
+        page.figures.append(Figure(name, f"{group.lost:.1%}", f"of elements in {group.format}{from_rate}"))
+    page.todos = [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in findings]
+    page.notes = list(result.notes)
+    columns = "group:number, weights:format, parameters:number, elements:number, weight:bytes, master:bytes, "
+    columns += "gradient:bytes, states:bytes, bytes per element:number, small updates, lr, an update, lost:error"
+    rows = [
+        [
+            g.group, g.format, g.count, g.elements, g.weight_bytes, g.master_bytes, g.gradient_bytes, g.state_bytes,
+            round(g.bytes_per_element, 2), g.updates, "" if g.rate is None else f"{g.rate:g}",
+            "" if g.update is None else number_text(g.update), g.lost,
+        ]
+        for g in result.groups
+    ]  # fmt: skip
+    page.tables = table("storage", "What is kept of each group's parameters, in bytes", columns, rows)
+    return page
+
+
+_TONES = {SOUND: "good", WRONG: "bad", NOT_JUDGED: ""}
+
+
+def storage_verdict(result: StorageCheck) -> str:
+    """Return the verdict in a sentence."""
+    if result.findings:
+        return f"{counted(len(result.findings), 'thing')} lost by how this training is stored"
+    if result.verdict == NOT_JUDGED:
+        return "No loss was found, and some updates were not judged"
+    return "No loss was found in how this training is stored"
 
 
 def scaler_document(history: History) -> Document:

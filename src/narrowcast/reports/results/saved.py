@@ -24,6 +24,7 @@ from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.scaler_history import History
+from narrowcast.reports.results.storage import StorageCheck
 from narrowcast.reports.results.training import TrainingCheck
 
 R = TypeVar("R", bound=Result)
@@ -31,7 +32,7 @@ KINDS: dict[str, type[Result]] = {
     kind.SCHEMA: kind
     for kind in (
         Differences, Explanation, Headroom, History, Invariance, Ledger, Parity, Profile, Repair, Run, RunDifferences,
-        TrainingCheck, Watching,
+        StorageCheck, TrainingCheck, Watching,
     )
 }  # fmt: skip
 

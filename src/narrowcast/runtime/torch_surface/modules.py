@@ -118,6 +118,17 @@ def optimized_by(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return whether hooks of this optimizer's own run with its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_without_hooks(optimizer: Any) -> Callable[[], Any]:
+    """Return what makes a step of an optimizer, and tells nobody: neither a profiler, nor hooks on all optimizers."""
+    step = type(optimizer).step
+    return partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
+
+
 @contextmanager
 def told_of_optimizer_steps(tell: Callable[..., object], before: bool = False) -> Iterator[None]:
     """Call a function with each optimizer that steps inside, after its step or before."""

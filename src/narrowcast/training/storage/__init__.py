@@ -1,0 +1,1 @@
+"""In which formats training keeps weights, masters, gradients and moments, and what is lost by them."""

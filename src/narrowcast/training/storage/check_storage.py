@@ -1,0 +1,303 @@
+"""`nc.check_storage`: in which formats a model and its optimizer keep what they train, and what is lost by that, before
+a step is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from narrowcast.core.ledger import Advice
+from narrowcast.errors import RunError, first_line
+from narrowcast.observation.restore.memory import in_memory
+from narrowcast.output.words import and_more, counted
+from narrowcast.reports.results.storage import KEPT, LOST, StorageCheck, StoredGroup
+from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, values_of
+from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.runtime.torch_surface.dynamo import CompiledCode
+from narrowcast.runtime.torch_surface.modules import has_step_hooks, optimized_by, without_wrapper
+from narrowcast.training.storage.checkpoints import Entry, entries_of, of_weight
+from narrowcast.training.storage.masters import Master, masters_of, units_apart, units_of
+from narrowcast.training.storage.probes import Probed, probe
+from narrowcast.training.storage.twins import Settings, settings_of
+
+UPDATES, STATES, RESUMED, APART, NO_MASTERS, NARROWER, READ_LOWER = (
+    "updates lost in rounding", "a state that does not decay", "a resume rounds the state",
+    "masters apart from their weights", "a checkpoint without masters", "a checkpoint in a lower format",
+    "a checkpoint read into a lower format",
+)  # fmt: skip
+_OF_ALL, _OF_ONE = 0.01, 0.5
+"""The share of all elements of a group, or of those of one parameter, whose updates are lost so that it is reported."""
+_MOMENTS = "betas"
+
+
+def check_storage(
+    model: torch.nn.Module, optimizer: Any, *, checkpoint: Any = None, lr: float | None = None
+) -> StorageCheck:
+    """Find what training will lose by the formats of its weights, masters, gradients and moments, before a step is
+    made.
+
+    model, optimizer: as you train them; wrappers (DDP, torch.compile, FSDP2, Accelerate's) may be around them. Neither
+            is changed: a few elements of each group's weights are copied, and an optimizer of the same class, with the
+            same settings, steps them beside the same in fp32.
+    checkpoint: also, what you save for a resume: nested dicts of tensors, or a file of torch.save or safetensors, or a
+            folder of torch.distributed.checkpoint, of which nothing is executed.
+    lr:     the learning rate to judge, as the last one of a schedule; without it the highest that a group had.
+
+    Reported, with what to write instead: updates below half a unit in the last place of their weights, which rounding
+    to nearest loses, with the share of elements (of about the size that the optimizer makes of any gradient; where its
+    scale matters, as with SGD, from the gradients that are there, else nothing is said); states that no longer decay;
+    states that `load_state_dict` rounds; masters that are no longer their weights in more digits; a checkpoint that
+    keeps less than training does, or more than the model can read. Judged by what moves, not by the optimizer's class:
+    stochastic rounding, Kahan's compensation and masters lose nothing. `check_training` judges a step that runs.
+
+    Returns a StorageCheck, true if nothing is lost. Raises RunError for what is no model, no optimizer, or no file.
+    """
+    optimizer = _optimizer_of(optimizer)
+    if not isinstance(model, torch.nn.Module):
+        advice = "Give the model, and then the optimizer that trains it."
+        raise RunError(f"check_storage({type(model).__name__}, ...)", "it is no torch.nn.Module", advice=advice)
+    weights = {without_wrapper(name): weight for name, weight in model.named_parameters()}
+    with quietly(), CompiledCode(on=False), random_state_kept(), torch.no_grad():
+        masters = masters_of(weights, optimizer)
+        result = StorageCheck(type(model).__name__, type(optimizer).__name__)
+        for number, group in enumerate(optimizer.param_groups):
+            settings = settings_of(group, lr)
+            for dtype, parameters in _by_dtype(group["params"]).items():
+                _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters))
+        result.findings += _of_masters(masters)
+        if checkpoint is not None:
+            result.findings += _of_checkpoint(entries_of(checkpoint), weights, masters)
+    left = sum(id(w) not in {*map(id, optimized_by(optimizer))} and w.requires_grad for w in weights.values())
+    if left and not masters:
+        result.notes.append(f"{counted(left, 'parameter', 'are')} trained by no group of this optimizer.")
+    return result
+
+
+class _Group:
+    """The parameters of one group in one format."""
+
+    def __init__(
+        self, optimizer: Any, settings: Settings, parameters: list[torch.Tensor], weights: Mapping[str, torch.Tensor],
+        masters: Mapping[str, Master],
+    ) -> None:  # fmt: skip
+        self.optimizer, self.settings, self.parameters, self.masters = optimizer, settings, parameters, masters
+        names = {id(weight): name for name, weight in weights.items()}
+        names |= {id(master.value): name for name, master in masters.items()}
+        self.names = {id(one): names.get(id(one), f"parameter {n}") for n, one in enumerate(parameters)}
+        self.stands_for = {id(master.value): weights[name] for name, master in masters.items() if not master.where}
+
+    def stored(self, number: int, dtype: torch.dtype) -> StoredGroup:
+        """Return what is kept of them, in bytes."""
+        values = [values_of(one.detach()) for one in self.parameters]
+        kept = StoredGroup(number, str(FORMATS.get(dtype, dtype)), len(values), sum(v.numel() for v in values))
+        for parameter, value in zip(self.parameters, values, strict=True):
+            weight = self.stands_for.get(id(parameter))
+            own = parameter if weight is None else weight
+            kept.master_bytes += 0 if weight is None else value.nbytes
+            kept.weight_bytes += values_of(own.detach()).nbytes
+            kept.gradient_bytes += value.numel() * (getattr(own, "grad_dtype", None) or own.dtype).itemsize
+            master = self.masters.get(self.names[id(parameter)])
+            for name, state in self.optimizer.state.get(parameter, {}).items():
+                size = sum(one.nbytes for one in in_memory(state))
+                if master is not None and master.where == name:
+                    kept.master_bytes += size
+                else:
+                    kept.state_bytes += size
+        return kept
+
+
+def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _Group) -> None:
+    """Enter what is kept of a group, and what a probe of it shows."""
+    kept = group.stored(number, dtype)
+    result.groups.append(kept)
+    trained = [one for one in group.parameters if one.requires_grad and values_of(one.detach()).numel()]
+    if dtype not in LOW or not trained:
+        kept.updates = KEPT
+    if not trained or dtype not in (*LOW, torch.float32):
+        return
+    if has_step_hooks(group.optimizer):
+        why = "hooks on its steps may change them; nc.check_training judges a step"
+        result.notes.append(f"group {number} was not probed: {why}.")
+        return
+    try:
+        found = probe(group.optimizer, group.settings, trained)
+    except Exception as error:  # what another class takes, and does, is its own
+        result.notes.append(f"group {number} could not be probed: {first_line(error)}")
+        return
+    kept.rate = float(group.settings["lr"]) if "lr" in group.settings else None
+    kept.update = found.update
+    still = list(_of_still(number, found))
+    if dtype is torch.float32 or found.keeps_updates:
+        kept.updates = KEPT
+        result.notes += [advice.what for advice in still]  # steps are shorter, and nothing of the weights is lost
+    elif found.keeps_updates is None:
+        result.notes.append(f"group {number}: {_why_not(found, kept)}")
+        result.findings += still
+    else:
+        result.findings += [*_lost_updates(kept, group, trained, dtype), *still]
+    result.findings += _of_rounded(number, found)
+
+
+def _lost_updates(
+    kept: StoredGroup, group: _Group, trained: Sequence[torch.Tensor], dtype: torch.dtype
+) -> Iterator[Advice]:
+    """Yield that updates are lost, if there are many, and enter how many into what is kept of the group."""
+    update = kept.update or 0.0
+    shares = {id(one): _lost(one, update) for one in trained}
+    total = sum(one.numel() for one in trained)
+    kept.updates, kept.lost = LOST, sum(shares[id(one)] * one.numel() for one in trained) / total
+    kept.lost_from = _rate_of_half(trained, update, kept.rate)
+    kept.lost_at_most = _at_largest(group, trained, update)
+    worst = max(trained, key=lambda one: (shares[id(one)], one.numel()))
+    share, name = shares[id(worst)], group.names[id(worst)]
+    if kept.lost < _OF_ALL and share < _OF_ONE:
+        return
+    at = f" at lr={kept.rate:g}" if kept.rate is not None else ""
+    what = f"updates of about {update:.1e}{at} are below half a unit in the last place of {kept.lost:.1%} of the "
+    what += f"elements of group {kept.group} in {FORMATS[dtype]}, of {share:.0%} of {name}: rounding loses them"
+    if kept.lost_at_most is not None and kept.lost_at_most < kept.lost:
+        what += f"; of {kept.lost_at_most:.1%} where they are as large as its betas allow"
+    todo = "Keep the weights in fp32 and compute in a region: model.float(); with nc.autocast(...): forward. Or step "
+    todo += "copies in fp32, or with an optimizer that rounds stochastically or compensates (torchao.optim, optimi)."
+    yield Advice(UPDATES, what, todo, name, "", 0)
+
+
+def _why_not(found: Probed, kept: StoredGroup) -> str:
+    if found.update == 0:
+        return f"weights in fp32 do not move at lr={kept.rate}: give lr=, one of the schedule's."
+    if found.update is None:
+        return "the size of updates depends on gradients that are not there: call it after a backward."
+    return f"whether updates of {found.update:.1e} are lost was not found out; nc.check_training judges a step."
+
+
+def _of_still(number: int, found: Probed) -> Iterator[Advice]:
+    for name in found.still:
+        what = f"{name} of group {number} stays where it is without gradients: its format rounds each step's decay away"
+        todo = "Keep it in fp32, with weights in fp32 or an optimizer that has states of its own format; or lower the "
+        todo += "beta, so that a step changes it by more than half a unit in the last place."
+        yield Advice(STATES, what, todo, "", "", 0)
+
+
+def _of_rounded(number: int, found: Probed) -> Iterator[Advice]:
+    for name, (before, after) in found.rounded.items():
+        formats = f"{FORMATS.get(before, before)} to {FORMATS.get(after, after)}"
+        what = f"{name} of group {number} is another after optimizer.load_state_dict(optimizer.state_dict()): {formats}"
+        if before == after:
+            what = f"{name} of group {number} is another after optimizer.load_state_dict(optimizer.state_dict())"
+        todo = "After load_state_dict put it back as it was saved: "
+        todo += f"for p in optimizer.state: optimizer.state[p][{name!r}] = saved[p]."
+        yield Advice(RESUMED, what, todo, "", "", 0)
+
+
+def _of_masters(masters: Mapping[str, Master]) -> Iterator[Advice]:
+    apart = {name: master for name, master in masters.items() if not master.matches}
+    if apart:
+        name = max(apart, key=lambda name: apart[name].apart)
+        what = (
+            f"{apart[name].apart:.0%} of {name}{and_more(len(apart) - 1, 'weight')} are no longer the master, rounded: "
+        )
+        what += "the next step writes the master's values over them"
+        todo = "After weights are loaded or changed, copy them into the masters: master.copy_(weight)."
+        yield Advice(APART, what, todo, name, "", 0)
+
+
+def _of_checkpoint(
+    entries: Sequence[Entry], weights: Mapping[str, torch.Tensor], masters: Mapping[str, Master]
+) -> Iterator[Advice]:
+    """Yield what a checkpoint loses of what is trained, or a model of what it reads: the first weight of each kind."""
+    if not entries:
+        found, advice = "it holds no tensors of floating dtypes", "Give what you save, with model.state_dict() in it."
+        raise RunError("check_storage(checkpoint=...)", found, advice=advice)
+    lost: dict[str, list[tuple[str, str]]] = {}
+    for name, weight in weights.items():
+        if not (weight.requires_grad and weight.is_floating_point()):
+            continue
+        entry, master = of_weight(entries, name, tuple(weight.shape)), masters.get(name)
+        kept = None if entry is None else entry.dtype
+        if master is not None and not any(_holds(one, weight, master) for one in entries):
+            lost.setdefault(NO_MASTERS, []).append((name, f"{FORMATS.get(master.value.dtype)}"))
+        elif kept is not None and master is None and _digits(kept) < _digits(weight.dtype):
+            lost.setdefault(NARROWER, []).append((name, f"{FORMATS.get(kept)}, not {FORMATS.get(weight.dtype)}"))
+        elif kept is not None and master is None and _digits(kept) > _digits(weight.dtype):
+            lost.setdefault(READ_LOWER, []).append((name, f"{FORMATS.get(kept)} into {FORMATS.get(weight.dtype)}"))
+    for kind, rows in lost.items():
+        (name, formats), more = rows[0], and_more(len(rows) - 1, "weight")
+        what, todo = _TEXTS[kind]
+        yield Advice(kind, what.format(name=name + more, formats=formats), todo, name, "", 0)
+
+
+_TEXTS = {
+    NO_MASTERS: (
+        "of {name} it holds no master ({formats}): what the weight's format cannot hold is lost with each resume",
+        "Save the masters as well, by their weights' names, and copy them back after the model is loaded.",
+    ),
+    NARROWER: (
+        "it keeps {name} in {formats}: a resume starts from rounded weights",
+        "Save model.state_dict() as it is; convert a copy for inference.",
+    ),
+    READ_LOWER: (
+        "it is read {formats} without a word: {name}",
+        "Load it into a model in the checkpoint's format, or keep masters and copy its values into them.",
+    ),
+}
+"""Of each kind of finding about a checkpoint what it is, and what to do."""
+
+
+def _holds(entry: Entry, weight: torch.Tensor, master: Master) -> bool:
+    """Return whether a tensor of a checkpoint may be a weight's master: of its values, where these are known."""
+    if entry.shape != tuple(weight.shape) or _digits(entry.dtype) < _digits(master.value.dtype):
+        return False
+    if entry.value is None or entry.value.is_meta:
+        return True
+    here = values_of(weight.detach())
+    there = values_of(entry.value.detach())
+    return here.shape == there.shape and units_apart(there.to(here.device), here) < _OF_ONE
+
+
+def _digits(dtype: torch.dtype) -> float:
+    return -math.log2(torch.finfo(dtype).eps)
+
+
+def _lost(parameter: torch.Tensor, update: float) -> float:
+    """Return the share of the elements of which an update is below half a unit in the last place."""
+    return float((units_of(values_of(parameter.detach())) / 2 > update).float().mean())
+
+
+def _rate_of_half(trained: Sequence[torch.Tensor], update: float, rate: float | None) -> float | None:
+    """Return the learning rate below which updates of half of the elements are lost; updates grow with it."""
+    if not rate or not update:
+        return None
+    units = torch.cat([units_of(values_of(one.detach())).flatten()[:: max(1, one.numel() // 65536)] for one in trained])
+    return float(units.median()) / 2 / update * rate
+
+
+def _at_largest(group: _Group, trained: Sequence[torch.Tensor], update: float) -> float | None:
+    """Return the share that is lost where updates are as large as Adam's can be: lr (1 - beta1) / sqrt(1 - beta2)."""
+    betas = group.settings.get(_MOMENTS)
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not 0 <= float(betas[1]) < 1:
+        return None
+    largest = update * max(1.0, (1 - float(betas[0])) / math.sqrt(1 - float(betas[1])))
+    return sum(_lost(one, largest) * one.numel() for one in trained) / sum(one.numel() for one in trained)
+
+
+def _by_dtype(parameters: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one in parameters:
+        found.setdefault(one.dtype, []).append(one)
+    return found
+
+
+def _optimizer_of(optimizer: Any) -> Any:
+    """Return the optimizer inside of wrappers; RunError for what is none."""
+    inner = optimizer
+    while not isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not all(hasattr(inner, name) for name in ("param_groups", "state", "step")):
+        advice = "Give what torch.optim and its like make: it has param_groups, state and step()."
+        raise RunError(f"check_storage(..., {type(optimizer).__name__})", "it is no optimizer", advice=advice)
+    return inner

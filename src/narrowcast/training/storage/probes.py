@@ -1,0 +1,162 @@
+"""What an optimizer loses by the formats of its weights and states, asked of what it does: weights and states of a few
+elements, beside the same in fp32.
+
+Judged by what moves, never by the optimizer's class: stochastic rounding, a compensation (Kahan) and masters move on
+average, or over many steps, as weights in fp32 do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.training.storage.twins import Settings, Twin, part_of_parameter
+
+_STEPS, _PART, _FITS = 192, 1 / 16, (1 / 64, 1 / 3)
+"""How many steps are made of a part of a unit in the last place each, so that they add up to many units; within which
+bounds that part has to be.
+"""
+_FOLLOWS, _FAR, _ALIKE, _LARGER = 0.5, 2.0, 0.1, 256.0
+"""What has moved by this part of what fp32 has is not lost; what has by more than the next says nothing. Updates are
+the same within this for gradients that are so many times larger.
+"""
+_WARM, _IDLE, _DECAYS = 4, 64, 0.03
+"""Steps with gradients, and without; a state that falls by this part in fp32 decays."""
+
+
+@dataclass(slots=True)
+class Probed:
+    """What a probe of the weights of one group and format found.
+
+    update: the size of an update of an element, the median; None where it depends on gradients that are not there.
+    keeps_updates: whether updates below half a unit add up. still: names of states that decay in fp32 and do not as
+    they are kept. rounded: names of states that `load_state_dict` rounds, with both formats.
+    """
+
+    update: float | None = None
+    keeps_updates: bool | None = None
+    still: list[str] = field(default_factory=list)
+    rounded: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+
+
+def probe(optimizer: Any, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
+    """Probe the largest of some parameters of one group and format. Raises what the optimizer's class raises."""
+    parameter = max(parameters, key=lambda one: one.numel())
+    weight, found = part_of_parameter(parameter), Probed()
+    gradient = _gradient_of(parameter, weight)
+    found.update = _update(optimizer, settings, weight, gradient)
+    if found.update and weight.dtype is not torch.float32:
+        found.keeps_updates = _keeps_updates(optimizer, settings, weight, found.update, gradient)
+    drawn = _drawn(weight)
+    found.still = _still(optimizer, settings, weight, drawn)
+    found.rounded = _rounded(optimizer, settings, weight, drawn)
+    return found
+
+
+def _drawn(weight: torch.Tensor) -> torch.Tensor:
+    """Return gradients about 1, none of them near zero, the same ones each time."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    drawn = torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32)
+    return (drawn.sign() * (drawn.abs() + 0.5)).to(weight.device)
+
+
+def _gradient_of(parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that is there, of the same elements; None without one that says something."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse or not bool(gradient.isfinite().all()) or not bool(gradient.any()):
+        return None
+    return part_of_parameter(gradient).float() if gradient.shape == parameter.shape else None
+
+
+def _update(optimizer: Any, settings: Settings, weight: torch.Tensor, gradient: torch.Tensor | None) -> float | None:
+    """Return the median size of an update in fp32: of any gradient, if its scale does not matter, or of the one that
+    is there.
+    """
+    drawn, sizes = _drawn(weight), []
+    for one in (drawn, drawn * _LARGER, *([] if gradient is None else [gradient])):
+        twin = Twin(optimizer, settings, [weight.float()])
+        twin.step([one], _WARM)
+        before = twin.values()
+        twin.step([one])
+        sizes.append(float((twin.values() - before).abs().median()))
+    if math.isclose(sizes[0], sizes[1], rel_tol=_ALIKE):
+        return sizes[0]
+    return sizes[2] if gradient is not None else None
+
+
+def _keeps_updates(
+    optimizer: Any, settings: Settings, weight: torch.Tensor, update: float, gradient: torch.Tensor | None
+) -> bool | None:
+    """Return whether many updates of a part of a unit move weights as they do in fp32. The weights are chosen for
+    that: all within one power of two; None where the updates of such weights are others.
+    """
+    eps, drawn = torch.finfo(weight.dtype).eps, _drawn(weight)
+    pushes = drawn if gradient is None else gradient.abs().mean() * drawn.sign()
+    exponent = round(math.log2(update / _PART / eps))
+    for _ in range(2):
+        unit = eps * 2.0**exponent
+        start = (drawn.sign() * (1.25 + 0.5 * drawn.abs() / drawn.abs().max()) * 2.0**exponent).to(weight.dtype)
+        low, wide = (Twin(optimizer, settings, [one]) for one in (start, start.float()))
+        wide.step([pushes], _STEPS)
+        moved = wide.values() - start.double().flatten()
+        part = float(moved.abs().median()) / _STEPS / unit
+        if _FITS[0] < part < _FITS[1]:
+            break
+        if not part or not math.isfinite(part):
+            return None
+        exponent += round(math.log2(part / _PART))
+    else:
+        return None
+    low.step([pushes], _STEPS)
+    follows = float(((low.values() - start.double().flatten()) * moved).sum() / moved.square().sum())
+    return follows > _FOLLOWS if follows < _FAR else None  # NaN is neither
+
+
+def _still(optimizer: Any, settings: Settings, weight: torch.Tensor, drawn: torch.Tensor) -> list[str]:
+    """Return the names of the states that fall without gradients in fp32, and not as they are kept."""
+    falls: list[dict[str, float]] = []
+    nothing = torch.zeros_like(drawn)
+    for start in (weight, weight.float()):
+        twin = Twin(optimizer, settings, [start])
+        twin.step([drawn], _WARM)
+        before = _norms(twin.states())
+        twin.step([nothing], _IDLE)
+        after = _norms(twin.states())
+        falls.append({name: 1 - after[name] / size for name, size in before.items() if size and name in after})
+    own, wide = falls
+    return [name for name, fall in own.items() if wide.get(name, 0.0) > _DECAYS and fall < wide[name] / 3]
+
+
+def _norms(states: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, float]:
+    floats = {name: value for (_, name), value in states.items() if _is_plain(value) and value.dim()}
+    return {name: float(value.detach().double().norm()) for name, value in floats.items()}
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Return whether a state is numbers of one format: blocks with scales are what a library makes of them."""
+    return type(value) is torch.Tensor and value.is_floating_point()
+
+
+def _rounded(
+    optimizer: Any, settings: Settings, weight: torch.Tensor, drawn: torch.Tensor
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Return the states that are others after they were saved and loaded, with their formats before and after."""
+    twin = Twin(optimizer, settings, [weight])
+    twin.step([drawn], _WARM)
+    other = Twin(optimizer, settings, [twin.weights[0].detach()])
+    other.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
+    before, after = twin.states(), other.states()
+    return {
+        name: (value.dtype, after[key].dtype)
+        for key, value in before.items()
+        if (name := key[1]) and key in after and _is_plain(value) and not _is_equal(value, after[key])
+    }
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())

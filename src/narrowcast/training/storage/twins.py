@@ -1,0 +1,72 @@
+"""A few weights that step as an optimizer would step them: one of its class, with its settings, over copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from narrowcast.runtime.torch_bridge import values_of
+from narrowcast.runtime.torch_surface.modules import step_without_hooks
+
+_SIDE, _MOST = 32, 1024
+"""How many places of each dimension are taken of a parameter, and elements of a vector."""
+Settings = Mapping[str, Any]
+"""The settings of a group of parameters."""
+
+
+def settings_of(group: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
+    """Return a group's settings, with its highest learning rate so far, or this one."""
+    found = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    if "lr" in found:
+        lr = rate if rate is not None else max(float(found["lr"]), float(found.get("initial_lr", 0.0)))
+        found["lr"] = torch.full_like(found["lr"], lr) if isinstance(found["lr"], torch.Tensor) else lr
+    return found
+
+
+def part_of_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return some elements of a parameter, evenly spaced, in as many dimensions."""
+    values = values_of(parameter.detach())
+    most = _MOST if values.dim() == 1 else _SIDE
+    for dim, size in enumerate(values.shape):
+        values = values[(slice(None),) * dim + (slice(None, None, -(-size // most)),)]
+    return values.clone()
+
+
+class Twin:
+    """Copies of weights, and an optimizer over them. Raises what its class raises where it takes other arguments than
+    its groups' settings, and where a step needs a closure.
+    """
+
+    def __init__(self, optimizer: Any, settings: Settings, weights: Sequence[torch.Tensor]) -> None:
+        self.weights = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        accepted = list(inspect.signature(type(optimizer).__init__).parameters)[2:]  # after self and the parameters
+        own = vars(optimizer)
+        given = {name: settings.get(name, own.get(name)) for name in accepted if name in settings or name in own}
+        self.optimizer = type(optimizer)([{**settings, "params": self.weights}], **given)
+        self._step = step_without_hooks(self.optimizer)
+
+    def step(self, gradients: Sequence[torch.Tensor], times: int = 1) -> None:
+        """Step with these gradients, in the dtype of the weights."""
+        for _ in range(times):
+            for weight, gradient in zip(self.weights, gradients, strict=True):
+                weight.grad = gradient.to(weight.dtype).clone()
+            with torch.enable_grad():  # which steps switch off themselves
+                self._step()
+
+    def values(self) -> torch.Tensor:
+        """Return all weights in fp64, in a row."""
+        return torch.cat([weight.detach().double().flatten() for weight in self.weights])
+
+    def states(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Return the tensors of the optimizer's state, by the weight's number and the name."""
+        own = self.optimizer.state
+        return {
+            (n, str(name)): value
+            for n, weight in enumerate(self.weights)
+            for name, value in own.get(weight, {}).items()
+            if isinstance(value, torch.Tensor)
+        }

@@ -1,0 +1,316 @@
+"""`nc.check_storage`: what training loses by its formats, before a step is made; what loses nothing is sound."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import narrowcast as nc
+from narrowcast.errors import RunError
+
+LOW = torch.bfloat16
+
+
+def mlp(dtype=LOW):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).to(dtype)
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, in the weights' format. `moved` says what becomes of a weight and a step."""
+
+    def __init__(self, params, lr=1e-5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                move = self.move if p.dtype is LOW else partial(Signs.move, self)
+                if p.grad is not None:
+                    move(p, -group["lr"] * p.grad.float().sign(), self.state[p])
+
+    def move(self, p, step, state):
+        p.add_(step.to(p.dtype))
+
+
+class Stochastic(Signs):
+    def move(self, p, step, state):
+        bits = (p.float() + step).view(torch.int32) + torch.randint_like(p, 1 << 16, dtype=torch.int32)
+        p.copy_((bits & -(1 << 16)).view(torch.float32))
+
+
+class Kahan(Signs):
+    def move(self, p, step, state):
+        rest = state.setdefault("rest", torch.zeros_like(p))
+        rest.add_(step.to(p.dtype))
+        before = p.clone()
+        p.add_(rest)
+        rest.add_(before - p)
+
+
+class Masters(Signs):
+    """Masters as a state: `load_state_dict` rounds them to the weights' format."""
+
+    def move(self, p, step, state):
+        if "master" not in state:
+            state["master"] = p.float()
+        p.copy_(state["master"].add_(step))
+
+
+class KeptMasters(Masters):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        saved = [state_dict["state"][n] for n in sorted(state_dict["state"])]
+        for p, one in zip((p for g in self.param_groups for p in g["params"]), saved, strict=True):
+            self.state[p]["master"] = one["master"].clone()
+
+
+class Remainders(Signs):
+    """The lower half of a master's bits beside the weight."""
+
+    def move(self, p, step, state):
+        rest = state.setdefault("rest", torch.zeros_like(p, dtype=torch.int16)).int()
+        whole = ((p.view(torch.int16).int() - (rest < 0).int()) << 16) | (rest & 0xFFFF)
+        bits = (whole.view(torch.float32) + step).view(torch.int32)
+        state["rest"] = bits.to(torch.int16)
+        high = (bits >> 16) + (state["rest"] < 0).int()
+        p.copy_(high.to(torch.int16).view(p.dtype))
+
+
+def adamw(model, **settings):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-5, **settings})
+
+
+def with_masters(model, **settings):
+    """An optimizer over copies in fp32."""
+    return torch.optim.AdamW([p.detach().float().requires_grad_() for p in model.parameters()], **settings)
+
+
+def frozen_but(model, layer, dtype):
+    model.requires_grad_(requires_grad=False)
+    model[layer].to(dtype).requires_grad_()
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def sound(name):
+    model = mlp(torch.float32 if name in ("fp32", "compiled fp32", "adapter in fp32", "sgd fp32") else LOW)
+    if name == "compiled fp32":
+        return torch.compile(model, backend="eager"), adamw(model)
+    if name == "adapter in fp32":
+        return model.to(LOW), torch.optim.AdamW(frozen_but(model, 2, torch.float32), 1e-5)
+    made = {
+        "fp32": adamw, "sgd fp32": lambda m: torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9),
+        "stochastic": lambda m: Stochastic(m.parameters()), "kahan": lambda m: Kahan(m.parameters()),
+        "kahan, tiny steps": lambda m: Kahan(m.parameters(), 1e-8),
+        "masters kept": lambda m: KeptMasters(m.parameters()),
+        "remainders": lambda m: Remainders(m.parameters()), "masters in place": with_masters,
+        "large steps": lambda m: adamw(m, lr=3e-2, betas=(0.9, 0.95)),
+    }  # fmt: skip
+    return model, made[name](model)
+
+
+SOUND = ("fp32", "sgd fp32", "compiled fp32", "adapter in fp32", "stochastic", "kahan", "kahan, tiny steps",
+         "masters kept", "remainders", "masters in place", "large steps")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_loses_nothing_is_sound(name):
+    """Stochastic rounding, compensations and masters are judged by what they move."""
+    found = nc.check_storage(*sound(name))
+    assert found.verdict == "sound" and found, (found.findings, found.notes)
+
+
+def schedule_end(model):
+    """Half of a cosine, at its last step."""
+    optimizer = adamw(model, lr=3e-2, betas=(0.9, 0.95))
+    return nc.check_storage(model, optimizer, lr=1e-6)
+
+
+def loaded_late(model):
+    """Weights are loaded after the masters were made."""
+    optimizer = with_masters(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    return nc.check_storage(model, optimizer)
+
+
+def one_changed(model):
+    """One weight is changed between steps, beside its master."""
+    optimizer = KeptMasters(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        model[2].weight.mul_(1.5)
+    return nc.check_storage(model, optimizer)
+
+
+def saved_without(model):
+    """A checkpoint of the model and of moments alone."""
+    optimizer = with_masters(model, lr=1e-5)
+    return nc.check_storage(model, optimizer, checkpoint={"model": model.state_dict(), "step": 3})
+
+
+def saved_low(model):
+    model = mlp(torch.float32)
+    kept = {name: value.to(LOW) for name, value in model.state_dict().items()}
+    return nc.check_storage(model, adamw(model), checkpoint={"state": kept})
+
+
+def read_low(model):
+    return nc.check_storage(model, Stochastic(model.parameters()), checkpoint=mlp(torch.float32).state_dict())
+
+
+def with_gradients(model, size):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, size)
+    return nc.check_storage(model, torch.optim.SGD(model.parameters(), 1e-3))
+
+
+PLANTED = {
+    "adamw": (lambda m: nc.check_storage(m, adamw(m)), "updates lost in rounding"),
+    "signs": (lambda m: nc.check_storage(m, Signs(m.parameters())), "updates lost in rounding"),
+    "adafactor": (
+        lambda m: nc.check_storage(m, torch.optim.Adafactor(m.parameters(), 1e-5)), "updates lost in rounding"
+    ),
+    "sgd, its gradients": (lambda m: with_gradients(m, 1e-3), "updates lost in rounding"),
+    "adapter in bf16": (
+        lambda m: nc.check_storage(m, torch.optim.AdamW(frozen_but(m, 2, LOW), 1e-5)), "updates lost in rounding"
+    ),
+    "fp16": (lambda m: nc.check_storage(m.half(), adamw(m, lr=1e-6)), "updates lost in rounding"),
+    "end of a schedule": (schedule_end, "updates lost in rounding"),
+    "second moments": (lambda m: nc.check_storage(m, adamw(m, lr=3e-2)), "a state that does not decay"),
+    "masters in the state": (lambda m: nc.check_storage(m, Masters(m.parameters())), "a resume rounds the state"),
+    "loaded late": (loaded_late, "masters apart from their weights"),
+    "one changed": (one_changed, "masters apart from their weights"),
+    "saved without masters": (saved_without, "a checkpoint without masters"),
+    "saved in bf16": (saved_low, "a checkpoint in a lower format"),
+    "read into bf16": (read_low, "a checkpoint read into a lower format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_loss_is_found(name):
+    """The kind that was planted, and with what to do."""
+    check, kind = PLANTED[name]
+    found = check(mlp())
+    assert kind in [one.kind for one in found.findings] and all(one.todo for one in found.findings)
+    assert not found and found.verdict == "wrong"
+
+
+def test_shares_and_rates_are_those_of_training():
+    """The share that is said to be lost is the share that does not move, at either side of the rate it names."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(LOW)
+    (group,) = nc.check_storage(model, adamw(model, lr=1e-4, weight_decay=0.0)).groups
+    for rate in (1e-4, group.lost_from * 0.98, group.lost_from * 1.02):
+        trained = copy.deepcopy(model)
+        trained.weight.grad = torch.randn_like(trained.weight)
+        adamw(trained, lr=rate, weight_decay=0.0).step()
+        still = float((trained.weight == model.weight).float().mean())
+        if rate == 1e-4:
+            assert still == pytest.approx(group.lost, abs=0.02)
+        else:
+            assert (still >= 0.5) == (rate < group.lost_from)
+    assert group.updates == "lost" and group.update == pytest.approx(1e-4, rel=0.05)
+    assert group.lost_at_most < group.lost
+
+
+def test_bytes_are_counted():
+    """Weights, masters, gradients and states of 16 x 32 + 32 + 32 x 8 + 8 elements."""
+    model = mlp()
+    elements = sum(p.numel() for p in model.parameters())
+    (group,) = nc.check_storage(model, with_masters(model)).groups
+    assert (group.weight_bytes, group.master_bytes, group.gradient_bytes) == (2 * elements, 4 * elements, 2 * elements)
+    optimizer = KeptMasters(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    (group,) = nc.check_storage(model, optimizer).groups
+    assert (group.master_bytes, group.state_bytes, group.bytes_per_element) == (4 * elements, 0, 8.0)
+
+
+def test_nothing_is_changed():
+    """Neither weights, gradients, states, groups, random state, nor a scheduler's step that counts."""
+    model = mlp()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    scheduler.step()
+    before = pickle.dumps((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    versions, state = [p._version for p in model.parameters()], torch.get_rng_state()
+    told = []
+    handle = register_optimizer_step_post_hook(lambda *args: told.append(args))
+    found = nc.check_storage(model, optimizer)
+    handle.remove()
+    assert pickle.dumps((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()])) == before
+    assert [p._version for p in model.parameters()] == versions and not told
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.groups[0].rate == 1e-5  # the highest, before the schedule
+
+
+def test_what_is_not_known_is_not_judged():
+    """SGD without gradients, a step with a closure, hooks of one's own: said, and no verdict."""
+    model = mlp()
+    hooked = adamw(model, betas=(0.9, 0.95))
+    hooked.register_step_pre_hook(lambda *args: None)
+    for optimizer, why in (
+        (torch.optim.SGD(model.parameters(), 1e-3), "call it after a backward"),
+        (torch.optim.LBFGS(model.parameters()), "could not be probed"),
+        (adamw(model, lr=0.0, betas=(0.9, 0.95)), "do not move"),
+        (hooked, "hooks on its steps"),
+    ):
+        found = nc.check_storage(model, optimizer)
+        assert found.verdict == "not judged" and any(why in note for note in found.notes), found.notes
+
+
+def test_files_of_checkpoints(tmp_path):
+    """A file of torch.save, a folder of torch.distributed.checkpoint, and neither runs what it holds."""
+    import torch.distributed.checkpoint as dcp
+
+    model = mlp()
+    wide = mlp(torch.float32).state_dict()
+    torch.save({"model": wide}, tmp_path / "kept.pt")
+    dcp.save({"model": wide}, checkpoint_id=str(tmp_path / "kept"))
+    for file in ("kept.pt", "kept"):
+        found = nc.check_storage(model, Stochastic(model.parameters()), checkpoint=tmp_path / file)
+        assert [one.kind for one in found.findings] == ["a checkpoint read into a lower format"]
+        assert nc.check_storage(mlp(torch.float32), adamw(mlp(torch.float32)), checkpoint=str(tmp_path / file))
+
+    class Bad:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(pickle.dumps(Bad()))
+    for file in ("bad", "missing.pt"):
+        with pytest.raises(RunError, match="checkpoint="):
+            nc.check_storage(model, adamw(model), checkpoint=tmp_path / file)
+
+
+@pytest.mark.parametrize("given", [(None, "adamw"), ("model", None), ("model", "model")])
+def test_what_is_no_model_or_optimizer_is_refused(given):
+    model = mlp()
+    named = {"model": model, "adamw": adamw(model), None: None}
+    with pytest.raises(RunError, match="check_storage"):
+        nc.check_storage(*(named[one] for one in given))
+
+
+def test_saved_and_shown(tmp_path):
+    """It is read back as it was, and its screen names the share and the rate."""
+    model = mlp()
+    found = nc.check_storage(model, adamw(model))
+    assert nc.load(found.save(tmp_path / "storage.json")) == found
+    text = " ".join(found.to_text(every=True).split())
+    assert "updates lost in rounding" in text and "lr=" in text and math.isfinite(found.groups[0].lost)
+    assert "storage" in found.to_html()
