@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.runtime.torch_surface.modules import told_of_module_calls
 from narrowcast.runtime.torch_surface.patches import held, standing
 
 
@@ -212,3 +214,26 @@ def test_kernels_that_stay_are_lines_of_the_table():
         pass
     (line,) = [line for line in standing() if line.what == "aten.softplus.default at AutocastCPU"]
     assert line.holders == 0 and "policy" in line.why
+
+
+def test_a_hook_on_all_modules_goes_between_compilations():
+    """Another thread compiles while the hook is there: its guards ask for the hook when its graph is compiled."""
+    traced, found = threading.Event(), []
+
+    def backend(graph, example_inputs):
+        traced.set()
+        time.sleep(0.3)
+        return graph
+
+    def compiles():
+        try:
+            found.append(torch.compile(torch.nn.Linear(4, 4), backend=backend)(torch.ones(2, 4)).shape)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=compiles, daemon=True)
+    with told_of_module_calls(lambda module: None):
+        thread.start()
+        assert traced.wait(60)
+    thread.join(60)
+    assert found == [(2, 4)]

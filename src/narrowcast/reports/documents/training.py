@@ -61,8 +61,8 @@ def storage_document(result: StorageCheck) -> Document:
     lost = [group for group in result.groups if group.lost is not None]
     for group in lost:
         from_rate = f"; of half of them below lr={group.lost_from:.2g}" if group.lost_from else ""
-        name = f"updates lost, group {group.group}"
-        page.figures.append(Figure(name, f"{group.lost:.1%}", f"of elements in {group.format}{from_rate}"))
+        detail = f"of elements in {group.format}, as a share{from_rate}"
+        page.figures.append(Figure(f"updates lost, group {group.group}", group.lost or 0.0, detail))
     page.todos = [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in findings]
     page.notes = list(result.notes)
     columns = "group:number, weights:format, parameters:number, elements:number, weight:bytes, master:bytes, "

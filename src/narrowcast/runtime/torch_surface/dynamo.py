@@ -215,6 +215,25 @@ class CompiledCode:
                 torch.compiler.set_stance("force_eager")
 
 
+@contextmanager
+def between_compilations() -> Iterator[None]:
+    """Hold Dynamo's lock, so that no other thread compiles inside: what it has read by then would be another at the end
+    of its compilation, where it writes its guards. After a while without it, go on.
+    """
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    lock = getattr(frames, "compile_lock", None)
+    holds = lock is not None and lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if lock is not None and holds:
+            lock.release()
+
+
+_PATIENCE = 60.0
+"""Seconds to wait for another thread's compilation."""
+
+
 def in_compiled_code() -> bool:
     """Return whether torch.compile compiled the code that calls this, even if it runs as eager code now."""
     if "torch._dynamo" not in sys.modules:

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from narrowcast.runtime.torch_surface.dynamo import never_trace
+from narrowcast.runtime.torch_surface.dynamo import between_compilations, never_trace
 from narrowcast.runtime.torch_surface.patches import note_staying, once
 
 CALL = "_call_impl"
@@ -57,14 +57,16 @@ def told_of_module_calls(tell: Callable[..., object]) -> Iterator[None]:
     Dynamo guards on the keys of hooks, and compiles again where another is there.
     """
     tell = by_no_other_thread(tell)
-    _told.append(tell)
-    _HOOKS[_KEY] = _tell
+    with between_compilations():
+        _told.append(tell)
+        _HOOKS[_KEY] = _tell
     try:
         yield
     finally:
-        _told.remove(tell)
-        if not _told:
-            _HOOKS.pop(_KEY, None)
+        with between_compilations():
+            _told.remove(tell)
+            if not _told:
+                _HOOKS.pop(_KEY, None)
 
 
 STACK = "nn_module_stack"
