@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from narrowcast.analysis.capture.filling import Filling
 from narrowcast.analysis.capture.parameters import Parameters
+from narrowcast.analysis.capture.tokens import log_probabilities_of, without_padding
 from narrowcast.analysis.capture.views import Views
 from narrowcast.core.ledger.identity import FORWARD
 from narrowcast.core.ops import is_named
@@ -45,8 +46,6 @@ from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import CLONE, COPY, TO_COPY, OpOverload, quietly
 
 STATISTICS = ("sampled", "whole")
-LEFT_OUT = -100
-"""Among tokens, where no log-probability is wanted: torch's own number for what a loss leaves out."""
 
 
 @overload
@@ -126,7 +125,7 @@ def capture(
         changed = weights.changed
         capturing.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
-        capturing.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
+        capturing.run.keep_tokens(*log_probabilities_of(outcome.output, without_padding(tokens, trial.kwargs)))
     capturing.note_environment()
     return capturing.run
 
@@ -396,42 +395,3 @@ class _Capture(Observer):
         if self.device_type not in ("", "cpu"):
             torch.accelerator.synchronize()
         return time.perf_counter_ns()
-
-
-def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token but the first of its row, and its log-probability given those before it, in fp64: two of [N].
-
-    output, tokens: as for `logits_of`.
-    """
-    ids, rows = logits_of(output, tokens)
-    with quietly():
-        values = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
-        return ids.cpu(), torch.cat(values).cpu()
-
-
-def logits_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token but the first of its row, and the logits for its place: [N], [N, V].
-
-    output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T], -100 where nothing is
-    wanted. RunError for others.
-    """
-    logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-    logits = getattr(logits, "logits", logits)
-    logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
-    asked = f"capture(tokens={list(tokens.shape)})"
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[-1] < 2:
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise RunError(
-            asked, f"the model returned {found}, no logits of each token",
-            advice="Give the ids [..., T] of a model whose output, its `logits` or its first part is [..., T, V].",
-        )  # fmt: skip
-    with quietly():
-        ids = tokens[..., 1:].to(logits.device).reshape(-1)
-        rows = logits[..., :-1, :].reshape(-1, logits.shape[-1])
-        is_wanted = ids != LEFT_OUT
-        ids, rows = ids[is_wanted], rows[is_wanted]
-        if not ids.numel():
-            raise RunError(asked, f"every token is {LEFT_OUT}", advice="Give the ids of those to compare.")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
-            raise RunError(asked, f"ids outside of a vocabulary of {logits.shape[-1]}", advice="Give the model's ids.")
-        return ids, rows

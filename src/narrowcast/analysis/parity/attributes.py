@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.parity.weights import apart_by, with_parameters
+from narrowcast.output.words import sizes
 from narrowcast.runtime.torch_surface.modules import tensors_held
 
 _ATOMS = (bool, int, float, str, type(None))
-_LEFT = frozenset(
-    ["training", "inplace", "layer_idx", "name_or_path", "transformers_version", "use_cache", "call_super_init"]
-)
-"""Names that say nothing of what is computed; whether dropout is on is asked for before."""
+_LEFT = frozenset(["inplace", "layer_idx", "name_or_path", "transformers_version", "use_cache", "call_super_init"])
+"""Names that say nothing of what is computed."""
 _ALIKE = (
     frozenset(
         ["eps", "epsilon", "variance_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps", "layer_norm_epsilon"]
@@ -27,14 +26,15 @@ _ALIKE = (
     frozenset(["scale", "scaling", "softmax_scale", "attn_scale", "norm_factor"]),
 )
 """What models of several authors call one attribute."""
-_CONFIGURATION = "config"
+_CONFIGURATION, _NUMBERS = "config", {bool, int, float, type(None)}
 _INNER = (dict, list, tuple)
+_IMPLEMENTATION = "_implementation"
 
 
 @dataclass(slots=True)
 class Other:
     """An attribute that is another in b: its name in b, the values in a and in b; in which modules of b, and with that
-    of which modules of a. is_buffer: of tensors; in_b is then how far they are apart.
+    of which modules of a. is_buffer: of tensors; in_b is then in words how they differ.
     """
 
     name: str
@@ -44,13 +44,24 @@ class Other:
     is_buffer: bool = False
 
     @property
+    def public_name(self) -> str:
+        """Its name, as the user set it: of `config._attn_implementation_internal`, `config.attn_implementation`."""
+        owner, dot, name = self.name.rpartition(".")
+        return f"{owner}{dot}{name.strip('_').removesuffix('_internal')}"
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Whether it names one of several implementations of the same, as of attention."""
+        return _IMPLEMENTATION in self.name
+
+    @property
     def text(self) -> str:
         """What it is in a and in b, and where."""
         first, more = next(iter(self.modules)), len(self.modules) - 1
         where = f"{first or '(root)'}{f' and {more} more' if more else ''}"
         if self.is_buffer:
-            return f"buffer {self.name} of {where}: {self.in_b} apart"
-        return f"{self.name} {_text(self.in_a)} in a, {_text(self.in_b)} in b: {where}"
+            return f"buffer {self.name} of {where}: {self.in_b}"
+        return f"{self.public_name} {_text(self.in_a)} in a, {_text(self.in_b)} in b: {where}"
 
 
 def _text(value: Any) -> str:
@@ -70,8 +81,9 @@ def other_attributes(a: torch.nn.Module, b: torch.nn.Module, paths: Mapping[str,
             other = found.setdefault((name, repr(in_a), repr(in_b)), Other(name, in_a, in_b))
             other.modules[path] = partners[0]
         for name, in_a, in_b in _buffers(x, y):
-            if far := apart_by(in_a, in_b):
-                apart = f"{far:.1e}"
+            far = apart_by(in_a, in_b) if in_a.shape == in_b.shape else None
+            if far != 0:
+                apart = f"{far:.1e} apart" if far is not None else f"{sizes(in_a.shape)} in a, {sizes(in_b.shape)} in b"
                 other = found.setdefault((name, "buffer", ""), Other(name, in_a, apart, is_buffer=True))
                 other.modules[path] = partners[0]
     return list(found.values())
@@ -99,7 +111,8 @@ def _is_plain(name: str, value: Any) -> bool:
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name, in_b in b.items():
         key = name if name in a else next((other for other in a if _is_alike(other, name)), None)
-        if key is not None and type(in_b) in (type(a[key]), float, int, bool) and a[key] != in_b:
+        kinds = {type(in_b), None if key is None else type(a[key])}
+        if key is not None and (len(kinds) == 1 or kinds <= _NUMBERS) and a[key] != in_b:
             yield name, a[key], in_b
 
 
@@ -108,13 +121,13 @@ def _is_alike(one: str, other: str) -> bool:
 
 
 def _buffers(x: torch.nn.Module, y: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the buffers of one name and one shape; other tensors that a module holds, too."""
+    """Yield the buffers of one name; other tensors that a module holds, too."""
     for name, in_b in (
         *tensors_held(y)[1].items(),
         *((k, v) for k, v in vars(y).items() if isinstance(v, torch.Tensor)),
     ):
         in_a = _held(x, name)
-        if isinstance(in_a, torch.Tensor) and isinstance(in_b, torch.Tensor) and in_a.shape == in_b.shape:
+        if isinstance(in_a, torch.Tensor) and isinstance(in_b, torch.Tensor):
             yield name, in_a, in_b
 
 
@@ -138,16 +151,16 @@ def with_attributes(model: torch.nn.Module, others: Iterable[Other], a: torch.nn
                         tensors[f"{path}.{other.name}" if path else other.name] = value.to(buffers[other.name].dtype)
                         continue
                     held.append((module, other.name, vars(module)[other.name]))
-                    setattr(module, other.name, value)
+                    setattr(module, other.name, value.clone())
                     continue
                 prefix, _, name = other.name.rpartition(".")
                 if prefix == _CONFIGURATION:
                     held.append((module, _CONFIGURATION, module.config))
                     module.config = copy.copy(module.config)
-                    vars(module.config)[name if name in vars(module.config) else f"_{name}"] = other.in_a
+                    vars(module.config)[name if name in vars(module.config) else f"_{name}"] = copy.deepcopy(other.in_a)
                 else:
                     held.append((module, name, getattr(module, name)))
-                    setattr(module, name, other.in_a)
+                    setattr(module, name, copy.deepcopy(other.in_a))
         with with_parameters(model, tensors):
             yield
     finally:

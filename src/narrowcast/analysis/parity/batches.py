@@ -13,7 +13,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.observer.observer import Observer
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.trial.finiteness import is_floating
-from narrowcast.runtime.torch_bridge import OpFacts
+from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import quietly, tree_flatten, tree_unflatten
 
 _LIMIT_BYTES = 1 << 30
@@ -107,10 +107,16 @@ class Samples:
         """Return the inputs of the first sample."""
         return self._each(lambda leaf, _: leaf.narrow(self._dim, 0, 1), self._leaves)
 
-    def another_like(self, sample: Any, seed: int) -> Any:
+    def another_like(self, sample: Any, seed: int, is_given: bool = False) -> Any:
         """Return another sample with the same values in another order, so that it is a legal one, and floats three
-        quarters as large; masks of zeros and ones, and what holds no samples, as they are.
+        quarters as large; masks of zeros and ones, and what holds no samples, as they are. is_given: in its place
+        another sample that was given, if there is one: it may have other whole numbers, and another length.
         """
+        if is_given and self.count > 1:
+            given = self._each(lambda _, whole: whole.narrow(self._dim, 1 + seed % (self.count - 1), 1), self._leaves)
+            if any(not torch.equal(x, y) for x, y in zip(tensors_in(given), tensors_in(sample), strict=True)):
+                return given
+
         generator = torch.Generator().manual_seed(seed)
 
         def other(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ cause if the distance falls with it. What is left is looked for among the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,16 +27,16 @@ from narrowcast.runtime.torch_bridge import FORMATS
 
 _OF_ALL, _MOST = 0.05, 0.9
 """A cause takes at least this part of the distance away; a confirmed one most of what was left."""
-_NAMED = 3
+_NAMED, _MOST_ALONE = 3, 24
 
 
 class Search:
     """The causes of a distance, found one after the other. left: the distance that is left; changes: what b has of a
-    by then. runs: how often b ran.
+    by then. runs: how often b ran. noise: what rounding may make of it.
     """
 
-    def __init__(self, a: Live, b: Live, whole: float, partners: Partners) -> None:
-        self._a, self._b, self._partners, self.whole = a, b, partners, whole
+    def __init__(self, a: Live, b: Live, whole: float, noise: float, partners: Partners) -> None:
+        self._a, self._b, self._partners, self.whole, self._noise = a, b, partners, whole, noise
         self.of_a, self.of_b = a.module, b.module
         self.causes: list[Cause] = []
         self.changes: list[Change] = []
@@ -47,20 +48,39 @@ class Search:
 
     def weights(self) -> list[str]:
         """Give b the weights of a that hold other values; return notes on those without a partner."""
-        apart = different(self.of_a, self.of_b, self._pairs)
-        if apart:
-            worst = sorted(apart, key=lambda name: -apart[name])
-            named = ", ".join(f"{name} {number_text(apart[name])} apart" for name in worst[:_NAMED])
-            what = f"{counted(len(apart), 'parameter', 'differ')}: {named}{and_more(len(worst) - _NAMED, 'parameter')}"
-            pairs = {name: self._pairs[name] for name in apart}
-            todo = f"load the same weights into both: {worst[0]} first"
-            self._try(WEIGHTS, what, todo, self._with_weights(pairs), module=worst[0].rpartition(".")[0], always=True)
+        apart, notes = different(self.of_a, self.of_b, self._pairs), []
+        named = apart if not apart or self._helps(apart) else self._helpful(apart)
+        if named:
+            worst = sorted(named, key=lambda name: -named[name])
+            what = f"{counted(len(named), 'parameter', 'differ')}: {_some_apart(worst, named)}"
+            todo, module = f"load the same weights into both: {worst[0]} first", worst[0].rpartition(".")[0]
+            self._try(WEIGHTS, what, todo, self._with_weights({name: self._pairs[name] for name in named}), module)
+        rest = sorted(set(apart) - set(named), key=lambda name: -apart[name])
+        if rest:
+            other = counted(len(rest), "other parameter" if named else "parameter", "hold")
+            notes.append(f"{other} other values, and b comes no nearer to a with a's: {_some_apart(rest, apart)}")
         alone = [name for name in parameters_of(self.of_b) if name not in self._pairs]
-        return [f"{counted(len(alone), 'parameter')} of b without a partner in a: {alone[0]}"] if alone else []
+        return notes + (
+            [f"{counted(len(alone), 'parameter')} of b without a partner in a: {alone[0]}"] if alone else []
+        )
+
+    def _helps(self, names: Collection[str]) -> bool:
+        """Return whether the distance falls where b has a's weights of these names."""
+        after = self._measure(self._with_weights({name: self._pairs[name] for name in names}))
+        return self.left - after >= _OF_ALL * self.whole
+
+    def _helpful(self, apart: Mapping[str, float]) -> dict[str, float]:
+        """Return the weights that help by themselves, of those that are least apart: the others may be laid out, or
+        folded, in another way.
+        """
+        nearest = sorted(apart, key=lambda name: apart[name])[:_MOST_ALONE]
+        return {name: apart[name] for name in nearest if self._helps([name])}
 
     def attributes(self) -> None:
         """Give b the attributes of a: all at once, and then, if that helps, each by itself."""
         others = other_attributes(self.of_a, self.of_b, self._partners)
+        if self.left <= self._noise:
+            others = [other for other in others if not other.chooses_kernels]
         if not others:
             return
         before = self.left
@@ -68,7 +88,7 @@ class Search:
             return
         for other in others:
             place = next(iter(other.modules))
-            name = other.name.rpartition(".")[2]
+            name = other.public_name.rpartition(".")[2]
             todo = f"set {name} of b to {other.in_a!r}" if not other.is_buffer else f"give b the {name} of a"
             self._try(ATTRIBUTE, other.text, todo, self._with_attributes([other]), module=place)
 
@@ -106,9 +126,9 @@ class Search:
         """Return the calls of b with all changes."""
         return replace(self._b, under=self._region_of.under).captured(self.changes)
 
-    def _try(self, kind: str, what: str, todo: str, change: Change, module: str = "", always: bool = False) -> None:
+    def _try(self, kind: str, what: str, todo: str, change: Change, module: str = "") -> None:
         after = self._measure(change)
-        if self._note(Cause(kind, what, todo, self.left, after, module=module), always):
+        if self._note(Cause(kind, what, todo, self.left, after, module=module)):
             self.changes.append(change)
 
     def _note(self, cause: Cause, always: bool = False) -> bool:
@@ -125,7 +145,10 @@ class Search:
         return True
 
     def _measure(self, change: Change) -> float:
-        return self._distance(self._run([*self.changes, change])[0])
+        try:
+            return self._distance(self._run([*self.changes, change])[0])
+        except Exception:  # of a model that does not run so
+            return math.inf
 
     def _run(self, changes: list[Change] | None = None, region_of: Live | None = None, **given: Any) -> Any:
         self.runs += 1
@@ -158,6 +181,11 @@ class Search:
 
     def _place(self, module: str) -> str:
         return place_of(self._b, module)
+
+
+def _some_apart(names: Sequence[str], apart: Mapping[str, float]) -> str:
+    named = ", ".join(f"{name} {number_text(apart[name])} apart" for name in names[:_NAMED])
+    return f"{named}{and_more(len(names) - _NAMED, 'parameter')}"
 
 
 def place_of(program: Program, module: str) -> str:

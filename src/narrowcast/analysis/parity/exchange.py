@@ -47,15 +47,26 @@ class Kept:
         """Return those of these results that ended before a call, and with them those up to its module's; nothing of a
         call that was not seen, or whose module's results are not among these.
         """
-        start = self.before.get(call)
-        path = call.module_path
-        outer = {"", *(path[:n] for n, letter in enumerate(path) if letter == "."), path}
+        return self._around(self.before.get(call), call.module_path, results)
+
+    def around_module(self, path: str, results: Results) -> tuple[Results, Results]:
+        """Return the same of the first call inside of a module."""
+        starts = (n for call, n in self.before.items() if path and f"{call.module_path}.".startswith(f"{path}."))
+        return self._around(next(starts, None), path, results)
+
+    def _around(self, start: int | None, path: str, results: Results) -> tuple[Results, Results]:
         ends = (n for n, key in enumerate(self.order) if start is not None and n >= start)
-        end = next((n for n in ends if self.order[n][0] in outer and self.order[n] in results), None)
+        end = next((n for n in ends if self.order[n][0] in containers(path) and self.order[n] in results), None)
         if start is None or end is None:
             return {}, {}
         before, after = ([key for key in self.order[:n] if key in results] for n in (start, end + 1))
         return {key: results[key] for key in before}, {key: results[key] for key in after}
+
+
+def containers(path: str) -> list[str]:
+    """Return the paths of a module and of those that it is in, itself first, the root last."""
+    ends = [n for n, letter in enumerate(path) if letter == "."]
+    return [path, *(path[:n] for n in reversed(ends)), *([""] if path else [])]
 
 
 class Exchange(Observer):
@@ -105,7 +116,7 @@ class Exchange(Observer):
         if key not in self._results:
             return result
         for n, tensor in zip(places, self._results[key], strict=False):
-            leaves[n] = tensor.to(leaves[n])
+            leaves[n] = tensor.to(leaves[n], copy=True)  # which a forward may write to
         return tree_unflatten(leaves, spec)
 
     def looks_before(self, facts: OpFacts) -> bool:

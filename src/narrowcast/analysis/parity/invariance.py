@@ -55,7 +55,7 @@ def check_invariance(
     Which elements of a result are the sample's is found by changing the others and the sample: no dimension of results
     is guessed. What depends on both is shared. Where the sample's bits are others than alone, they are within what
     rounding may make of them (`batch shape`: kernels depend on shapes), or not (`cache or position`: a mask or a
-    position is wrong). The model runs three times for each batch, and is left as it is. Raises RunError for inputs
+    position is wrong). The model runs four times for each batch, and is left as it is. Raises RunError for inputs
     without such a dimension, and for a model that draws.
     """
     trial = Trial.of("check_invariance", model, inputs)
@@ -135,7 +135,8 @@ class _Check:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def _mates(self, seed: int, size: int) -> list[Any]:
-        return [self._samples.another_like(self.sample, 10 * seed + n) for n in range(size)]
+        is_given = seed == _OTHER_MATES
+        return [self._samples.another_like(self.sample, 10 * seed + n, is_given) for n in range(size)]
 
     def _batch(self, mates: list[Any], sample: Any, place: int) -> Any:
         return self._samples.together([*mates[:place], sample, *mates[place + 1 :]])

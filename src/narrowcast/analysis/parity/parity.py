@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.analysis.capture.capture import logits_of, module_of
+from narrowcast.analysis.capture.capture import module_of
+from narrowcast.analysis.capture.tokens import logits_of
 from narrowcast.analysis.diff.diff import diff
-from narrowcast.analysis.parity.causes import Search, dtype_of, other_choices, place_of
-from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall
+from narrowcast.analysis.parity.causes import Search, other_choices, place_of
+from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall, containers
 from narrowcast.analysis.parity.partners import partners_of
 from narrowcast.analysis.parity.programs import Live, Program, distance, live_program, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
 from narrowcast.analysis.parity.sampler import sampled_from
 from narrowcast.analysis.parity.shares import paired_results, shares_of, within
+from narrowcast.analysis.parity.weights import different, pair_weights
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError, first_line
 from narrowcast.frontends.eager.asked import Under
@@ -31,21 +34,29 @@ from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.saved import load
 from narrowcast.reports.results.verdicts import (
     ALIKE,
+    ATTRIBUTE,
     CACHE,
     KERNEL,
     ROUND_OFF,
     SAMPLER,
     SHAPE,
     TOKENS,
+    WEIGHTS,
 )
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
+from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 Side = Callable[..., Any] | Case | Run | str | Path
 _LIMIT_BYTES, _MOST_RUNS = 1 << 30, 24
 """Results of modules that are kept for b, at most; and how often it runs to find where it differs."""
+_LOW = frozenset(FORMATS[dtype].name for dtype in LOW)
 _CONFIRMS, _REST = 10, 1e-3
 """By how many times a distance falls with its cause; the part of it that needs no cause."""
+_OF_RUNS = 1e-5
+"""The distance of two runs in fp32 that may be rounding, in nats or relatively, where neither program is there to be
+asked."""
 
 
 @leaves_no_kernels()
@@ -88,7 +99,8 @@ def parity(
     apart = _other_tokens(*programs)
     result = Parity(*names, _distance(*programs, max_nats), limit=max_nats)
     result.causes += apart
-    if not apart and result.distance.rms != 0:
+    waits = _have_other_weights(*programs)  # of which a scale may look like a temperature
+    if not apart and result.distance.rms != 0 and not waits:
         result.causes += _of_sampler(*programs, result.distance)
     whole, is_named = result.distance.rms, bool(result.causes)
     for program in programs:
@@ -96,9 +108,11 @@ def parity(
             program.run = program.captured()
     found = diff(programs[0].run, programs[1].run, mapping=mapping, names=names)
     result.environment = list(found.environment)
-    if whole > 0 and not is_named and _is_rounding(whole, programs, found):
-        result.causes, is_named = [of_rounding(found)], True
     modules = _as_modules(*programs) if whole > 0 else None
+    if whole > 0 and not is_named and _is_rounding(whole, programs, found):
+        is_named = True
+        if modules is None or modules != programs or not _by_values_in_fp32(result, modules):
+            result.causes = [of_rounding(found)]
     if modules is None and not is_named:
         result.causes += causes_of(found, lambda _: None, whole)
     elif modules is not None and not is_named:
@@ -109,9 +123,11 @@ def parity(
         except Exception as error:  # a model that runs as it is need not run with parts of another
             result.notes.append(f"parts of a could not be put into b: {first_line(error)}")
             result.causes = [*causes, *causes_of(found, lambda _: None, whole)]
+        if waits and not any(cause.is_confirmed for cause in result.causes):
+            result.causes = [*_of_sampler(*programs, result.distance), *result.causes]
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
-    if modules is None:
+    if modules is None and result.is_over:
         result.notes += found.notes  # which are about pairs of calls
     return result
 
@@ -181,18 +197,63 @@ def _by_engine(
 
 
 def _is_rounding(whole: float, programs: Sequence[Program], found: RunDifferences) -> bool:
-    """Return whether a distance is no more than rounding makes of it in fp32, or, in low formats, where no call makes a
-    difference either.
+    """Return whether a distance is no more than rounding makes of it, and, in low formats, formats are the same and no
+    kernel is beyond its bound, either.
     """
-    modules = [one for one in programs if isinstance(one, Live) and one.is_module]
-    if not modules:
+    runs = [one for one in programs if isinstance(one, Live) and not one.trial.is_made]
+    if not runs:
+        return all(map(_is_wide, programs)) and whole <= _OF_RUNS
+    may_be = all(map(_is_wide, programs)) or (found.first_format is None and not _beyond_bounds(found))
+    return may_be and whole <= _noise_of(runs[0])
+
+
+def _beyond_bounds(found: RunDifferences) -> bool:
+    """Return whether the same kernel of both is beyond its bound, on the same numbers."""
+    return any(
+        [a.op for a in row.a] == [b.op for b in row.b] and row.inputs <= row.round_off_bound for row in found.producers
+    )
+
+
+def _is_wide(program: Program) -> bool:
+    """Return whether no call computes in a low format."""
+    return not any(_LOW.intersection(call.computes.split(",")) for call in program.run.calls)
+
+
+def _in_fp32(programs: tuple[Live, Live]) -> tuple[Live, Live] | None:
+    """Return copies of both that compute in fp32; None of what does not run so."""
+    made = []
+    try:
+        for one in programs:
+            inputs = tree_map_only(torch.Tensor, _wide, (one.trial.args, one.trial.kwargs))
+            program = live_program(
+                one.name, Trial.of("parity", _wide(copy.deepcopy(one.module)), inputs), None, one.tokens
+            )
+            program.run = program.captured()
+            made.append(program)
+    except Exception:  # some layer's code names a format
+        return None
+    return made[0], made[1]
+
+
+def _wide(one: Any) -> Any:
+    return one if isinstance(one, torch.Tensor) and one.dtype not in LOW else one.float()
+
+
+def _by_values_in_fp32(result: Parity, programs: tuple[Live, Live]) -> bool:
+    """Enter the weights and attributes that make a difference where both compute in fp32, and return whether any do:
+    in low formats they may do less than rounding.
+    """
+    wide = None if all(map(_is_wide, programs)) else _in_fp32(programs)
+    if wide is None or distance(*wide, wide[1].output).rms <= _noise_of(wide[0]):
         return False
-    is_wide = all(_is_wide(one) for one in modules)
-    return (is_wide or found.verdict in (ALIKE, ROUND_OFF)) and whole <= _noise_of(modules[0])
-
-
-def _is_wide(program: Live) -> bool:
-    return program.region is None and dtype_of(program.module) in (None, torch.float32, torch.float64)
+    tried = Parity(result.a, result.b, _distance(*wide, None))
+    _by_exchange(tried, wide, diff(wide[0].run, wide[1].run))
+    causes = [cause for cause in tried.causes if cause.kind in (WEIGHTS, ATTRIBUTE)]
+    if causes:
+        result.notes.append("both compute within rounding of each other; causes and shares are of copies in fp32")
+        result.causes, result.shares = causes, tried.shares
+    result.runs += tried.runs
+    return bool(causes)
 
 
 def _noise_of(program: Live) -> float:
@@ -260,6 +321,13 @@ def _distance(a: Program, b: Program, limit: float | None) -> Distance:
     return Distance("relative", float("nan"))
 
 
+def _have_other_weights(a: Program, b: Program) -> bool:
+    """Return whether two modules hold other values under the same names."""
+    if not (isinstance(a, Live) and a.is_module and isinstance(b, Live) and b.is_module):
+        return False
+    return bool(different(a.module, b.module, pair_weights(a.module, b.module, {})))
+
+
 def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
     """Return what was done to the logits of one that explains the log-probabilities of the other, if anything does."""
     for live, other in ((a, b), (b, a)):
@@ -287,20 +355,28 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
     equal = {key: results[partner] for key, partner in pairs.items()}
     wanted, result.routed = other_choices(kept_a, kept_b, partners)
     whole = distance(a, b, b.output).rms
-    search = Search(a, b, whole, partners)
+    noise = _noise_of(a)
+    search = Search(a, b, whole, noise, partners)
     result.notes += search.weights()
     search.attributes()
     search.choices(wanted, result.routed)
     search.formats()
     if search.left > _REST * result.distance.rms:
         calls = diff(a.run, search.rest()) if search.changes else found
+        paths = {partner[0]: path for path, partner in partners.items() if len(partner) == 1}
 
         def without(call: CallId) -> tuple[float, float] | None:
             before, after = kept_b.around(call, equal)
+            if not after:
+                of_b = (paths[path] for path in containers(call.module_path) if path in paths)
+                before, after = kept_b.around_module(next(of_b, ""), equal)
             return (search.with_results(before), search.with_results(after)) if after else None
 
-        result.causes += causes_of(calls, without, search.left)
-    result.causes = sorted([*result.causes, *search.causes], key=lambda cause: -cause.removes)
+        is_noise = search.left <= noise and not _beyond_bounds(calls)
+        result.causes += [of_rounding(calls)] if is_noise else causes_of(calls, without, search.left)
+    result.causes = sorted(
+        [*search.causes, *result.causes], key=lambda cause: (cause.kind == ROUND_OFF, -cause.removes)
+    )
     choices = wanted if result.routed else {}
     if choices:
         result.notes.append("shares are of what is left when b chooses as a does")

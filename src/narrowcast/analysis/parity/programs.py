@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from narrowcast.analysis.capture.capture import LEFT_OUT, capture, log_probabilities_of, logits_of, observed_region
+from narrowcast.analysis.capture.capture import capture, observed_region
+from narrowcast.analysis.capture.tokens import NAMES, log_probabilities_of, logits_of, without_padding
 from narrowcast.analysis.parity.exchange import Exchange, Kept
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -24,8 +25,6 @@ from narrowcast.runtime.torch_surface.modules import dropped_share
 
 Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """What is changed in a model while it runs."""
-_NAMES = ("decoder_input_ids", "input_ids", "tokens", "ids")
-"""Keyword arguments that hold a language model's tokens, the first first."""
 
 
 @dataclass(slots=True)
@@ -72,7 +71,8 @@ class Live(Program):
         with torch.no_grad(), self.trial.copied(None) as run, ExitStack() as stack:
             for change in changes:
                 stack.enter_context(change(run.model))
-            observer = Exchange(run.model, **given)
+            module = run.model if isinstance(run.model, torch.nn.Module) else torch.nn.Module()  # a function has none
+            observer = Exchange(module, **given)
             stack.enter_context(region or Uncast(self.trial.device_type))
             stack.enter_context(observer.observing())
             return detached(run()), observer.kept
@@ -113,7 +113,7 @@ def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | N
     ):
         found, advice = "two runs differ, with another seed", "Call model.eval() before, and draw nothing."
         raise RunError(f"parity: {name}", found, advice=advice)
-    program.tokens = tokens if tokens is not None else _tokens_of(trial, program.output)
+    program.tokens = _tokens_of(trial, program.output) if tokens is None else without_padding(tokens, trial.kwargs)
     if program.tokens is not None:
         program.ids, program.log_probabilities = numbers_of(program.output, program.tokens)
     return program
@@ -152,19 +152,13 @@ def floats_of(output: Any) -> list[torch.Tensor]:
 
 def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:
     """Return the integers among the inputs that a model returns logits of, if it does."""
-    named = [trial.kwargs[name] for name in _NAMES if name in trial.kwargs]
+    named = [trial.kwargs[name] for name in NAMES if name in trial.kwargs]
     for given in (*named, *trial.args, *trial.kwargs.values()):
         if isinstance(given, torch.Tensor) and given.dtype in (torch.int64, torch.int32) and given.dim():
-            mask = trial.kwargs.get(
-                "decoder_attention_mask" if given is trial.kwargs.get(_NAMES[0]) else "attention_mask"
-            )
-            if isinstance(mask, torch.Tensor) and mask.shape == given.shape:
-                is_out = mask == 0
-                is_out[..., 1:] |= mask[..., :-1] == 0  # what follows padding is read off it
-                given = given.masked_fill(is_out, LEFT_OUT)
             with suppress(RunError):
-                logits_of(output, given)
-                return given
+                wanted = without_padding(given, trial.kwargs)
+                logits_of(output, wanted)
+                return wanted
     return None
 
 

@@ -38,11 +38,11 @@ _CONFIRMS, _OF_MASKS, _OF_KERNELS = 0.9, 1e-2, 1e3
 many times their bound kernels are off that are wrong, and less than what computes something else.
 """
 Without = Callable[[CallId], tuple[float, float] | None]
-"""The distance with everything before a call of b made equal, and with what its module returns made equal, too; None
-where that cannot be tried.
+"""The distance with everything before a call made equal, and with what its module returns made equal, too; of one that
+a alone makes, with its module's partner in b. None where that cannot be tried.
 """
 Suspect = tuple[Cause, list[CallId]]
-"""A cause with the calls of b that it is about."""
+"""A cause with the calls that it is about, of b where that makes them."""
 
 
 def causes_of(found: RunDifferences, without: Without, left: float) -> list[Cause]:
@@ -106,8 +106,8 @@ def _suspects(found: RunDifferences) -> Iterator[Suspect]:
             what = f"only {run} calls {calls}: {number_text(first.apart)} apart"
             is_of_positions = is_in_pieces or any(op_kind(one.id.op).name == "embedding" for one in of_line)
             kind, todo = (CACHE, _OF_CACHES) if is_of_positions else (CALLS, "make these calls in both, or in neither")
-            own = [one.id for one in of_line] if run == "b" else []
-            yield Cause(kind, what, todo, module=first.id.module_path if own else "", place=first.place), own
+            module = first.id.module_path if run == "b" else ""
+            yield Cause(kind, what, todo, module=module, place=first.place), [one.id for one in of_line]
     first_format = found.first_format
     if first_format is not None and not (found.producers or found.alone) and found.verdict == FORMATS_DIFFER:
         alike = [row for row in found.formats if row.place_b == first_format.place_b]
@@ -144,12 +144,16 @@ def _tried(suspect: Suspect, without: Without, left: float) -> Cause:
     """
     cause, calls = suspect
     by_module = {(call.module_path, call.module_call): call for call in reversed(calls)}
-    ends = [without(call) for call in [*by_module.values()][::-1][:_CALLS]]
-    tried = [both for both in ends if both is not None]
+    ends = {call: without(call) for call in [*by_module.values()][::-1][:_CALLS]}
+    tried = {call: both[0] - both[1] for call, both in ends.items() if both is not None}
     if not tried:
         return cause
-    removes = sum(before - after for before, after in tried)
-    after = abs(left - removes)
+    after = abs(left - sum(tried.values()))
+    if after >= left:
+        return cause
+    most = max(tried, key=lambda call: tried[call])
+    if tried[most] > _CONFIRMS * left:
+        cause = replace(cause, module=most.module_path)
     return replace(cause, before=left, after=after, is_confirmed=after <= (1 - _CONFIRMS) * left)
 
 

@@ -19,26 +19,28 @@ _USUAL, _USUAL_K = [n / 100 for n in range(10, 200) if n != 100], (10, 20, 30, 4
 """Temperatures and k as people write them."""
 _ROWS, _FEWEST, _ELEMENTS = 32, 8, 1 << 20
 """How many tokens are asked for a temperature, at most and at least, and how many logits these have together."""
-_SAME = 1e-3
-"""Shares of a distribution are one number within this."""
+_SAME, _WELL = 1e-3, 1e-2
+"""Shares of a distribution are one number within this; what explains a distance well leaves this part of a limit."""
 
 
 def sampled_from(
     rows: torch.Tensor, ids: Sequence[int], kept: Sequence[float], limit: float
 ) -> tuple[str, float] | None:
     """Return what was done to logits before the log-probabilities were taken, with the rms in nats that is left with
-    that; None if nothing leaves at most this limit. One change is tried before two.
+    that; None if nothing leaves at most this limit. Two changes have to explain it far better than one.
 
     rows: logits [N, V]; ids, kept: N tokens and the log-probabilities that were kept of them.
     """
     with quietly():
         logits, chosen = rows.double(), torch.tensor(ids, device=rows.device)[:, None]
         wanted = torch.tensor(kept, dtype=torch.float64, device=rows.device)
-        for changes in (_one_change(rows, logits, chosen, wanted), _divided_and_cut(logits, chosen, wanted)):
-            left, what = min(((left, what) for what, left in changes), default=(math.inf, ""))
-            if left <= limit:
-                return what, left
-    return None
+        left, what = min((left, what) for what, left in _one_change(rows, logits, chosen, wanted))
+        if left > limit * _WELL:
+            two, both = min(
+                ((left, what) for what, left in _divided_and_cut(logits, chosen, wanted)), default=(left, what)
+            )
+            left, what = (two, both) if two < left * _WELL else (left, what)
+        return (what, left) if left <= limit else None
 
 
 def _one_change(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def with_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
         for name, tensor in (*parameters.items(), *buffers.items()):
             full = without_wrapper(f"{path}.{name}" if path else name)
             if tensor is not None and full in tensors:
-                new = tensors[full].detach()
+                new = tensors[full].detach().clone()  # which a forward may write to
                 replaced[id(tensor)] = torch.nn.Parameter(new, False) if name in parameters else new
     try:
         for own in (own for module in model.modules() for own in tensors_held(module)):
@@ -130,8 +131,10 @@ def _same(name: str, x: torch.Tensor, y: torch.Tensor) -> Source:
     return replace(source, is_turned=True) if turned < straight else source
 
 
-def _key(row: torch.Tensor) -> tuple[float, ...]:
-    return tuple(row[:_PREFIX].bfloat16().tolist())
+def _keys(matrix: torch.Tensor) -> list[tuple[float, ...]]:
+    """Return what each row begins with."""
+    rows = matrix.detach().flatten(1) if matrix.dim() > 1 else matrix.detach()[:, None]
+    return [tuple(row) for row in rows[:, :_PREFIX].bfloat16().tolist()]
 
 
 def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], Piece]:
@@ -141,10 +144,10 @@ def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], Piece]
         for name, tensor in tensors.items():
             if tensor.dim() < 2 or not is_floating(tensor) or (is_transposed and tensor.dim() > 2):
                 continue
-            matrix = tensor.detach().t() if is_transposed else tensor.detach().flatten(1)
-            for n, row in enumerate(matrix[:, :_PREFIX].bfloat16().tolist()):
+            matrix = _turned(tensor, is_transposed)
+            for n, row in enumerate(_keys(matrix)):
                 if any(row):
-                    found[tuple(row)] = Piece(name, n, matrix.shape[0], is_transposed)
+                    found[row] = Piece(name, n, matrix.shape[0], is_transposed)
     return found
 
 
@@ -157,25 +160,36 @@ def _by_value(
     if tensor.dim() < 2 or not is_floating(tensor):
         return None
     found: list[Piece] = []
-    done = 0
+    done, keys = 0, _keys(tensor)
     while done < tensor.shape[0]:
-        start = rows.get(_key(tensor[done].flatten()))
+        start = rows.get(keys[done])
         if start is not None and _turned(of_a[start.name], start.is_transposed).shape[1:] == tensor.shape[1:]:
-            stop = min(start.stop, start.start + tensor.shape[0] - done)
-            found.append(Piece(start.name, start.start, stop, start.is_transposed))
-            done += stop - start.start
+            theirs = _keys(_turned(of_a[start.name], start.is_transposed)[start.start : start.stop])
+            together = list(zip(keys[done:], theirs, strict=False))
+            count = next((n for n, (mine, its) in enumerate(together) if mine != its and mine in rows), len(together))
+            found.append(Piece(start.name, start.start, start.start + count, start.is_transposed))
+            done += count
             continue
         if gaps == 0 or start is not None:
             return None
-        known = (n for n in range(done + 1, tensor.shape[0]) if _key(tensor[n].flatten()) in rows)
-        end = next(known, tensor.shape[0])
-        after = rows.get(_key(tensor[end].flatten())) if end < tensor.shape[0] else None
+        end = next((n for n in range(done + 1, tensor.shape[0]) if keys[n] in rows), tensor.shape[0])
+        after = rows.get(keys[end]) if end < tensor.shape[0] else None
         gap = _in_gap(end - done, tensor.shape[1:], found[-1] if found else after, of_a, used)
         if gap is None:
             return None
         found.append(gap)
         done, gaps = end, gaps - 1
-    return Source(tuple(found))
+    return Source(tuple(_in_order(found, of_a)))
+
+
+def _in_order(pieces: Sequence[Piece], of_a: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """Yield pieces; those beside each other that are one whole parameter, in another order, as that: its rows were
+    moved.
+    """
+    for (name, is_transposed), together in groupby(pieces, key=lambda piece: (piece.name, piece.is_transposed)):
+        group, size = list(together), _turned(of_a[name], is_transposed).shape[0]
+        is_whole = len(group) > 1 and sum(piece.stop - piece.start for piece in group) == size
+        yield from [Piece(name, 0, size, is_transposed)] if is_whole else group
 
 
 def _in_gap(

@@ -65,10 +65,11 @@ def _tables(result: Parity) -> list[Table]:
 def parity_verdict(result: Parity) -> str:
     """Return the verdict in a sentence."""
     distance = result.distance
-    far = "the distance is not known" if math.isnan(distance.rms) else f"{number_text(distance.rms)} {_unit(distance)}"
+    is_known = not math.isnan(distance.rms)
+    far = f"{number_text(distance.rms)} {_unit(distance)} apart" if is_known else "it is not known how far apart"
     limit = "" if result.limit is None else f", {'over' if result.is_over else 'within'} the limit of {result.limit:g}"
     cause = f": {result.causes[0].what}" if result.causes and result.causes[0].what else ""
-    return f"{result.verdict.capitalize()}: {far} apart{limit}{cause}"
+    return f"{result.verdict.capitalize()}: {far}{limit}{cause}"
 
 
 def _unit(distance: Distance) -> str:
