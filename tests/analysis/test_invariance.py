@@ -161,3 +161,18 @@ def test_a_leak_through_lengths_is_found():
 
     found = nc.check_invariance(Shortened(), (torch.randn(3, 9), torch.tensor([5, 9, 3])))
     assert found.verdict == "shared" and not found, found
+
+
+@pytest.mark.parametrize("name", ["the largest", "how many", "the longest row"])
+def test_a_leak_through_whole_numbers_is_found(name):
+    """Of the other samples that were given: those of the sample in another order would not show it."""
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(50, 8), torch.randint(1, 40, (4, 10), generator=torch.Generator().manual_seed(1))
+    ids[0, 6:] = 0
+    of = {
+        "the largest": lambda ids: table(ids) * ids.max(),
+        "how many": lambda ids: table(ids) / len(ids.unique()),
+        "the longest row": lambda ids: table(ids[:, : int((ids > 0).sum(1).max())]).mean(1),
+    }
+    found = nc.check_invariance(of[name], ids)
+    assert found.verdict == "shared" and not found, found

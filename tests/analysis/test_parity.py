@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.analysis.parity.sampler import sampled_from
 from narrowcast.errors import CheckError, RunError
 from narrowcast.reports.results.parity import distance_in_nats
 from narrowcast.testing import assert_parity
@@ -468,3 +469,210 @@ def test_programs_that_are_written_otherwise_and_round_otherwise_are_alike():
         b[0].bias.copy_((a[0].bias - a[1].running_mean) * factor + a[1].bias)
     found = nc.parity(a, b, torch.randn(4, 8))
     assert found.verdict in ("round-off", "alike") and not found.is_over, found
+
+
+class Gated(nn.Module):
+    """x plus down(silu(gate(x)) * up(x)); fused: gate and up are one weight, row by row in turn."""
+
+    def __init__(self, of=None):
+        super().__init__()
+        self.down = nn.Linear(32, 16) if of is None else copy.deepcopy(of.down)
+        self.is_fused = of is not None
+        if of is None:
+            self.gate, self.up = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        else:
+            self.both = nn.Parameter(torch.stack([of.gate.weight, of.up.weight], 1).flatten(0, 1).detach())
+
+    def forward(self, x):
+        if self.is_fused:
+            gate, up = (x @ self.both.t()).unflatten(-1, (-1, 2)).unbind(-1)
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return x + self.down(F.silu(gate) * up)
+
+
+def test_weights_in_rows_by_turns_are_paired():
+    """A port that interleaves two weights; one bias is another, in a module beside them."""
+    torch.manual_seed(0)
+    a = nn.Sequential(Gated(), Gated(), Gated())
+    b = nn.Sequential(*map(Gated, a))
+    x = torch.randn(5, 16)
+    assert nc.parity(a, b, x).verdict in ("alike", "round-off")
+    with torch.no_grad():
+        b[2].down.bias.add_(0.1)
+    found = nc.parity(a, b, x)
+    assert (found.verdict, first(found).module, first(found).is_confirmed) == ("weights", "2.down", True), found
+
+
+@pytest.mark.parametrize("name", ["wpe", "layers.1.qkv.weight"])
+def test_rows_in_another_order_are_other_weights(model, name):
+    """Positions that are off by one; two heads of k that are swapped in a fused weight."""
+    b = Fused(model)
+    with torch.no_grad():
+        rows = b.get_parameter(name)
+        rows = rows if name == "wpe" else rows[WIDTH : 2 * WIDTH]
+        rows.copy_(rows.roll(WIDTH // 2, 0))
+    found = nc.parity(model, b, IDS)
+    assert found.verdict == "weights" and name in first(found).what and first(found).is_confirmed, found
+
+
+def test_weights_that_are_folded_hide_no_other():
+    """A batch norm that is folded into its convolution; another convolution differs."""
+    torch.manual_seed(0)
+    a = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    a[1].running_mean.normal_(), a[1].running_var.uniform_(0.3, 3)
+    b = copy.deepcopy(a)
+    b[0], b[1] = torch.nn.utils.fuse_conv_bn_eval(b[0], b[1]), nn.Identity()
+    x = torch.randn(3, 3, 8, 8)
+    assert not nc.parity(a, b, x).is_over
+    with torch.no_grad():
+        b[3].weight[2].mul_(1.3)
+    found = nc.parity(a, b, x)
+    assert (found.verdict, first(found).module) == ("weights", "3") and first(found).is_confirmed, found
+    assert any("come no nearer" in note or "comes no nearer" in note for note in found.notes), found.notes
+
+
+class Averages(nn.Module):
+    """Writes to its buffer, and to what its linear layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.linear(x).add_(1.0).sub(self.mean)
+
+
+def test_what_a_copy_writes_to_is_not_a_s():
+    """Buffers and results of a that a copy of b is given: in its forward it writes to them."""
+    torch.manual_seed(0)
+    a = nn.Sequential(Averages(), Averages())
+    b = copy.deepcopy(a)
+    b(torch.randn(5, 8) + 4)
+    with torch.no_grad():
+        b[1].linear.bias.add_(0.1)
+    before = [{name: value.clone() for name, value in m.state_dict().items()} for m in (a, b)]
+    found = nc.parity(a, b, torch.randn(5, 8))
+    assert {"weights", "attribute"} <= {cause.kind for cause in found.causes}, found
+    for m, kept in zip((a, b), before, strict=True):
+        assert all(torch.equal(kept[name], value) for name, value in m.state_dict().items())
+    assert math.fsum(share.amount for share in found.shares) == pytest.approx(found.distance.rms)
+
+
+def test_a_batch_norm_that_trains_is_named():
+    a = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+    b = copy.deepcopy(a)
+    b[1].train()
+    found = nc.parity(a, b, torch.randn(6, 4))
+    assert found.verdict == "attribute" and "training False in a, True in b" in first(found).what, found
+
+
+class Table(nn.Module):
+    """Turns by angles of a table whose size is its author's choice."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear, self.size = nn.Linear(8, 8, bias=False), size
+        self.register_buffer("angles", torch.linspace(0.1, 1, size))
+
+    def forward(self, x):
+        x = self.linear(x)
+        return torch.cat([x[..., : self.size] * self.angles.cos(), x[..., self.size :]], -1)
+
+
+def test_attributes_of_other_kinds_and_sizes_are_tried(model):
+    """A window that one side does not have; a buffer of another size."""
+    a, b = copy.deepcopy(model), copy.deepcopy(model)
+    for one, window in ((a, 3), (b, None)):
+        for block in one.blocks:
+            block.attention.window = window
+            block.attention.__class__ = MaybeWindow
+    found = nc.parity(a, b, IDS)
+    assert found.verdict == "attribute" and "window 3 in a, None in b" in first(found).what, found
+    torch.manual_seed(0)
+    a, b = Table(2), Table(4)
+    b.linear.load_state_dict(a.linear.state_dict())
+    found = nc.parity(a, b, torch.randn(3, 8))
+    assert found.verdict == "attribute" and first(found).is_confirmed, found
+
+
+class MaybeWindow(Attention):
+    def forward(self, x):
+        window, self.window = self.window, 100 if self.window is None else self.window
+        try:
+            return super().forward(x)
+        finally:
+            self.window = window
+
+
+def test_an_adapter_that_is_merged_in_one_layer_alone_is_found(model):
+    """The module whose calls only a makes."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down, self.up = (
+                base,
+                nn.Parameter(torch.randn(2, WIDTH)),
+                nn.Parameter(torch.randn(WIDTH, 2)),
+            )
+
+        def forward(self, x):
+            return self.base(x) + 0.1 * (x @ self.down.t() @ self.up.t())
+
+    a, b = copy.deepcopy(model), copy.deepcopy(model)
+    for n in (0, 2):
+        a.blocks[n].attention.q = Adapted(a.blocks[n].attention.q)
+    with torch.no_grad():
+        adapted = a.blocks[0].attention.q
+        b.blocks[0].attention.q.weight.add_(0.1 * (adapted.up @ adapted.down))
+    found = nc.parity(a, b, IDS)
+    assert found.verdict == "calls" and first(found).module == "blocks.2.attention.q", found
+    assert first(found).is_confirmed
+
+
+def test_in_low_formats_a_fault_below_rounding_is_found(model):
+    """With kernels that round otherwise; without the fault they are alike."""
+
+    class Reordered(Attention):
+        def forward(self, x):
+            return super().forward(x.flip(1)).flip(1) if self.window < 0 else super().forward(x)
+
+    def unlike(one):
+        for block in one.blocks:
+            block.activation = lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+        return one
+
+    a = copy.deepcopy(model).bfloat16()
+    b = unlike(copy.deepcopy(a))
+    assert not nc.parity(a, b, IDS).is_over
+    b.blocks[1].norm.eps = 3e-2
+    found = nc.parity(a, b, IDS)
+    assert found.is_over and found.verdict == "attribute" and "eps" in first(found).what, found
+
+
+def test_functions_and_runs_that_only_round_otherwise_are_not_over(model):
+    """A port as a function, and runs of both alone."""
+    b = Fused(model)
+    assert not nc.parity(lambda ids: model(ids), lambda ids: b(ids), IDS).is_over
+    with torch.no_grad():
+        runs = [nc.capture(one, IDS, tokens=IDS) for one in (model, b)]
+    assert not nc.parity(*runs).is_over
+
+
+@pytest.mark.parametrize(("temperature", "k", "p"), [(0.7, 40, 0.8), (0.8, 10, 1.0), (0.6, 40, 1.0)])
+def test_a_temperature_before_a_cut_is_found(temperature, k, p):
+    """Top-k, top-p and neither, of logits that were divided."""
+    logits = torch.randn(60, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
+    divided = logits.double() / temperature
+    ordered, places = divided.sort(-1, descending=True)
+    shares = ordered.softmax(-1)
+    is_out = ((shares.cumsum(-1) - shares) >= p) | (torch.arange(VOCABULARY) >= k)
+    cut = divided.scatter(1, places, ordered.masked_fill(is_out, -math.inf))
+    ids = cut.softmax(-1).multinomial(1, generator=torch.Generator().manual_seed(2))
+    kept = cut.log_softmax(-1).gather(1, ids)[:, 0]
+    what, left = sampled_from(logits, ids[:, 0].tolist(), kept.tolist(), 1e-2)
+    assert f"temperature {temperature}" in what and left < 1e-5
+    assert ("top-p 0.8" in what) == (p < 1) and ("top-k 10" in what) == (k == 10)

@@ -44,6 +44,12 @@ class Other:
     is_buffer: bool = False
 
     @property
+    def todo(self) -> str:
+        """What makes it the same in b."""
+        name = self.public_name.rpartition(".")[2]
+        return f"give b the {name} of a" if self.is_buffer else f"set {name} of b to {self.in_a!r}"
+
+    @property
     def public_name(self) -> str:
         """Its name, as the user set it: of `config._attn_implementation_internal`, `config.attn_implementation`."""
         owner, dot, name = self.name.rpartition(".")

@@ -86,11 +86,13 @@ class Search:
         before = self.left
         if before - self._measure(self._with_attributes(others)) < _OF_ALL * self.whole:
             return
+        known = len(self.causes)
         for other in others:
-            place = next(iter(other.modules))
-            name = other.public_name.rpartition(".")[2]
-            todo = f"set {name} of b to {other.in_a!r}" if not other.is_buffer else f"give b the {name} of a"
-            self._try(ATTRIBUTE, other.text, todo, self._with_attributes([other]), module=place)
+            self._try(ATTRIBUTE, other.text, other.todo, self._with_attributes([other]), next(iter(other.modules)))
+        if len(self.causes) == known:  # none helps without the others
+            what = "; ".join(other.text for other in others[:_NAMED])
+            todo, module = "; ".join(other.todo for other in others[:_NAMED]), next(iter(others[0].modules))
+            self._try(ATTRIBUTE, what, todo, self._with_attributes(others), module)
 
     def choices(self, wanted: Mapping[CallId, torch.Tensor], routed: list[Routed]) -> None:
         """Have the calls of b choose as those of a do. routed: those that choose otherwise by themselves."""
