@@ -676,3 +676,17 @@ def test_a_temperature_before_a_cut_is_found(temperature, k, p):
     what, left = sampled_from(logits, ids[:, 0].tolist(), kept.tolist(), 1e-2)
     assert f"temperature {temperature}" in what and left < 1e-5
     assert ("top-p 0.8" in what) == (p < 1) and ("top-k 10" in what) == (k == 10)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_weights_that_an_engine_gets_between_its_calls_are_said(model, tmp_path, is_saved):
+    """Two prompts, one before an update of the engine's weights and one after it; by `.data`, as engines do."""
+    engine = copy.deepcopy(model)
+    with nc.capture().of(engine) as run, torch.no_grad():
+        kept = engine(IDS[:1])
+        engine.head.weight.data.mul_(1.2)
+        kept = torch.cat([kept, engine(IDS[1:])])
+    run.keep_tokens(IDS[:, 1:], kept.log_softmax(-1)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0])
+    assert run.weights_changed == [2]
+    found = nc.parity(model, nc.load(run.save(tmp_path / "run.json.gz"), nc.Run) if is_saved else run, IDS)
+    assert found.verdict == "weights" and "from call 2" in first(found).what, found

@@ -38,7 +38,9 @@ from transformers import (
 
 import narrowcast as nc
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
+import gpt as gpt_of_bytes
 import models as zoo
 
 PAGE = Path(__file__).parents[2] / "docs/reference/parity.md"
@@ -323,6 +325,40 @@ def table_of_invariance() -> str:
     return "\n".join(lines)
 
 
+# -- the head in fp32 --------------------------------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """An engine: rows one by one, attention without a fused kernel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.cat([self.model(row[None]) for row in ids])
+
+
+def table_of_heads() -> str:
+    """Return how far trainer and engine are apart in bf16, with the head in fp32 in none, one or both."""
+    model = gpt_of_bytes.trained().bfloat16()
+    ids = gpt_of_bytes.windows(gpt_of_bytes.text(is_held_out=True), 16, 3)[0]
+    low = nc.Policy.native()
+    full = low.with_rules(nc.Rule("aten.linear", "full", module="*head", reason="log-probabilities in fp32"))
+    lines = ["| engine | neither | the trainer alone | the engine alone | both |", "|---|---|---|---|---|"]
+    engines = {"the trainer's kernels and batch": model, "other attention, rows one by one": Rows(model)}
+    for name, engine in engines.items():
+        far = []
+        for policies in ((low, low), (full, low), (low, full), (full, full)):
+            regions = tuple(nc.autocast("cpu", torch.bfloat16, policy=policy) for policy in policies)
+            far.append(nc.parity(model, engine, ids, under=regions).distance.rms)
+        lines.append(f"| {name} | {' | '.join(f'{one:.4f}' if one else '0' for one in far)} |")
+        sys.stdout.write(lines[-1] + "\n")
+        sys.stdout.flush()
+    return "\n".join(lines)
+
+
 def write(name: str, table: str) -> None:
     """Write a table between its marks."""
     text = PAGE.read_text(encoding="utf-8")
@@ -338,8 +374,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(2)
     pairs, wrong = table_of_pairs()
+    heads = table_of_heads()
     varying = table_of_invariance()
     if asked.write:
+        write("heads", heads)
         write("pairs", pairs)
         write("invariance", varying)
     sys.exit(int(wrong > 0))

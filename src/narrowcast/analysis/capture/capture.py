@@ -282,6 +282,11 @@ class _Capture(Observer):
             self._look(self._note_returned, "what a model returns", result)
         return result
 
+    def begins(self, module: torch.nn.Module) -> None:
+        """Note some of its weights: an engine may get others between its calls."""
+        with quietly():
+            self.parameters.note_version(module)
+
     def returned(self, result: Any) -> None:
         """Note what the captured module returned."""
         self._look(self._note_returned, "what a model returns", result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.reports.results.run import UNNAMED, Run
 from narrowcast.reports.results.run_records import StepRecord
 from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
@@ -42,12 +44,17 @@ class Parameters:
         self._written: dict[int, weakref.ref[Parameter]] = {}  # by id: those that the program itself has written to
         self._of_this_step: set[int] = set()
         self._is_in_step = False
+        self._versions: list[list[torch.Tensor]] = []  # some elements of each weight, before each call of a module
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what steps of optimizers do in the block."""
         with told_of_optimizer_steps(self._begin, before=True), told_of_optimizer_steps(self._end):
             yield
+
+    def note_version(self, module: torch.nn.Module) -> None:
+        """Note some elements of each of a module's weights, without waiting for an accelerator."""
+        self._versions.append([_corners(values_of(p.detach())) for p in module.parameters() if has_storage(p)])
 
     def about_to_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the parameters among what a call of the program itself is about to write to, and does not fill."""
@@ -130,6 +137,8 @@ class Parameters:
 
     def enter(self) -> None:
         """Enter what is known at the end."""
+        pairs = enumerate(pairwise(self._versions), 2)
+        self._run.weights_changed = [n for n, (a, b) in pairs if not all(map(torch.equal, a, b))]
         roots = list(self._roots())
         self._note_gradients(p for root in roots for p in root.parameters())
         for written in self._written.values():
@@ -152,6 +161,13 @@ class Parameters:
                 name = names.setdefault(id(parameter), f"{UNNAMED}{len(names)}")
                 row = self._run.parameters.setdefault(name, {"value": self._table.number(parameter)})
                 row.update({name: self._table.number(value) for name, value in moments.items()})
+
+
+def _corners(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of at most two places of each dimension."""
+    for dim, size in enumerate(values.shape):
+        values = values[(slice(None),) * dim + (slice(None, None, max(1, -(-size // 2))),)]
+    return values.clone()
 
 
 def _setting(value: Any) -> str:

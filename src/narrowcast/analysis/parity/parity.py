@@ -52,6 +52,7 @@ Side = Callable[..., Any] | Case | Run | str | Path
 _LIMIT_BYTES, _MOST_RUNS = 1 << 30, 24
 """Results of modules that are kept for b, at most; and how often it runs to find where it differs."""
 _LOW = frozenset(FORMATS[dtype].name for dtype in LOW)
+_NAMED = 3
 _CONFIRMS, _REST = 10, 1e-3
 """By how many times a distance falls with its cause; the part of it that needs no cause."""
 _OF_RUNS = 1e-5
@@ -113,6 +114,8 @@ def parity(
         is_named = True
         if modules is None or modules != programs or not _by_values_in_fp32(result, modules):
             result.causes = [of_rounding(found)]
+    if not is_named and (changed := _other_versions(programs)):
+        result.causes, is_named = changed, True
     if modules is None and not is_named:
         result.causes += causes_of(found, lambda _: None, whole)
     elif modules is not None and not is_named:
@@ -319,6 +322,18 @@ def _distance(a: Program, b: Program, limit: float | None) -> Distance:
     if isinstance(a, Live) and isinstance(b, Live):
         return distance(a, b, b.output)
     return Distance("relative", float("nan"))
+
+
+def _other_versions(programs: Sequence[Program]) -> list[Cause]:
+    """Return that weights were loaded while a run was captured, if they were."""
+    found = []
+    for one in programs:
+        if one.run.weights_changed:
+            calls = ", ".join(map(str, one.run.weights_changed[:_NAMED]))
+            what = f"{one.name} had other weights from call {calls} of its module on than before"
+            todo = f"capture {one.name} between two updates of its weights, and compare it with the weights of then"
+            found.append(Cause(WEIGHTS, what, todo))
+    return found
 
 
 def _have_other_weights(a: Program, b: Program) -> bool:

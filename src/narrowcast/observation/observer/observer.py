@@ -126,6 +126,9 @@ class Observer(WatchingMode):
         """Return what replaces an op's output; facts, args, kwargs: of the call itself, or of one inside it."""
         return result
 
+    def begins(self, module: torch.nn.Module) -> None:
+        """Inspect the module of `calls_of` before a call of it."""
+
     def returned(self, result: Any) -> None:
         """Inspect what the module of `calls_of` has returned; None where it raised."""
 
@@ -152,6 +155,7 @@ class Observer(WatchingMode):
                 stack.enter_context(self.observing())
                 self.door.run("a module's call", self._module_calls.begin, module)
                 stack.callback(self._module_calls.end)
+                self.door.run("weights", self.begins, module)
                 self._local.is_inside = True
             elif opened[0][0] != thread:
                 self.door.notes.append(_BESIDE) if _BESIDE not in self.door.notes else None

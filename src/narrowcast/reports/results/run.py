@@ -35,7 +35,8 @@ class Run(Result):
     its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
     returned: the numbers of the tensors that the models returned to their caller. steps: how often optimizers stepped;
     calls_before_step: how many calls came before the first step; first_gradients: by parameter the number of the
-    gradient that it used; optimizer_steps: each step of an optimizer of torch's.
+    gradient that it used; optimizer_steps: each step of an optimizer of torch's. weights_changed: which calls of the
+    captured module, from 1, had other weights than the call before (`capture().of(module)`).
     """
 
     WHAT: ClassVar[str] = "a run"
@@ -56,6 +57,7 @@ class Run(Result):
     calls_before_step: int = 0
     first_gradients: dict[str, int] = field(default_factory=dict)
     optimizer_steps: list[StepRecord] = field(default_factory=list)
+    weights_changed: list[int] = field(default_factory=list)
 
     def leave_out(self, numbers: Collection[int]) -> None:
         """Remove calls by their numbers, which fill new parameters; a note says how many."""
@@ -171,7 +173,7 @@ class Run(Result):
             "tokens": self.tokens, "log_probabilities": self.log_probabilities, **rows_of(self.tensors, self.calls),
         }  # fmt: skip
         timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
-        kept = {"returned": self.returned} if self.returned else {}
+        kept = {name: getattr(self, name) for name in ("returned", "weights_changed") if getattr(self, name)}
         of_steps = {name: codec().to_data(getattr(self, name)) for name in _OF_STEPS} if self.steps else {}
         return data | timed | kept | of_steps
 
@@ -196,7 +198,16 @@ class Run(Result):
         calls = [of_data(CallRecord, dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
         for tensor in tensors:
             sketch_rows(tensor.sketch, tensor.shape)
-        own = {"elapsed_ns": [], "cast_elapsed_ns": [], "returned": [], **_OF_STEPS, **data, "calls": [], "tensors": []}
+        own = {
+            "elapsed_ns": [],
+            "cast_elapsed_ns": [],
+            "returned": [],
+            "weights_changed": [],
+            **_OF_STEPS,
+            **data,
+            "calls": [],
+            "tensors": [],
+        }
         run: Run = of_data(cls, own, is_whole=True)
         named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
         of_parameters = [run.first_gradients, *run.parameters.values()]
