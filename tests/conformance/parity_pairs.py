@@ -14,6 +14,7 @@ import argparse
 import copy
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,10 +209,69 @@ def sound() -> Iterator[Row]:
     yield "Mixtral, rows one by one", nc.parity(d, lambda ids: torch.cat([d(row[None]).logits for row in ids]), IDS), ""
     e = t5()
     yield "T5, a copy", nc.parity(e, copy.deepcopy(e), t5_inputs()), ""
+    yield "GPT-2's port, on one rank and on two", ranks(1.0), ""
     f, args, kwargs = zoo.minilm()
     yield "MiniLM, a copy", nc.parity(f, copy.deepcopy(f), (args, kwargs)), ""
     one = lambda **x: torch.cat([f(**{k: v[n : n + 1] for k, v in x.items()})[0] for n in range(len(x["input_ids"]))])
     yield "MiniLM, documents one by one", nc.parity(lambda **x: f(**x)[0], one, (args, kwargs)), ""
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+class Sharded(nn.Module):
+    """The second linear layer of a pair, its first part that of this rank: products are summed over all of them."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear, rank: int, factor: float) -> None:
+        super().__init__()
+        rows = slice(rank * up.out_features // 2, (rank + 1) * up.out_features // 2)
+        self.up, self.down = (
+            nn.Parameter(up.weight[rows].detach()),
+            nn.Parameter(down.weight[:, rows].detach() * factor),
+        )
+        self.up_bias, self.down_bias = nn.Parameter(up.bias[rows].detach()), copy.deepcopy(down.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = F.linear(F.gelu(F.linear(x, self.up, self.up_bias), approximate="tanh"), self.down)
+        torch.distributed.all_reduce(part)
+        return part + self.down_bias
+
+
+class ShardedBlock(nn.Module):
+    def __init__(self, block: PortedBlock, rank: int, factor: float) -> None:
+        super().__init__()
+        self.block, self.mlp = copy.deepcopy(block), Sharded(block.up, block.down, rank, factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.down.forward = self.block.up.forward = lambda x: x  # of the whole, which is not computed
+        y = self.block.norm(x)
+        q, k, v = (
+            part(y).unflatten(-1, (4, 16)).transpose(1, 2) for part in (self.block.q, self.block.k, self.block.v)
+        )
+        x = x + self.block.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.block.norm2(x))
+
+
+def of_rank(rank: int, folder: str, factor: float) -> None:
+    """Capture a model whose layers are divided over two ranks; the second one's share of one is off by a factor."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store{factor}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    model = Ported(gpt())
+    for n, block in enumerate(model.blocks):
+        model.blocks[n] = ShardedBlock(block, rank, factor if (rank, n) == (1, 1) else 1.0)
+    with torch.no_grad():
+        run = nc.capture(model, IDS, tokens=IDS)
+    if rank == 0:
+        run.save(f"{folder}/{factor}.json.gz")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def ranks(factor: float) -> Any:
+    """Compare one rank with the run of two, which are gone then."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(of_rank, (folder, factor), nprocs=2)
+        return nc.parity(Ported(gpt()), f"{folder}/{factor}.json.gz", IDS)
 
 
 KEPT: list[Any] = []
@@ -251,6 +311,7 @@ def planted() -> Iterator[Row]:
     yield "GPT-2, a product times 1.0005 in its port", nc.parity(c, port, IDS), "calls"
     capped = type("Capped", (Ported,), {"forward": lambda self, ids: torch.tanh(Ported.forward(self, ids) / 2) * 2})(c)
     yield "GPT-2, a softcap in its port", nc.parity(c, capped, IDS), "calls"
+    yield "GPT-2's port, on two ranks of which one has a share times 1.1", ranks(1.1), "calls"
     d, e = mixtral(), t5()
     nudged = changed(d, lambda m: m.model.layers[1].mlp.gate.weight.mul_(1.2))
     yield "Mixtral, a router times 1.2", nc.parity(d, nudged, IDS), "weights"
