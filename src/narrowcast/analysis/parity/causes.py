@@ -118,6 +118,11 @@ class Search:
         if self._note(Cause(FORMAT, what, todo, self.left, after)):
             self._region_of, self.changes = self._a, changes
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether each parameter of b has a partner in a."""
+        return all(name in self._pairs for name in parameters_of(self.of_b))
+
     # -- how it is tried ---------------------------------------------------------------------------------------------
 
     def with_results(self, results: Results) -> float:

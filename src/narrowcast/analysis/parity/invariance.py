@@ -28,7 +28,7 @@ from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_MATES, _OTHER_MATES, _OTHERS = 1, 2, (3, 4)  # seeds of other samples
+_MATES, _OTHER_MATES, _GIVEN_MATES, _OTHERS = 1, 2, 5, (3, 4)  # seeds of other samples
 _PADDING, _CHUNK = (1, 5), 4
 """By how many tokens a sample is padded, and how many it is read in at once."""
 
@@ -55,7 +55,7 @@ def check_invariance(
     Which elements of a result are the sample's is found by changing the others and the sample: no dimension of results
     is guessed. What depends on both is shared. Where the sample's bits are others than alone, they are within what
     rounding may make of them (`batch shape`: kernels depend on shapes), or not (`cache or position`: a mask or a
-    position is wrong). The model runs four times for each batch, and is left as it is. Raises RunError for inputs
+    position is wrong). The model runs five times for each place, and is left as it is. Raises RunError for inputs
     without such a dimension, and for a model that draws.
     """
     trial = Trial.of("check_invariance", model, inputs)
@@ -82,7 +82,7 @@ class _Check:
         if not self._samples.count:
             raise RunError("check_invariance", f"no input has a dimension {dim}", advice="Give dim=, that of samples.")
         self.sample = self._samples.first()
-        self._others = [self._samples.another_like(self.sample, seed) for seed in _OTHERS]
+        self._others = [self._samples.another_like(self.sample, seed, seed == _OTHERS[1]) for seed in _OTHERS]
         self._alone, self._calls = self._run(self.sample)
         again, _ = self._run(self.sample, seed=1)
         if any(not torch.equal(x, y) for x, y in zip(self._alone, again, strict=True)):
@@ -94,18 +94,20 @@ class _Check:
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
-        mates, others = self._mates(_MATES, size), self._mates(_OTHER_MATES, size)
-        ways = (mates, self.sample), *((mates, other) for other in self._others), (others, self.sample)
+        mates, *others = (self._mates(seed, size) for seed in (_MATES, _OTHER_MATES, _GIVEN_MATES))
+        ways = (mates, self.sample), *((mates, other) for other in self._others), *((o, self.sample) for o in others)
         runs = [self._run(self._batch(around, sample, place)) for around, sample in ways]
         name = f"batch of {size}, place {place + 1}"
         own = [self._own(together) for together in zip(*(output for output, _ in runs), strict=True)]
         outputs = zip(self._alone, *(output for output, _ in self._alone_others), strict=True)
         alone = [own_elements(first, rest, (), self._bound) for first, *rest in outputs]
         shared = sum(one.shared for one in own if one is not None), sum(one.count for one in own if one is not None)
-        if shared[0]:
-            return Variant(name, LEAK, **self._first_shared([calls for _, calls in runs]), shared=shared)
+        count = sum(one.count for one in alone if one is not None)
+        if shared[0] or (count and not shared[1]):  # or where nothing of the batch is the sample's
+            calls = self._first_shared([calls for _, calls in runs])
+            return Variant(name, LEAK, **calls, shared=(shared[0], shared[1] or count))
         pairs = [(x.values, y.values) for x, y in zip(alone, own, strict=True) if x is not None and y is not None]
-        if not pairs or any(x.shape != y.shape for x, y in pairs):
+        if not any(x.numel() for x, _ in pairs) or any(x.shape != y.shape for x, y in pairs):
             self.notes.append(f"{name}: nothing of the output was found to be the sample's")
             return Variant(name, NOT_JUDGED)
         first = self._first_other([calls for _, calls in runs])
@@ -135,7 +137,7 @@ class _Check:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def _mates(self, seed: int, size: int) -> list[Any]:
-        is_given = seed == _OTHER_MATES
+        is_given = seed == _GIVEN_MATES
         return [self._samples.another_like(self.sample, 10 * seed + n, is_given) for n in range(size)]
 
     def _batch(self, mates: list[Any], sample: Any, place: int) -> Any:
@@ -204,8 +206,8 @@ class _Check:
 
     def _own(self, together: Sequence[torch.Tensor]) -> Own | None:
         """Return the sample's elements of the results of one batch: as it is, with other samples, with other mates."""
-        base, *others, mates = together
-        return own_elements(base, others, [mates], self._bound)
+        base, rest = together[0], together[1:]
+        return own_elements(base, rest[: len(_OTHERS)], rest[len(_OTHERS) :], self._bound)
 
     def _at(self, call: CallId, of: Results, there: torch.Tensor | None) -> dict[str, Any]:
         shapes = [sizes(None if tensor is None else tensor.shape) for tensor in (self._calls.tensors.get(call), there)]

@@ -28,7 +28,7 @@ from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import number_text
 from narrowcast.reports.results.mapping import RunMapping
-from narrowcast.reports.results.parity import Cause, Distance, Parity, distance_in_nats
+from narrowcast.reports.results.parity import Cause, Distance, Parity, Share, distance_in_nats
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.saved import load
@@ -36,6 +36,7 @@ from narrowcast.reports.results.verdicts import (
     ALIKE,
     ATTRIBUTE,
     CACHE,
+    CALLS,
     KERNEL,
     ROUND_OFF,
     SAMPLER,
@@ -359,6 +360,16 @@ def _of_sampler(a: Program, b: Program, whole: Distance) -> list[Cause]:
     return []
 
 
+def _where_most_is(shares: Sequence[Share], left: float) -> Cause:
+    """Return the module with the largest share, where no call explains a distance."""
+    if not shares:
+        return Cause(CALLS, "no pair of calls explains it", "compare what both do")
+    share = max(shares, key=lambda share: share.amount)
+    what = f"no pair of calls explains it; {number_text(share.amount)} of it lies in {share.module}"
+    todo = f"compare the code and the weights of {share.module} with those of {share.a}"
+    return Cause(CALLS, what, todo, left, left - share.amount, module=share.module, place=share.place)
+
+
 def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferences) -> None:
     """Enter causes and shares that exchanging parts of a and b shows."""
     a, b = programs
@@ -380,17 +391,20 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
         calls = diff(a.run, search.rest()) if search.changes else found
         paths = {partner[0]: path for path, partner in partners.items() if len(partner) == 1}
 
-        def without(call: CallId) -> tuple[float, float] | None:
+        def without(call: CallId) -> tuple[float, float, str] | None:
+            path = call.module_path
             before, after = kept_b.around(call, equal)
             if not after:
-                of_b = (paths[path] for path in containers(call.module_path) if path in paths)
-                before, after = kept_b.around_module(next(of_b, ""), equal)
-            return (search.with_results(before), search.with_results(after)) if after else None
+                path = next((paths[path] for path in containers(path) if path in paths), "")
+                before, after = kept_b.around_module(path, equal)
+            return (search.with_results(before), search.with_results(after), path) if after else None
 
         is_noise = search.left <= noise and not _beyond_bounds(calls)
-        result.causes += [of_rounding(calls)] if is_noise else causes_of(calls, without, search.left)
+        result.causes += (
+            [of_rounding(calls)] if is_noise else causes_of(calls, without, search.left, search.has_weights)
+        )
     result.causes = sorted(
-        [*search.causes, *result.causes], key=lambda cause: (cause.kind == ROUND_OFF, -cause.removes)
+        [*search.causes, *result.causes], key=lambda cause: (cause.kind == ROUND_OFF, -round(cause.removes / whole, 1))
     )
     choices = wanted if result.routed else {}
     if choices:
@@ -403,3 +417,5 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
     whole = measure(()) if choices else whole
     result.shares, runs = shares_of(pairs, whole, measure, places, _MOST_RUNS)
     result.runs += search.runs + runs
+    if search.left > noise and all(cause.kind == ROUND_OFF for cause in result.causes):
+        result.causes = [_where_most_is(result.shares, search.left)]

@@ -37,22 +37,23 @@ _CONFIRMS, _OF_MASKS, _OF_KERNELS = 0.9, 1e-2, 1e3
 """The part of the distance that goes away with a confirmed cause; by how much results of other masks differ; by how
 many times their bound kernels are off that are wrong, and less than what computes something else.
 """
-Without = Callable[[CallId], tuple[float, float] | None]
+Without = Callable[[CallId], tuple[float, float, str] | None]
 """The distance with everything before a call made equal, and with what its module returns made equal, too; of one that
-a alone makes, with its module's partner in b. None where that cannot be tried.
+a alone makes, with its module's partner in b; and this module of b. None where that cannot be tried.
 """
 Suspect = tuple[Cause, list[CallId]]
 """A cause with the calls that it is about, of b where that makes them."""
 
 
-def causes_of(found: RunDifferences, without: Without, left: float) -> list[Cause]:
+def causes_of(found: RunDifferences, without: Without, left: float, has_weights: bool = False) -> list[Cause]:
     """Return the causes that two runs show, those that are confirmed first. left: the distance that they have to
-    explain; 0 of programs with the same numbers.
+    explain; 0 of programs with the same numbers. has_weights: b has a's by now: where a call reads others, they are
+    laid out in another way, and so is what it gives.
     """
     if left == 0:
         return [Cause(ALIKE, "the same numbers", "")]
-    causes = [_tried(suspect, without, left) for suspect in _suspects(found)]
-    causes.sort(key=lambda cause: (not cause.is_confirmed, -cause.removes))
+    causes = [_tried(suspect, without, left) for suspect in _suspects(found, has_weights)]
+    causes.sort(key=lambda cause: (not cause.is_confirmed, -round(cause.removes / left, 1)))  # of equals b's own first
     if not causes and found.tokens is not None and found.tokens.is_beyond:
         what = f"calls agree, and log-probabilities are {number_text(found.tokens.rms)} nats rms apart"
         return [Cause(SAMPLER, what, "compare what is done to logits before log-probabilities are taken")]
@@ -76,28 +77,29 @@ def _pieces(run: Run) -> int:
     return max((call.id.module_call for call in run.calls), default=1)
 
 
-def _suspects(found: RunDifferences) -> Iterator[Suspect]:
+def _suspects(found: RunDifferences, has_weights: bool) -> Iterator[Suspect]:
     """Yield a cause for each of the first calls that make a difference, and those on the same line; what follows from
     them is none.
     """
     weights = [row for row in found.rows if any(b.endswith(_APART) for *_, b in row.given)]
-    if weights:
+    if weights and not has_weights:
         what = f"{counted(len(weights), 'call', 'read')} other weights: {_names(weights[0].b)} first"
         yield _suspect(WEIGHTS, what, "load the same weights into both", weights)
     given: dict[object, list[RunRow]] = {}
-    for row in found.producers:
-        if row.is_given_numbers and row not in weights:
+    producers = [row for row in found.producers if row not in weights]
+    for row in producers:
+        if row.is_given_numbers:
             given.setdefault((row.b[0].op, row.given), []).append(row)
     for rows in [*given.values()][:_MOST]:
         numbers = [(name, a, b) for name, a, b in rows[0].given if not b.endswith(_APART)]
         what = f"{'; '.join(f'{name} {a} in a, {b} in b' for name, a, b in numbers)}: {_of_all(rows)}"
         name, wanted, _ = numbers[0]
         yield _suspect(ATTRIBUTE, f"argument {what}", f"give {rows[0].b[0].op} of b {wanted} as {name}", rows)
-    if weights or given:
+    if given or (weights and not has_weights):
         return
     is_in_pieces = len(set(map(_pieces, found.compared_runs))) > 1
-    for place in [*dict.fromkeys(row.place_b for row in found.producers)][:_MOST]:
-        yield _of_line([row for row in found.rows if row.place_b == place], found, is_in_pieces)
+    for place in [*dict.fromkeys(row.place_b for row in producers)][:_MOST]:
+        yield _of_line([row for row in found.rows if row.place_b == place], producers, is_in_pieces)
     for run in "ba":
         first = next((one for one in found.alone if one.run == run), None)
         if first is not None:
@@ -109,16 +111,16 @@ def _suspects(found: RunDifferences) -> Iterator[Suspect]:
             module = first.id.module_path if run == "b" else ""
             yield Cause(kind, what, todo, module=module, place=first.place), [one.id for one in of_line]
     first_format = found.first_format
-    if first_format is not None and not (found.producers or found.alone) and found.verdict == FORMATS_DIFFER:
+    if first_format is not None and not (producers or found.alone) and found.verdict == FORMATS_DIFFER:
         alike = [row for row in found.formats if row.place_b == first_format.place_b]
         what = f"{first_format.format_a} in a, {first_format.format_b} in b: {_of_all(alike)}"
         what += and_more(len(found.formats) - len(alike), "call")
         yield _suspect(FORMAT, what, "run both in one format", alike)
 
 
-def _of_line(rows: list[RunRow], found: RunDifferences, is_in_pieces: bool) -> Suspect:
+def _of_line(rows: list[RunRow], producers: Sequence[RunRow], is_in_pieces: bool) -> Suspect:
     """Return the cause of calls on one line, of which one makes a difference."""
-    row = next(row for row in rows if row in found.producers)
+    row = next(row for row in rows if row in producers)
     alike = [other for other in rows if other.b[0].op == row.b[0].op and other.verdict not in (EQUAL, ROUND_OFF)]
     rows = [row, *(other for other in alike if other is not row)]
     far, families = number_text(row.difference), {op_kind(one.op).family for one in row.b}
@@ -148,12 +150,13 @@ def _tried(suspect: Suspect, without: Without, left: float) -> Cause:
     tried = {call: both[0] - both[1] for call, both in ends.items() if both is not None}
     if not tried:
         return cause
+    modules = {call: both[2] for call, both in ends.items() if both is not None}
     after = abs(left - sum(tried.values()))
     if after >= left:
         return cause
     most = max(tried, key=lambda call: tried[call])
     if tried[most] > _CONFIRMS * left:
-        cause = replace(cause, module=most.module_path)
+        cause = replace(cause, module=modules[most])
     return replace(cause, before=left, after=after, is_confirmed=after <= (1 - _CONFIRMS) * left)
 
 

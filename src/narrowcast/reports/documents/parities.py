@@ -151,9 +151,8 @@ def invariance_verdict(result: Invariance) -> str:
     if not varying:
         return f"Invariant: the same bits in {counted(len(result.variants), 'way')} to run one sample"
     worst = max(varying, key=lambda variant: (variant.verdict == result.verdict, variant.error))
-    shared = (
-        f"{worst.shared[0]} elements depend on others, too" if worst.shared[0] else f"{number_text(worst.error)} off"
-    )
+    far = "nothing there is the sample's" if worst.verdict == LEAK else f"{number_text(worst.error)} off"
+    shared = f"{worst.shared[0]} elements depend on others, too" if worst.shared[0] else far
     first = next((v for v in varying if v.call is not None and v.verdict == result.verdict), None)
     begins = f", from {first.call} on" if first is not None else ""
     return f"{result.verdict.capitalize()}: {worst.name} gives other numbers, {shared}{begins}"

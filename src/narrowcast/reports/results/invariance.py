@@ -22,7 +22,7 @@ class Variant:
     judged`, where none was found to be the sample's. error: of the sample's output, relative (L2), against the sample
     run alone. bound: what rounding may make of it. call: the first whose bits change for the sample, at the line
     `place`; shapes: of what it gives, alone and here. shared: how many elements of the output depend on the sample and
-    on others, of how many that depend on the sample.
+    on others, of how many that depend on the sample; none of them where nothing of the batch is the sample's.
     """
 
     name: str
