@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from narrowcast.analysis.diff.aligned_values import GAIN
 from narrowcast.analysis.diff.alignment import Aligned
 from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.reports.results.parity import distance_in_nats
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunRow, TokenDifference
 
@@ -31,12 +32,7 @@ def tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
         return None
     first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
     count = len(pairs) if first_other < 0 else first_other
-    differences = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
-    differences = [math.inf if math.isnan(value) else value for value in differences]
-    if not differences:
+    if not count:
         return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
-    sizes = sorted(map(abs, differences))
-    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
-    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
-    at = max(range(count), key=lambda n: abs(differences[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(differences) / count, at, first_other, band)
+    far = distance_in_nats(a.log_probabilities[:count], b.log_probabilities[:count])
+    return TokenDifference(count, far.rms, far.p99, far.largest, far.mean, far.at, first_other, band)

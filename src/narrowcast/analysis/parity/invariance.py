@@ -13,7 +13,7 @@ from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, Samples, own_elements
 from narrowcast.analysis.parity.decoding import Decoding, decoding_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, Exchange
-from narrowcast.analysis.parity.programs import floats_of
+from narrowcast.analysis.parity.programs import floats_of, relative_error
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
@@ -90,7 +90,7 @@ class _Check:
             found = "two runs of the same sample differ, with another seed"
             raise RunError(f"check_invariance({trial.name})", found, advice=advice)
         self._alone_others = [self._run(other) for other in self._others]
-        self._bound = OF_NOISE * max(_error(self._alone, self._moved(seed)) for seed in (0, 1))
+        self._bound = OF_NOISE * max(relative_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
@@ -176,7 +176,7 @@ class _Check:
         found: Sequence[torch.Tensor],
         first: Mapping[str, Any] = _NOTHING,
     ) -> Variant:
-        error = _error(alone, found)
+        error = relative_error(alone, found)
         if error == 0 and all(torch.equal(x, y) for x, y in zip(alone, found, strict=True)):
             return Variant(name, INVARIANT, **first)
         return Variant(name, SHAPE if error <= self._bound else CACHE, error, self._bound, **first)
@@ -224,10 +224,3 @@ def _with(inputs: Mapping[str, Any], model: Any) -> Any:
 
 def _in_chunks(decoding: Decoding, inputs: Mapping[str, Any], lengths: Sequence[int], model: Any) -> Any:
     return decoding.in_chunks(model, inputs, lengths)
-
-
-def _error(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
-    """Return the relative error (L2) of all of b together."""
-    off = sum(float((y.double() - x.double()).square().sum()) for x, y in zip(a, b, strict=True))
-    size = sum(float(x.double().square().sum()) for x in a)
-    return (off / size) ** 0.5 if size else float(off > 0)

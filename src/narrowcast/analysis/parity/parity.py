@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from narrowcast.analysis.capture.capture import module_of
 from narrowcast.analysis.capture.tokens import logits_of
 from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.parity.causes import Search, other_choices, place_of
-from narrowcast.analysis.parity.exchange import OF_NOISE, ModuleCall, containers
+from narrowcast.analysis.parity.exchange import ModuleCall, containers
 from narrowcast.analysis.parity.partners import partners_of
 from narrowcast.analysis.parity.programs import Live, Program, distance, live_program, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
+from narrowcast.analysis.parity.rounding import beyond_bounds, in_fp32, is_rounding, is_wide, noise_of
 from narrowcast.analysis.parity.sampler import sampled_from
 from narrowcast.analysis.parity.shares import paired_results, shares_of, within
 from narrowcast.analysis.parity.weights import different, pair_weights
@@ -24,7 +24,6 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError, first_line
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
-from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import number_text
 from narrowcast.reports.results.mapping import RunMapping
@@ -44,21 +43,15 @@ from narrowcast.reports.results.verdicts import (
     TOKENS,
     WEIGHTS,
 )
-from narrowcast.runtime.torch_bridge import FORMATS, LOW
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
-from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 Side = Callable[..., Any] | Case | Run | str | Path
 _LIMIT_BYTES, _MOST_RUNS = 1 << 30, 24
 """Results of modules that are kept for b, at most; and how often it runs to find where it differs."""
-_LOW = frozenset(FORMATS[dtype].name for dtype in LOW)
 _NAMED = 3
 _CONFIRMS, _REST = 10, 1e-3
 """By how many times a distance falls with its cause; the part of it that needs no cause."""
-_OF_RUNS = 1e-5
-"""The distance of two runs in fp32 that may be rounding, in nats or relatively, where neither program is there to be
-asked."""
 
 
 @leaves_no_kernels()
@@ -111,7 +104,7 @@ def parity(
     found = diff(programs[0].run, programs[1].run, mapping=mapping, names=names)
     result.environment = list(found.environment)
     modules = _as_modules(*programs) if whole > 0 else None
-    if whole > 0 and not is_named and _is_rounding(whole, programs, found):
+    if whole > 0 and not is_named and is_rounding(whole, programs, found):
         is_named = True
         if modules is None or modules != programs or not _by_values_in_fp32(result, modules):
             result.causes = [of_rounding(found)]
@@ -175,7 +168,7 @@ def _by_engine(
         return
     before, after = result.distance.rms, distance(*modules, modules[1].output).rms
     own = _distance(called, other, None).rms
-    noise = _noise_of(called)
+    noise = noise_of(called)
     result.runs += 2
     agrees = found.verdict in (ALIKE, ROUND_OFF)
     if isinstance(other, Live) and other.trial.is_made:
@@ -200,55 +193,12 @@ def _by_engine(
         result.causes.append(Cause(CACHE, what, todo, before, after, after * _CONFIRMS <= before))
 
 
-def _is_rounding(whole: float, programs: Sequence[Program], found: RunDifferences) -> bool:
-    """Return whether a distance is no more than rounding makes of it, and, in low formats, formats are the same and no
-    kernel is beyond its bound, either.
-    """
-    runs = [one for one in programs if isinstance(one, Live) and not one.trial.is_made]
-    if not runs:
-        return all(map(_is_wide, programs)) and whole <= _OF_RUNS
-    may_be = all(map(_is_wide, programs)) or (found.first_format is None and not _beyond_bounds(found))
-    return may_be and whole <= _noise_of(runs[0])
-
-
-def _beyond_bounds(found: RunDifferences) -> bool:
-    """Return whether the same kernel of both is beyond its bound, on the same numbers."""
-    return any(
-        [a.op for a in row.a] == [b.op for b in row.b] and row.inputs <= row.round_off_bound for row in found.producers
-    )
-
-
-def _is_wide(program: Program) -> bool:
-    """Return whether no call computes in a low format."""
-    return not any(_LOW.intersection(call.computes.split(",")) for call in program.run.calls)
-
-
-def _in_fp32(programs: tuple[Live, Live]) -> tuple[Live, Live] | None:
-    """Return copies of both that compute in fp32; None of what does not run so."""
-    made = []
-    try:
-        for one in programs:
-            inputs = tree_map_only(torch.Tensor, _wide, (one.trial.args, one.trial.kwargs))
-            program = live_program(
-                one.name, Trial.of("parity", _wide(copy.deepcopy(one.module)), inputs), None, one.tokens
-            )
-            program.run = program.captured()
-            made.append(program)
-    except Exception:  # some layer's code names a format
-        return None
-    return made[0], made[1]
-
-
-def _wide(one: Any) -> Any:
-    return one if isinstance(one, torch.Tensor) and one.dtype not in LOW else one.float()
-
-
 def _by_values_in_fp32(result: Parity, programs: tuple[Live, Live]) -> bool:
     """Enter the weights and attributes that make a difference where both compute in fp32, and return whether any do:
     in low formats they may do less than rounding.
     """
-    wide = None if all(map(_is_wide, programs)) else _in_fp32(programs)
-    if wide is None or distance(*wide, wide[1].output).rms <= _noise_of(wide[0]):
+    wide = None if all(map(is_wide, programs)) else in_fp32(programs)
+    if wide is None or distance(*wide, wide[1].output).rms <= noise_of(wide[0]):
         return False
     tried = Parity(result.a, result.b, _distance(*wide, None))
     _by_exchange(tried, wide, diff(wide[0].run, wide[1].run))
@@ -258,14 +208,6 @@ def _by_values_in_fp32(result: Parity, programs: tuple[Live, Live]) -> bool:
         result.causes, result.shares = causes, tried.shares
     result.runs += tried.runs
     return bool(causes)
-
-
-def _noise_of(program: Live) -> float:
-    """Return how far from itself a program may be by rounding: a few times what it is where every call is off by up to
-    a unit in the last place; once that in low formats, where that is much.
-    """
-    times = OF_NOISE if _is_wide(program) else 1
-    return times * max(distance(program, program, program.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
 
 
 def _programs(
@@ -381,7 +323,7 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
     equal = {key: results[partner] for key, partner in pairs.items()}
     wanted, result.routed = other_choices(kept_a, kept_b, partners)
     whole = distance(a, b, b.output).rms
-    noise = _noise_of(a)
+    noise = noise_of(a)
     search = Search(a, b, whole, noise, partners)
     result.notes += search.weights()
     search.attributes()
@@ -399,12 +341,13 @@ def _by_exchange(result: Parity, programs: tuple[Live, Live], found: RunDifferen
                 before, after = kept_b.around_module(path, equal)
             return (search.with_results(before), search.with_results(after), path) if after else None
 
-        is_noise = search.left <= noise and not _beyond_bounds(calls)
+        is_noise = search.left <= noise and not beyond_bounds(calls)
         result.causes += (
             [of_rounding(calls)] if is_noise else causes_of(calls, without, search.left, search.has_weights)
         )
     result.causes = sorted(
-        [*search.causes, *result.causes], key=lambda cause: (cause.kind == ROUND_OFF, -round(cause.removes / whole, 1))
+        [*search.causes, *result.causes],
+        key=lambda cause: (cause.kind == ROUND_OFF, -round(cause.removes / result.distance.rms, 1)),
     )
     choices = wanted if result.routed else {}
     if choices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -137,12 +138,17 @@ def distance(a: Live, b: Live, output: Any, limit: float | None = None) -> Dista
     if a.log_probabilities and b.tokens is not None:
         return distance_in_nats(a.log_probabilities, numbers_of(output, b.tokens)[1], limit)
     with quietly():
-        pairs = list(zip(floats_of(a.output), floats_of(output), strict=False))
-        if not pairs or any(x.shape != y.shape for x, y in pairs):
-            return Distance(RELATIVE, float("nan"))
-        off = sum(float((y.double() - x.double()).square().sum()) for x, y in pairs)
-        size = sum(float(x.double().square().sum()) for x, _ in pairs)
-        return Distance(RELATIVE, (off / size) ** 0.5 if size else float(off > 0))
+        return Distance(RELATIVE, relative_error(floats_of(a.output), floats_of(output)))
+
+
+def relative_error(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """Return the relative error (L2) of all of b together; NaN where shapes differ, or there is nothing to compare."""
+    pairs = list(zip(a, b, strict=False))
+    if not pairs or any(x.shape != y.shape for x, y in pairs):
+        return math.nan
+    off = sum(float((y.double() - x.double()).square().sum()) for x, y in pairs)
+    size = sum(float(x.double().square().sum()) for x, _ in pairs)
+    return (off / size) ** 0.5 if size else float(off > 0)
 
 
 def floats_of(output: Any) -> list[torch.Tensor]:
