@@ -105,18 +105,32 @@ def sound(name):
     if name == "adapter in fp32":
         return model.to(LOW), torch.optim.AdamW(frozen_but(model, 2, torch.float32), 1e-5)
     made = {
-        "fp32": adamw, "sgd fp32": lambda m: torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9),
-        "stochastic": lambda m: Stochastic(m.parameters()), "kahan": lambda m: Kahan(m.parameters()),
+        "fp32": adamw,
+        "sgd fp32": lambda m: torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9),
+        "stochastic": lambda m: Stochastic(m.parameters()),
+        "kahan": lambda m: Kahan(m.parameters()),
         "kahan, tiny steps": lambda m: Kahan(m.parameters(), 1e-8),
         "masters kept": lambda m: KeptMasters(m.parameters()),
-        "remainders": lambda m: Remainders(m.parameters()), "masters in place": with_masters,
+        "remainders": lambda m: Remainders(m.parameters()),
+        "masters in place": with_masters,
         "large steps": lambda m: adamw(m, lr=3e-2, betas=(0.9, 0.95)),
-    }  # fmt: skip
+    }
     return model, made[name](model)
 
 
-SOUND = ("fp32", "sgd fp32", "compiled fp32", "adapter in fp32", "stochastic", "kahan", "kahan, tiny steps",
-         "masters kept", "remainders", "masters in place", "large steps")  # fmt: skip
+SOUND = (
+    "fp32",
+    "sgd fp32",
+    "compiled fp32",
+    "adapter in fp32",
+    "stochastic",
+    "kahan",
+    "kahan, tiny steps",
+    "masters kept",
+    "remainders",
+    "masters in place",
+    "large steps",
+)
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -179,11 +193,13 @@ PLANTED = {
     "adamw": (lambda m: nc.check_storage(m, adamw(m)), "updates lost in rounding"),
     "signs": (lambda m: nc.check_storage(m, Signs(m.parameters())), "updates lost in rounding"),
     "adafactor": (
-        lambda m: nc.check_storage(m, torch.optim.Adafactor(m.parameters(), 1e-5)), "updates lost in rounding"
+        lambda m: nc.check_storage(m, torch.optim.Adafactor(m.parameters(), 1e-5)),
+        "updates lost in rounding",
     ),
     "sgd, its gradients": (lambda m: with_gradients(m, 1e-3), "updates lost in rounding"),
     "adapter in bf16": (
-        lambda m: nc.check_storage(m, torch.optim.AdamW(frozen_but(m, 2, LOW), 1e-5)), "updates lost in rounding"
+        lambda m: nc.check_storage(m, torch.optim.AdamW(frozen_but(m, 2, LOW), 1e-5)),
+        "updates lost in rounding",
     ),
     "fp16": (lambda m: nc.check_storage(m.half(), adamw(m, lr=1e-6)), "updates lost in rounding"),
     "end of a schedule": (schedule_end, "updates lost in rounding"),
@@ -194,7 +210,7 @@ PLANTED = {
     "saved without masters": (saved_without, "a checkpoint without masters"),
     "saved in bf16": (saved_low, "a checkpoint in a lower format"),
     "read into bf16": (read_low, "a checkpoint read into a lower format"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)

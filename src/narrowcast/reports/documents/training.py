@@ -62,19 +62,29 @@ def storage_document(result: StorageCheck) -> Document:
     for group in lost:
         from_rate = f"; of half of them below lr={group.lost_from:.2g}" if group.lost_from else ""
         detail = f"of elements in {group.format}, as a share{from_rate}"
-        page.figures.append(Figure(f"updates lost, group {group.group}", group.lost or 0.0, detail))
+        page.figures.append(Figure(f"updates lost, group {group.group}", round(group.lost or 0.0, 3), detail))
     page.todos = [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in findings]
     page.notes = list(result.notes)
     columns = "group:number, weights:format, parameters:number, elements:number, weight:bytes, master:bytes, "
-    columns += "gradient:bytes, states:bytes, bytes per element:number, small updates, lr, an update, lost:error"
+    columns += "gradient:bytes, states:bytes, bytes per element:number, small updates, lr, an update, lost:share"
     rows = [
         [
-            g.group, g.format, g.count, g.elements, g.weight_bytes, g.master_bytes, g.gradient_bytes, g.state_bytes,
-            round(g.bytes_per_element, 2), g.updates, "" if g.rate is None else f"{g.rate:g}",
-            "" if g.update is None else number_text(g.update), g.lost,
+            g.group,
+            g.format,
+            g.count,
+            g.elements,
+            g.weight_bytes,
+            g.master_bytes,
+            g.gradient_bytes,
+            g.state_bytes,
+            round(g.bytes_per_element, 2),
+            g.updates,
+            "" if g.rate is None else f"{g.rate:g}",
+            "" if g.update is None else number_text(g.update),
+            g.lost,
         ]
         for g in result.groups
-    ]  # fmt: skip
+    ]
     page.tables = table("storage", "What is kept of each group's parameters, in bytes", columns, rows)
     return page
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError, first_line
 from narrowcast.observation.restore.memory import in_memory
-from narrowcast.output.words import and_more, counted
+from narrowcast.output.words import and_more, counted, number_text
 from narrowcast.reports.results.storage import KEPT, LOST, StorageCheck, StoredGroup
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, values_of
@@ -26,10 +27,14 @@ from narrowcast.training.storage.probes import Probed, probe
 from narrowcast.training.storage.twins import Settings, settings_of
 
 UPDATES, STATES, RESUMED, APART, NO_MASTERS, NARROWER, READ_LOWER = (
-    "updates lost in rounding", "a state that does not decay", "a resume rounds the state",
-    "masters apart from their weights", "a checkpoint without masters", "a checkpoint in a lower format",
+    "updates lost in rounding",
+    "a state that does not decay",
+    "a resume rounds the state",
+    "masters apart from their weights",
+    "a checkpoint without masters",
+    "a checkpoint in a lower format",
     "a checkpoint read into a lower format",
-)  # fmt: skip
+)
 _OF_ALL, _OF_ONE = 0.01, 0.5
 """The share of all elements of a group, or of those of one parameter, whose updates are lost so that it is reported."""
 _MOMENTS = "betas"
@@ -69,7 +74,7 @@ def check_storage(
             settings = settings_of(group, lr)
             for dtype, parameters in _by_dtype(group["params"]).items():
                 _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters))
-        result.findings += _of_masters(masters)
+        result.findings = [*_one_of_each(result.findings), *_of_masters(masters)]
         if checkpoint is not None:
             result.findings += _of_checkpoint(entries_of(checkpoint), weights, masters)
     left = sum(id(w) not in {*map(id, optimized_by(optimizer))} and w.requires_grad for w in weights.values())
@@ -78,13 +83,25 @@ def check_storage(
     return result
 
 
+def _one_of_each(findings: Sequence[Advice]) -> Iterator[Advice]:
+    """Yield the first finding of each kind, and say how many more groups have it."""
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        first, *others = (finding for finding in findings if finding.kind == kind)
+        more = f"; so in {counted(len(others), 'more group')}" if others else ""
+        yield replace(first, what=first.what + more)
+
+
 class _Group:
     """The parameters of one group in one format."""
 
     def __init__(
-        self, optimizer: Any, settings: Settings, parameters: list[torch.Tensor], weights: Mapping[str, torch.Tensor],
+        self,
+        optimizer: Any,
+        settings: Settings,
+        parameters: list[torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
         masters: Mapping[str, Master],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.optimizer, self.settings, self.parameters, self.masters = optimizer, settings, parameters, masters
         names = {id(weight): name for name, weight in weights.items()}
         names |= {id(master.value): name for name, master in masters.items()}
@@ -157,13 +174,13 @@ def _lost_updates(
     share, name = shares[id(worst)], group.names[id(worst)]
     if kept.lost < _OF_ALL and share < _OF_ONE:
         return
-    at = f" at lr={kept.rate:g}" if kept.rate is not None else ""
-    what = f"updates of about {update:.1e}{at} are below half a unit in the last place of {kept.lost:.1%} of the "
-    what += f"elements of group {kept.group} in {FORMATS[dtype]}, of {share:.0%} of {name}: rounding loses them"
+    at = f" (lr={kept.rate:g})" if kept.rate is not None else ""
+    what = f"updates of {number_text(update)}{at} are below half a unit in the last place of {kept.lost:.1%} of the "
+    what += f"elements of group {kept.group} in {FORMATS[dtype]}, of {share:.0%} of {name}"
     if kept.lost_at_most is not None and kept.lost_at_most < kept.lost:
-        what += f"; of {kept.lost_at_most:.1%} where they are as large as its betas allow"
-    todo = "Keep the weights in fp32 and compute in a region: model.float(); with nc.autocast(...): forward. Or step "
-    todo += "copies in fp32, or with an optimizer that rounds stochastically or compensates (torchao.optim, optimi)."
+        what += f"; of {kept.lost_at_most:.1%} where they are the largest that its betas allow"
+    todo = "Keep weights in fp32 and compute in a region, or step copies in fp32, or round stochastically "
+    todo += "(torchao.optim), or keep what is rounded away (optimi)."
     yield Advice(UPDATES, what, todo, name, "", 0)
 
 
@@ -177,9 +194,8 @@ def _why_not(found: Probed, kept: StoredGroup) -> str:
 
 def _of_still(number: int, found: Probed) -> Iterator[Advice]:
     for name in found.still:
-        what = f"{name} of group {number} stays where it is without gradients: its format rounds each step's decay away"
-        todo = "Keep it in fp32, with weights in fp32 or an optimizer that has states of its own format; or lower the "
-        todo += "beta, so that a step changes it by more than half a unit in the last place."
+        what = f"{name} of group {number} stays where it is without gradients: its format rounds each decay away"
+        todo = f"Keep {name} in fp32, as with weights in fp32, or lower its beta: 0.99 decays in bf16."
         yield Advice(STATES, what, todo, "", "", 0)
 
 

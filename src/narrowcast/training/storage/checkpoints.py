@@ -18,9 +18,11 @@ from narrowcast.errors import RunError, reason_of
 _SAFE, _DISTRIBUTED = ".safetensors", ".metadata"
 _OF_METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _BESIDE = {
-    "torch": ("Size",), "torch.serialization": ("_get_layout",), "collections": ("OrderedDict",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-}  # fmt: skip
+}
 """Modules all of whose classes, and others of which these names, the metadata of a distributed checkpoint consist of:
 nothing else in it is loaded.
 """

@@ -23,7 +23,7 @@ bounds that part has to be.
 """
 _FOLLOWS, _FAR, _ALIKE, _LARGER = 0.5, 2.0, 0.1, 256.0
 """What has moved by this part of what fp32 has is not lost; what has by more than the next says nothing. Updates are
-the same within this for gradients that are so many times larger.
+the same within this where gradients are larger by that factor.
 """
 _WARM, _IDLE, _DECAYS = 4, 64, 0.03
 """Steps with gradients, and without; a state that falls by this part in fp32 decays."""
