@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -17,14 +17,9 @@ from narrowcast.errors import RunError, reason_of
 
 _SAFE, _DISTRIBUTED = ".safetensors", ".metadata"
 _OF_METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_BESIDE = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-}
-"""Modules all of whose classes, and others of which these names, the metadata of a distributed checkpoint consist of:
-nothing else in it is loaded.
+_BESIDE = {"torch": ("Size",), "torch.serialization": ("_get_layout",), "collections": ("OrderedDict",)}
+"""Modules all of whose classes, and others of which these names, the metadata of a distributed checkpoint consist of,
+with paths and dtypes: nothing else in it is loaded.
 """
 
 
@@ -82,8 +77,10 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the known classes, or a dtype."""
         value = None if "." in name else getattr(sys.modules.get(module), name, None)
-        is_of_metadata = module in _OF_METADATA and (isinstance(value, type | Enum))
-        if is_of_metadata or name in _BESIDE.get(module, ()) or (module == "torch" and isinstance(value, torch.dtype)):
+        is_of_metadata = module in _OF_METADATA and isinstance(value, type | Enum)
+        is_path = isinstance(value, type) and issubclass(value, PurePath)
+        is_dtype = module == "torch" and isinstance(value, torch.dtype)
+        if is_of_metadata or is_path or is_dtype or name in _BESIDE.get(module, ()):
             return value
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no checkpoint needs")
 
