@@ -122,7 +122,7 @@ def optimized_by(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Return whether hooks of this optimizer's own run with its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
 
 
 def step_without_hooks(optimizer: Any) -> Callable[[], Any]:

@@ -10,30 +10,29 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError, first_line
 from narrowcast.observation.restore.memory import in_memory
 from narrowcast.output.words import and_more, counted, number_text
 from narrowcast.reports.results.storage import KEPT, LOST, StorageCheck, StoredGroup
+from narrowcast.reports.results.verdicts import NOT_JUDGED
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, values_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.dynamo import CompiledCode
 from narrowcast.runtime.torch_surface.modules import has_step_hooks, optimized_by, without_wrapper
-from narrowcast.training.storage.checkpoints import Entry, entries_of, of_weight
-from narrowcast.training.storage.masters import Master, masters_of, units_apart, units_of
-from narrowcast.training.storage.probes import Probed, probe
+from narrowcast.training.storage.checkpoints import entries_of, losses_of
+from narrowcast.training.storage.masters import Master, masters_of, units_of
+from narrowcast.training.storage.probes import Probed, Probes
 from narrowcast.training.storage.twins import Settings, settings_of
 
-UPDATES, STATES, RESUMED, APART, NO_MASTERS, NARROWER, READ_LOWER = (
+UPDATES, STATES, RESUMED, APART = (
     "updates lost in rounding",
     "a state that does not decay",
     "a resume rounds the state",
     "masters apart from their weights",
-    "a checkpoint without masters",
-    "a checkpoint in a lower format",
-    "a checkpoint read into a lower format",
 )
 _OF_ALL, _OF_ONE = 0.01, 0.5
 """The share of all elements of a group, or of those of one parameter, whose updates are lost so that it is reported."""
@@ -63,21 +62,32 @@ def check_storage(
     Returns a StorageCheck, true if nothing is lost. Raises RunError for what is no model, no optimizer, or no file.
     """
     optimizer = _optimizer_of(optimizer)
+    if lr is not None and not (isinstance(lr, int | float) and 0 < lr < math.inf):
+        raise RunError(f"check_storage(lr={lr!r})", "it is no learning rate", advice="Give a number above 0.")
     if not isinstance(model, torch.nn.Module):
         advice = "Give the model, and then the optimizer that trains it."
         raise RunError(f"check_storage({type(model).__name__}, ...)", "it is no torch.nn.Module", advice=advice)
     weights = {without_wrapper(name): weight for name, weight in model.named_parameters()}
+    lazy = next((name for name, weight in weights.items() if isinstance(weight, UninitializedParameter)), None)
+    if lazy is not None:
+        advice = "Call the model once before: its lazy layers have no weights yet."
+        raise RunError("check_storage", f"{lazy} has no values", advice=advice)
     with quietly(), CompiledCode(on=False), random_state_kept(), torch.no_grad():
         masters = masters_of(weights, optimizer)
         result = StorageCheck(type(model).__name__, type(optimizer).__name__)
+        probes = Probes(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group, lr)
             for dtype, parameters in _by_dtype(group["params"]).items():
-                _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters))
+                _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters), probes)
         result.findings = [*_one_of_each(result.findings), *_of_masters(masters)]
         if checkpoint is not None:
-            result.findings += _of_checkpoint(entries_of(checkpoint), weights, masters)
-    left = sum(id(w) not in {*map(id, optimized_by(optimizer))} and w.requires_grad for w in weights.values())
+            result.findings += losses_of(entries_of(checkpoint), weights, masters, result.notes)
+    stepped = {*map(id, optimized_by(optimizer))}
+    left = sum(id(weight) not in stepped and weight.requires_grad for weight in weights.values())
+    if not masters and stepped.isdisjoint(map(id, weights.values())):
+        advice = "Give the optimizer that was made of this model's parameters."
+        raise RunError("check_storage", "the optimizer steps none of the model's parameters", advice=advice)
     if left and not masters:
         result.notes.append(f"{counted(left, 'parameter', 'are')} trained by no group of this optimizer.")
     return result
@@ -117,7 +127,8 @@ class _Group:
             own = parameter if weight is None else weight
             kept.master_bytes += 0 if weight is None else value.nbytes
             kept.weight_bytes += values_of(own.detach()).nbytes
-            kept.gradient_bytes += value.numel() * (getattr(own, "grad_dtype", None) or own.dtype).itemsize
+            gradient = getattr(own, "grad_dtype", None) or own.dtype
+            kept.gradient_bytes += value.numel() * gradient.itemsize if own.requires_grad else 0
             master = self.masters.get(self.names[id(parameter)])
             for name, state in self.optimizer.state.get(parameter, {}).items():
                 size = sum(one.nbytes for one in in_memory(state))
@@ -128,7 +139,7 @@ class _Group:
         return kept
 
 
-def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _Group) -> None:
+def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _Group, probes: Probes) -> None:
     """Enter what is kept of a group, and what a probe of it shows."""
     kept = group.stored(number, dtype)
     result.groups.append(kept)
@@ -142,12 +153,14 @@ def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _
         result.notes.append(f"group {number} was not probed: {why}.")
         return
     try:
-        found = probe(group.optimizer, group.settings, trained)
+        found = probes.of(group.settings, trained)
     except Exception as error:  # what another class takes, and does, is its own
         result.notes.append(f"group {number} could not be probed: {first_line(error)}")
         return
     kept.rate = float(group.settings["lr"]) if "lr" in group.settings else None
     kept.update = found.update
+    if found.state_bytes is not None and not (kept.state_bytes or kept.master_bytes):  # as they will be
+        kept.state_bytes = round(found.state_bytes * sum(one.numel() for one in trained))
     still = list(_of_still(number, found))
     if dtype is torch.float32 or found.keeps_updates:
         kept.updates = KEPT
@@ -173,6 +186,7 @@ def _lost_updates(
     worst = max(trained, key=lambda one: (shares[id(one)], one.numel()))
     share, name = shares[id(worst)], group.names[id(worst)]
     if kept.lost < _OF_ALL and share < _OF_ONE:
+        kept.updates = NOT_JUDGED  # of this size none are lost; of a training that converges they become smaller
         return
     at = f" (lr={kept.rate:g})" if kept.rate is not None else ""
     what = f"updates of {number_text(update)}{at} are below half a unit in the last place of {kept.lost:.1%} of the "
@@ -188,7 +202,9 @@ def _why_not(found: Probed, kept: StoredGroup) -> str:
     if found.update == 0:
         return f"weights in fp32 do not move at lr={kept.rate}: give lr=, one of the schedule's."
     if found.update is None:
-        return "the size of updates depends on gradients that are not there: call it after a backward."
+        return "updates depend on the size of gradients, and none that is finite and dense is there: run a backward."
+    if not math.isfinite(found.update):
+        return "weights, or updates, are not finite."
     return f"whether updates of {found.update:.1e} are lost was not found out; nc.check_training judges a step."
 
 
@@ -222,74 +238,18 @@ def _of_masters(masters: Mapping[str, Master]) -> Iterator[Advice]:
         yield Advice(APART, what, todo, name, "", 0)
 
 
-def _of_checkpoint(
-    entries: Sequence[Entry], weights: Mapping[str, torch.Tensor], masters: Mapping[str, Master]
-) -> Iterator[Advice]:
-    """Yield what a checkpoint loses of what is trained, or a model of what it reads: the first weight of each kind."""
-    if not entries:
-        found, advice = "it holds no tensors of floating dtypes", "Give what you save, with model.state_dict() in it."
-        raise RunError("check_storage(checkpoint=...)", found, advice=advice)
-    lost: dict[str, list[tuple[str, str]]] = {}
-    for name, weight in weights.items():
-        if not (weight.requires_grad and weight.is_floating_point()):
-            continue
-        entry, master = of_weight(entries, name, tuple(weight.shape)), masters.get(name)
-        kept = None if entry is None else entry.dtype
-        if master is not None and not any(_holds(one, weight, master) for one in entries):
-            lost.setdefault(NO_MASTERS, []).append((name, f"{FORMATS.get(master.value.dtype)}"))
-        elif kept is not None and master is None and _digits(kept) < _digits(weight.dtype):
-            lost.setdefault(NARROWER, []).append((name, f"{FORMATS.get(kept)}, not {FORMATS.get(weight.dtype)}"))
-        elif kept is not None and master is None and _digits(kept) > _digits(weight.dtype):
-            lost.setdefault(READ_LOWER, []).append((name, f"{FORMATS.get(kept)} into {FORMATS.get(weight.dtype)}"))
-    for kind, rows in lost.items():
-        (name, formats), more = rows[0], and_more(len(rows) - 1, "weight")
-        what, todo = _TEXTS[kind]
-        yield Advice(kind, what.format(name=name + more, formats=formats), todo, name, "", 0)
-
-
-_TEXTS = {
-    NO_MASTERS: (
-        "of {name} it holds no master ({formats}): what the weight's format cannot hold is lost with each resume",
-        "Save the masters as well, by their weights' names, and copy them back after the model is loaded.",
-    ),
-    NARROWER: (
-        "it keeps {name} in {formats}: a resume starts from rounded weights",
-        "Save model.state_dict() as it is; convert a copy for inference.",
-    ),
-    READ_LOWER: (
-        "it is read {formats} without a word: {name}",
-        "Load it into a model in the checkpoint's format, or keep masters and copy its values into them.",
-    ),
-}
-"""Of each kind of finding about a checkpoint what it is, and what to do."""
-
-
-def _holds(entry: Entry, weight: torch.Tensor, master: Master) -> bool:
-    """Return whether a tensor of a checkpoint may be a weight's master: of its values, where these are known."""
-    if entry.shape != tuple(weight.shape) or _digits(entry.dtype) < _digits(master.value.dtype):
-        return False
-    if entry.value is None or entry.value.is_meta:
-        return True
-    here = values_of(weight.detach())
-    there = values_of(entry.value.detach())
-    return here.shape == there.shape and units_apart(there.to(here.device), here) < _OF_ONE
-
-
-def _digits(dtype: torch.dtype) -> float:
-    return -math.log2(torch.finfo(dtype).eps)
-
-
 def _lost(parameter: torch.Tensor, update: float) -> float:
     """Return the share of the elements of which an update is below half a unit in the last place."""
     return float((units_of(values_of(parameter.detach())) / 2 > update).float().mean())
 
 
 def _rate_of_half(trained: Sequence[torch.Tensor], update: float, rate: float | None) -> float | None:
-    """Return the learning rate below which updates of half of the elements are lost; updates grow with it."""
+    """Return the learning rate below which updates are lost of half of the elements but zeros; updates grow with it."""
     if not rate or not update:
         return None
-    units = torch.cat([units_of(values_of(one.detach())).flatten()[:: max(1, one.numel() // 65536)] for one in trained])
-    return float(units.median()) / 2 / update * rate
+    some = [values_of(one.detach()).flatten()[:: max(1, one.numel() // 65536)] for one in trained]
+    units = torch.cat([units_of(one[one != 0]) for one in some])
+    return float(units.median()) / 2 / update * rate if units.numel() else None
 
 
 def _at_largest(group: _Group, trained: Sequence[torch.Tensor], update: float) -> float | None:

@@ -13,9 +13,9 @@ import torch
 from narrowcast.runtime.torch_bridge import LOW, values_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 
-_SAME, _APART = 0.99, 0.01
-"""The share of elements that are a master's, rounded, so that it is one; and that are not, so that it no longer is."""
-_MASTER = "master"
+_SAME = 0.99
+"""The share of elements that are a master's, rounded, so that it is one."""
+MASTER = "master"
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Master:
     @property
     def matches(self) -> bool:
         """Whether the weight is this one, rounded in whichever way."""
-        return self.apart <= _APART
+        return self.apart == 0
 
 
 def masters_of(model_weights: Mapping[str, torch.Tensor], optimizer: Any) -> dict[str, Master]:
@@ -48,7 +48,7 @@ def _in_state(low: Mapping[str, torch.Tensor], optimizer: Any) -> dict[str, Mast
         for key, value in dict(optimizer.state.get(weight, {})).items():
             if _is_wider(value, weight):
                 found.setdefault(str(key), {})[name] = Master(value, str(key), units_apart(value, weight))
-    are = [key for key, rows in found.items() if _MASTER in key or any(1 - m.apart >= _SAME for m in rows.values())]
+    are = [key for key, rows in found.items() if MASTER in key or any(1 - m.apart >= _SAME for m in rows.values())]
     return {name: master for key in are for name, master in found[key].items()}
 
 

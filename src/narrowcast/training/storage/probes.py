@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from narrowcast.training.storage.twins import Settings, Twin, part_of_parameter
 
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "foreach", "fused", "capturable")
+"""Settings that say nothing of how formats are kept."""
 _STEPS, _PART, _FITS = 192, 1 / 16, (1 / 64, 1 / 3)
 """How many steps are made of a part of a unit in the last place each, so that they add up to many units; within which
 bounds that part has to be.
@@ -25,7 +27,7 @@ _FOLLOWS, _FAR, _ALIKE, _LARGER = 0.5, 2.0, 0.1, 256.0
 """What has moved by this part of what fp32 has is not lost; what has by more than the next says nothing. Updates are
 the same within this where gradients are larger by that factor.
 """
-_WARM, _IDLE, _DECAYS = 4, 64, 0.03
+_WARM, _IDLE, _DECAYS = 16, 512, 0.03
 """Steps with gradients, and without; a state that falls by this part in fp32 decays."""
 
 
@@ -35,27 +37,43 @@ class Probed:
 
     update: the size of an update of an element, the median; None where it depends on gradients that are not there.
     keeps_updates: whether updates below half a unit add up. still: names of states that decay in fp32 and do not as
-    they are kept. rounded: names of states that `load_state_dict` rounds, with both formats.
+    they are kept. rounded: names of states that `load_state_dict` rounds, with both formats. state_bytes: of all
+    states, for an element; None of what is no plain tensor.
     """
 
     update: float | None = None
     keeps_updates: bool | None = None
     still: list[str] = field(default_factory=list)
     rounded: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    state_bytes: float | None = None
 
 
-def probe(optimizer: Any, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
-    """Probe the largest of some parameters of one group and format. Raises what the optimizer's class raises."""
-    parameter = max(parameters, key=lambda one: one.numel())
-    weight, found = part_of_parameter(parameter), Probed()
-    gradient = _gradient_of(parameter, weight)
-    found.update = _update(optimizer, settings, weight, gradient)
-    if found.update and weight.dtype is not torch.float32:
-        found.keeps_updates = _keeps_updates(optimizer, settings, weight, found.update, gradient)
-    drawn = _drawn(weight)
-    found.still = _still(optimizer, settings, weight, drawn)
-    found.rounded = _rounded(optimizer, settings, weight, drawn)
-    return found
+class Probes:
+    """Probes of the groups of one optimizer. Groups whose settings are the same but for the learning rate are asked
+    once for what does not depend on it.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._known: dict[Any, Probed] = {}
+
+    def of(self, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
+        """Probe the largest of some parameters of one group and format. Raises what the optimizer's class raises."""
+        optimizer, parameter = self._optimizer, max(parameters, key=lambda one: one.numel())
+        weight, found = part_of_parameter(parameter), Probed()
+        gradient = _gradient_of(parameter)
+        found.update = _update(optimizer, settings, weight, gradient)
+        drawn, others = _drawn(weight), {name: value for name, value in settings.items() if name not in _RATES}
+        key = repr(others), weight.dtype, weight.dim(), bool(found.update), gradient is None
+        known = self._known.get(key)
+        if known is not None:
+            return replace(known, update=found.update)
+        if found.update and weight.dtype is not torch.float32:
+            found.keeps_updates = _keeps_updates(optimizer, settings, weight, found.update, gradient)
+        found.still = _still(optimizer, settings, weight, drawn)
+        found.rounded, found.state_bytes = _rounded(optimizer, settings, weight, drawn)
+        self._known[key] = found
+        return found
 
 
 def _drawn(weight: torch.Tensor) -> torch.Tensor:
@@ -65,7 +83,7 @@ def _drawn(weight: torch.Tensor) -> torch.Tensor:
     return (drawn.sign() * (drawn.abs() + 0.5)).to(weight.device)
 
 
-def _gradient_of(parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that is there, of the same elements; None without one that says something."""
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse or not bool(gradient.isfinite().all()) or not bool(gradient.any()):
@@ -144,19 +162,27 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 def _rounded(
     optimizer: Any, settings: Settings, weight: torch.Tensor, drawn: torch.Tensor
-) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Return the states that are others after they were saved and loaded, with their formats before and after."""
+) -> tuple[dict[str, tuple[torch.dtype, torch.dtype]], float | None]:
+    """Return the states that are others after they were saved and loaded, with their formats before and after; and how
+    many bytes of state an element has.
+    """
     twin = Twin(optimizer, settings, [weight])
     twin.step([drawn], _WARM)
     other = Twin(optimizer, settings, [twin.weights[0].detach()])
     other.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
     before, after = twin.states(), other.states()
-    return {
+    found = {
         name: (value.dtype, after[key].dtype)
         for key, value in before.items()
-        if (name := key[1]) and key in after and _is_plain(value) and not _is_equal(value, after[key])
+        if (name := key[1]) and key in after and not _is_equal(value, after[key])
     }
+    are_plain = all(type(value) is torch.Tensor for value in before.values())
+    size = sum(value.nbytes for value in before.values() if value.dim())
+    return found, size / weight.numel() if are_plain else None
 
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    """Return whether two states are the same numbers, in whichever formats; also of what a library makes of them."""
+    if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+        return True
+    return a.shape == b.shape and bool((a.double() == b.double()).all())

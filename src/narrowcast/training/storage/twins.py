@@ -43,10 +43,13 @@ class Twin:
 
     def __init__(self, optimizer: Any, settings: Settings, weights: Sequence[torch.Tensor]) -> None:
         self.weights = [torch.nn.Parameter(weight.clone()) for weight in weights]
-        accepted = list(inspect.signature(type(optimizer).__init__).parameters)[2:]  # after self and the parameters
-        own = vars(optimizer)
-        given = {name: settings.get(name, own.get(name)) for name in accepted if name in settings or name in own}
-        self.optimizer = type(optimizer)([{**settings, "params": self.weights}], **given)
+        parameters = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]  # after self, parameters
+        is_open = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        accepted = dict.fromkeys(optimizer.defaults) if is_open else {one.name for one in parameters}
+        known = {**vars(optimizer), **settings}  # what else a group holds is what its steps have noted
+        given = {name: known[name] for name in accepted if name in known}
+        group = {name: value for name, value in settings.items() if name in accepted}
+        self.optimizer = type(optimizer)([{**group, "params": self.weights}], **given)
         self._step = step_without_hooks(self.optimizer)
 
     def step(self, gradients: Sequence[torch.Tensor], times: int = 1) -> None:
