@@ -245,7 +245,7 @@ def test_shares_and_rates_are_those_of_training():
         else:
             assert (still >= 0.5) == (rate < group.lost_from)
     assert group.updates == "lost" and group.update == pytest.approx(1e-4, rel=0.05)
-    assert group.lost_at_most < group.lost
+    assert group.lost_at_least < group.lost
 
 
 def test_bytes_are_counted():
@@ -459,3 +459,34 @@ def test_what_cannot_be_judged_is_refused(what):
     optimizer = adamw(mlp() if what == "another" else model)
     with pytest.raises(RunError, match="check_storage"):
         nc.check_storage(model, optimizer, lr=-1.0 if what == "lr" else None)
+
+
+def test_each_parameter_has_the_updates_of_its_own_gradients():
+    """SGD: a large table of which few rows have gradients does not speak for the layer behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 16), nn.Linear(16, 8)).to(LOW)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-4)
+    model[0].weight.grad[5:] = 0
+    model[0].weight.grad[:5] = 100.0
+    found = nc.check_storage(model, torch.optim.SGD(model.parameters(), 1e-2))
+    assert [one.module_path for one in found.findings] == ["1.weight"], found.notes
+
+
+def test_an_average_is_no_master():
+    """A state in fp32 that is the weight where that stands still."""
+
+    class Averaged(Signs):
+        def move(self, p, step, state):
+            super().move(p, step, state)
+            state.setdefault("average", p.float()).lerp_(p.float(), 0.5)
+
+    model = mlp()
+    optimizer = Averaged(model.parameters(), 1e-2)
+    for p in (*model[0].parameters(), model[2].weight):
+        p.grad = torch.ones_like(p)
+    model[2].bias.grad = torch.zeros_like(model[2].bias)
+    for _ in range(3):
+        optimizer.step()
+    kinds = [one.kind for one in nc.check_storage(model, optimizer, checkpoint=model.state_dict()).findings]
+    assert "masters apart from their weights" not in kinds and "a checkpoint without masters" not in kinds

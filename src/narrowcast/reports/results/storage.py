@@ -20,8 +20,8 @@ class StoredGroup:
     memory, masters in the optimizer's state apart from its other states (moments), which are there once it has stepped.
     updates: what becomes of updates below half a unit in the last place: `kept`, `lost`, or `not judged`. rate: the
     learning rate that was judged; update: the median size of an update with it. lost: the share of the elements whose
-    updates are lost then; lost_at_most: with the largest updates that its betas allow; lost_from: the learning rate
-    below which half of them are.
+    updates are lost then; lost_at_least: also with the largest that its betas allow; lost_from: the learning rate below
+    which half of them are.
     """
 
     group: int
@@ -36,7 +36,7 @@ class StoredGroup:
     rate: float | None = None
     update: float | None = None
     lost: float | None = None
-    lost_at_most: float | None = None
+    lost_at_least: float | None = None
     lost_from: float | None = None
 
     @property

@@ -169,20 +169,21 @@ def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _
         result.notes.append(f"group {number}: {_why_not(found, kept)}")
         result.findings += still
     else:
-        result.findings += [*_lost_updates(kept, group, trained, dtype), *still]
+        result.findings += [*_lost_updates(kept, group, found, trained, dtype), *still]
     result.findings += _of_rounded(number, found)
 
 
 def _lost_updates(
-    kept: StoredGroup, group: _Group, trained: Sequence[torch.Tensor], dtype: torch.dtype
+    kept: StoredGroup, group: _Group, found: Probed, trained: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> Iterator[Advice]:
     """Yield that updates are lost, if there are many, and enter how many into what is kept of the group."""
     update = kept.update or 0.0
-    shares = {id(one): _lost(one, update) for one in trained}
+    trained = [one for one in trained if id(one) in found.lost] if found.lost else trained
+    shares = found.lost or {id(one): _lost(one, update) for one in trained}
     total = sum(one.numel() for one in trained)
     kept.updates, kept.lost = LOST, sum(shares[id(one)] * one.numel() for one in trained) / total
     kept.lost_from = _rate_of_half(trained, update, kept.rate)
-    kept.lost_at_most = _at_largest(group, trained, update)
+    kept.lost_at_least = _at_largest(group, trained, update)
     worst = max(trained, key=lambda one: (shares[id(one)], one.numel()))
     share, name = shares[id(worst)], group.names[id(worst)]
     if kept.lost < _OF_ALL and share < _OF_ONE:
@@ -191,8 +192,8 @@ def _lost_updates(
     at = f" (lr={kept.rate:g})" if kept.rate is not None else ""
     what = f"updates of {number_text(update)}{at} are below half a unit in the last place of {kept.lost:.1%} of the "
     what += f"elements of group {kept.group} in {FORMATS[dtype]}, of {share:.0%} of {name}"
-    if kept.lost_at_most is not None and kept.lost_at_most < kept.lost:
-        what += f"; of {kept.lost_at_most:.1%} where they are the largest that its betas allow"
+    if kept.lost_at_least is not None and kept.lost_at_least < kept.lost:
+        what += f"; of {kept.lost_at_least:.1%} where they are the largest that its betas allow"
     todo = "Keep weights in fp32 and compute in a region, or step copies in fp32, or round stochastically "
     todo += "(torchao.optim), or keep what is rounded away (optimi)."
     yield Advice(UPDATES, what, todo, name, "", 0)

@@ -64,7 +64,9 @@ def entries_of(checkpoint: Any) -> list[Entry]:
         asked = f"check_storage(checkpoint={str(path)!r})"
         advice = "Give what you save, nested dicts of tensors, or its file: of torch.save, of safetensors; or a "
         advice += "folder of torch.distributed.checkpoint, with its .metadata."
-        raise RunError(asked, reason_of(error).partition("\n")[0], advice=advice) from None
+        others = "it holds other objects than tensors, which are not loaded"
+        found = others if isinstance(error, pickle.UnpicklingError) else reason_of(error).partition("\n")[0]
+        raise RunError(asked, found, advice=advice) from None
 
 
 def _nested(tree: Any, path: str, around: frozenset[int]) -> Iterator[Entry]:

@@ -4,7 +4,7 @@ steps in the place of the model's weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +42,19 @@ def masters_of(model_weights: Mapping[str, torch.Tensor], optimizer: Any) -> dic
 
 
 def _in_state(low: Mapping[str, torch.Tensor], optimizer: Any) -> dict[str, Master]:
-    """Return the masters that are a state: one of that name, or that is the weight in more digits for any weight."""
+    """Return the masters that are a state: one of that name, or most of which are their weights in more digits."""
     found: dict[str, dict[str, Master]] = {}
     for name, weight in low.items():
         for key, value in dict(optimizer.state.get(weight, {})).items():
             if _is_wider(value, weight):
                 found.setdefault(str(key), {})[name] = Master(value, str(key), units_apart(value, weight))
-    are = [key for key, rows in found.items() if MASTER in key or any(1 - m.apart >= _SAME for m in rows.values())]
+    are = [key for key, rows in found.items() if MASTER in key or _are_masters(rows.values())]
     return {name: master for key in are for name, master in found[key].items()}
+
+
+def _are_masters(rows: Collection[Master]) -> bool:
+    """Return whether most of the states of one name are their weights in more digits; an average is so of few."""
+    return 2 * sum(1 - master.apart >= _SAME for master in rows) > len(rows)
 
 
 def _in_place(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.training.storage.masters import units_of
 from narrowcast.training.storage.twins import Settings, Twin, part_of_parameter
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "foreach", "fused", "capturable")
@@ -38,7 +39,8 @@ class Probed:
     update: the size of an update of an element, the median; None where it depends on gradients that are not there.
     keeps_updates: whether updates below half a unit add up. still: names of states that decay in fp32 and do not as
     they are kept. rounded: names of states that `load_state_dict` rounds, with both formats. state_bytes: of all
-    states, for an element; None of what is no plain tensor.
+    states, for an element; None of what is no plain tensor. lost: where updates depend on gradients, the share of them
+    that each parameter loses, by identity.
     """
 
     update: float | None = None
@@ -46,6 +48,7 @@ class Probed:
     still: list[str] = field(default_factory=list)
     rounded: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     state_bytes: float | None = None
+    lost: dict[int, float] = field(default_factory=dict)
 
 
 class Probes:
@@ -58,18 +61,23 @@ class Probes:
         self._known: dict[Any, Probed] = {}
 
     def of(self, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
-        """Probe the largest of some parameters of one group and format. Raises what the optimizer's class raises."""
-        optimizer, parameter = self._optimizer, max(parameters, key=lambda one: one.numel())
-        weight, found = part_of_parameter(parameter), Probed()
-        gradient = _gradient_of(parameter)
-        found.update = _update(optimizer, settings, weight, gradient)
-        drawn, others = _drawn(weight), {name: value for name, value in settings.items() if name not in _RATES}
+        """Probe some parameters of one group and format. Raises what the optimizer's class raises."""
+        optimizer, weight = self._optimizer, part_of_parameter(max(parameters, key=lambda one: one.numel()))
+        found, drawn, gradient = Probed(), _drawn(weight), None
+        found.update = _update_of_any(optimizer, settings, weight)
+        if found.update is None:
+            given = {id(one): (one, g) for one in parameters if (g := _gradient_of(one)) is not None}
+            if given:
+                gradient = max((g for _, g in given.values()), key=lambda one: one.numel())
+                found.update, found.lost = _updates_of_these(optimizer, settings, given)
+        others = {name: value for name, value in settings.items() if name not in _RATES}
         key = repr(others), weight.dtype, weight.dim(), bool(found.update), gradient is None
         known = self._known.get(key)
         if known is not None:
-            return replace(known, update=found.update)
+            return replace(known, update=found.update, lost=found.lost)
         if found.update and weight.dtype is not torch.float32:
-            found.keeps_updates = _keeps_updates(optimizer, settings, weight, found.update, gradient)
+            push = 1.0 if gradient is None else float(gradient[gradient != 0].abs().mean())
+            found.keeps_updates = _keeps_updates(optimizer, settings, drawn.to(weight.dtype), found.update, push)
         found.still = _still(optimizer, settings, weight, drawn)
         found.rounded, found.state_bytes = _rounded(optimizer, settings, weight, drawn)
         self._known[key] = found
@@ -91,34 +99,51 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return part_of_parameter(gradient).float() if gradient.shape == parameter.shape else None
 
 
-def _update(optimizer: Any, settings: Settings, weight: torch.Tensor, gradient: torch.Tensor | None) -> float | None:
-    """Return the median size of an update in fp32: of any gradient, if its scale does not matter, or of the one that
-    is there.
-    """
+def _update_of_any(optimizer: Any, settings: Settings, weight: torch.Tensor) -> float | None:
+    """Return the median size of an update in fp32, if the size of gradients does not matter."""
     drawn, sizes = _drawn(weight), []
-    for one in (drawn, drawn * _LARGER, *([] if gradient is None else [gradient])):
+    for one in (drawn, drawn * _LARGER):
         twin = Twin(optimizer, settings, [weight.float()])
         twin.step([one], _WARM)
         before = twin.values()
         twin.step([one])
         sizes.append(float((twin.values() - before).abs().median()))
-    if math.isclose(sizes[0], sizes[1], rel_tol=_ALIKE):
-        return sizes[0]
-    return sizes[2] if gradient is not None else None
+    return sizes[0] if math.isclose(sizes[0], sizes[1], rel_tol=_ALIKE) else None
 
 
-def _keeps_updates(
-    optimizer: Any, settings: Settings, weight: torch.Tensor, update: float, gradient: torch.Tensor | None
-) -> bool | None:
-    """Return whether many updates of a part of a unit move weights as they do in fp32. The weights are chosen for
-    that: all within one power of two; None where the updates of such weights are others.
+def _updates_of_these(
+    optimizer: Any, settings: Settings, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[float, dict[int, float]]:
+    """Return the median size of the updates that gradients make in fp32, and which share of them each parameter's
+    format loses; given: parameters and their gradients, by identity.
     """
-    eps, drawn = torch.finfo(weight.dtype).eps, _drawn(weight)
-    pushes = drawn if gradient is None else gradient.abs().mean() * drawn.sign()
+    weights = [part_of_parameter(one) for one, _ in given.values()]
+    gradients = [gradient for _, gradient in given.values()]
+    twin = Twin(optimizer, settings, [weight.float() for weight in weights])
+    twin.step(gradients, _WARM)
+    before = [weight.detach().clone() for weight in twin.weights]
+    twin.step(gradients)
+    moved = [(now.detach() - then).abs() for now, then in zip(twin.weights, before, strict=True)]
+    lost = {}
+    for key, weight, by in zip(given, weights, moved, strict=True):
+        if bool(by.any()):
+            lost[key] = float((by < units_of(weight) / 2)[by != 0].float().mean())
+    sizes = torch.cat([by[by != 0].flatten() for by in moved])
+    return float(sizes.median()) if sizes.numel() else 0.0, lost
+
+
+def _keeps_updates(optimizer: Any, settings: Settings, drawn: torch.Tensor, update: float, push: float) -> bool | None:
+    """Return whether many updates of a part of a unit move weights as they do in fp32. The weights are chosen for
+    that, all within one power of two; None where the updates of such weights are others. drawn: in the weights' shape
+    and format; push: the size of gradients.
+    """
+    eps, dtype = torch.finfo(drawn.dtype).eps, drawn.dtype
+    drawn = drawn.float()
+    pushes = drawn.sign() * push
     exponent = round(math.log2(update / _PART / eps))
     for _ in range(2):
         unit = eps * 2.0**exponent
-        start = (drawn.sign() * (1.25 + 0.5 * drawn.abs() / drawn.abs().max()) * 2.0**exponent).to(weight.dtype)
+        start = (drawn.sign() * (1.25 + 0.5 * drawn.abs() / drawn.abs().max()) * 2.0**exponent).to(dtype)
         low, wide = (Twin(optimizer, settings, [one]) for one in (start, start.float()))
         wide.step([pushes], _STEPS)
         moved = wide.values() - start.double().flatten()
