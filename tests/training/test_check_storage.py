@@ -453,9 +453,9 @@ def test_many_groups_are_asked_once():
     assert "23 more groups" in found.findings[0].what and len({group.rate for group in found.groups}) == 24
 
 
-@pytest.mark.parametrize("what", ["lr", "lazy", "another"])
+@pytest.mark.parametrize("what", ["lr", "lazy", "meta", "another"])
 def test_what_cannot_be_judged_is_refused(what):
-    model = nn.Sequential(nn.LazyLinear(4)) if what == "lazy" else mlp()
+    model = nn.Sequential(nn.LazyLinear(4)) if what == "lazy" else mlp().to("meta") if what == "meta" else mlp()
     optimizer = adamw(mlp() if what == "another" else model)
     with pytest.raises(RunError, match="check_storage"):
         nc.check_storage(model, optimizer, lr=-1.0 if what == "lr" else None)

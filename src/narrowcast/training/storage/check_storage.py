@@ -59,6 +59,8 @@ def check_storage(
     keeps less than training does, or more than the model can read. Judged by what moves, not by the optimizer's class:
     stochastic rounding, Kahan's compensation and masters lose nothing. `check_training` judges a step that runs.
 
+    With several ranks call it on all of them: some optimizers communicate in their steps.
+
     Returns a StorageCheck, true if nothing is lost. Raises RunError for what is no model, no optimizer, or no file.
     """
     optimizer = _optimizer_of(optimizer)
@@ -68,10 +70,10 @@ def check_storage(
         advice = "Give the model, and then the optimizer that trains it."
         raise RunError(f"check_storage({type(model).__name__}, ...)", "it is no torch.nn.Module", advice=advice)
     weights = {without_wrapper(name): weight for name, weight in model.named_parameters()}
-    lazy = next((name for name, weight in weights.items() if isinstance(weight, UninitializedParameter)), None)
-    if lazy is not None:
-        advice = "Call the model once before: its lazy layers have no weights yet."
-        raise RunError("check_storage", f"{lazy} has no values", advice=advice)
+    empty = next((n for n, w in weights.items() if isinstance(w, UninitializedParameter) or w.is_meta), None)
+    if empty is not None:
+        advice = "Call the model once before, if it has lazy layers; load its weights, if they are on the meta device."
+        raise RunError("check_storage", f"{empty} has no values", advice=advice)
     with quietly(), CompiledCode(on=False), random_state_kept(), torch.no_grad():
         masters = masters_of(weights, optimizer)
         result = StorageCheck(type(model).__name__, type(optimizer).__name__)
@@ -231,10 +233,8 @@ def _of_masters(masters: Mapping[str, Master]) -> Iterator[Advice]:
     apart = {name: master for name, master in masters.items() if not master.matches}
     if apart:
         name = max(apart, key=lambda name: apart[name].apart)
-        what = (
-            f"{apart[name].apart:.0%} of {name}{and_more(len(apart) - 1, 'weight')} are no longer the master, rounded: "
-        )
-        what += "the next step writes the master's values over them"
+        of = f"{apart[name].apart:.2%} of {name}{and_more(len(apart) - 1, 'weight')}"
+        what = f"{of} are no longer the master, rounded: the next step writes the master's values over them"
         todo = "After weights are loaded or changed, copy them into the masters: master.copy_(weight)."
         yield Advice(APART, what, todo, name, "", 0)
 
@@ -249,7 +249,7 @@ def _rate_of_half(trained: Sequence[torch.Tensor], update: float, rate: float | 
     if not rate or not update:
         return None
     some = [values_of(one.detach()).flatten()[:: max(1, one.numel() // 65536)] for one in trained]
-    units = torch.cat([units_of(one[one != 0]) for one in some])
+    units = torch.cat([units_of(one[one != 0]).cpu() for one in some])
     return float(units.median()) / 2 / update * rate if units.numel() else None
 
 

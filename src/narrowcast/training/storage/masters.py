@@ -86,7 +86,7 @@ def units_apart(value: torch.Tensor, weight: torch.Tensor) -> float:
     """Return the share of a weight's elements that are more than a unit in the last place from a value: rounding, to
     nearest or stochastic, leaves none.
     """
-    own, wide = values_of(weight.detach()), values_of(value.detach())
+    own, wide = values_of(weight.detach()), values_of(value.detach()).to(weight.device)
     if own.shape != wide.shape or not own.numel():
         return 0.0
     return float(((wide - own).abs() > units_of(own) * 1.001).float().mean())

@@ -128,7 +128,7 @@ def _updates_of_these(
     for key, weight, by in zip(given, weights, moved, strict=True):
         if bool(by.any()):
             lost[key] = float((by < units_of(weight) / 2)[by != 0].float().mean())
-    sizes = torch.cat([by[by != 0].flatten() for by in moved])
+    sizes = torch.cat([by[by != 0].flatten().cpu() for by in moved])
     return float(sizes.median()) if sizes.numel() else 0.0, lost
 
 

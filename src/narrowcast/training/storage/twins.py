@@ -20,7 +20,10 @@ Settings = Mapping[str, Any]
 
 def settings_of(group: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
     """Return a group's settings, with its highest learning rate so far, or this one."""
-    found = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    own = {name: value for name, value in group.items() if name != "params"}
+    found = {
+        name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in own.items()
+    }
     if "lr" in found:
         lr = rate if rate is not None else max(float(found["lr"]), float(found.get("initial_lr", 0.0)))
         found["lr"] = torch.full_like(found["lr"], lr) if isinstance(found["lr"], torch.Tensor) else lr
