@@ -711,3 +711,30 @@ def test_a_loop_that_has_diverged_before_is_no_sound_one(is_everywhere: bool) ->
     check = nc.check_training(step)
     assert check.verdict == "wrong", str(check)
     assert ("weights that are not finite" in check.kinds) is is_everywhere, str(check)
+
+
+def test_what_accumulation_in_a_low_format_loses_is_measured():
+    """As much as by hand: over 8 backwards, whatever clips the gradients afterwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(8, 4, 16).bfloat16()
+
+    def step():
+        optimizer.zero_grad()
+        for batch in batches:
+            (model(batch).float().square().mean() / 8).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    kept = [(torch.zeros_like(p), torch.zeros_like(p, dtype=torch.float32)) for p in model.parameters()]
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch).float().square().mean() / 8).backward()
+        for p, (low, exact) in zip(model.parameters(), kept, strict=True):
+            low.add_(p.grad), exact.add_(p.grad.float())
+    off = sum(float((low.float() - exact).square().sum()) for low, exact in kept)
+    far = (off / sum(float(exact.square().sum()) for _, exact in kept)) ** 0.5
+    found = nc.check_training(step, steps=1)
+    (what,) = (one.what for one in found.findings if one.kind == "gradients added up in a low format")
+    assert "of 8 backwards" in what and f"{far:.1e} off" in what, (what, far)

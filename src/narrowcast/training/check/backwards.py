@@ -17,11 +17,12 @@ from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.output.words import counted
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, values_of
+from narrowcast.runtime.torch_bridge import LOW, OpFacts, values_of
 from narrowcast.runtime.torch_surface import autograd
 from narrowcast.runtime.torch_surface.dispatch import op_name, quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import steps_by_scaler, takes_scale
 from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.check.accumulated import Accumulated
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
 from narrowcast.training.check.scaled_by import Scale, ScaledBy, never_skipped, steps_with_scaled
@@ -68,6 +69,7 @@ class Backwards:
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
         self.unused = Unused()
+        self.accumulated = Accumulated()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -254,18 +256,7 @@ class Backwards:
                 known.unscaled,
             ))  # fmt: skip
         elif gradient.dtype in LOW and [line.at for line in self._lines].count(site.at) > 1:
-            self.low_sum(gradient.dtype, site)
-
-    def low_sum(self, dtype: torch.dtype, site: Site) -> None:
-        """Report that gradients of several backwards are accumulated in a low format."""
-        self.found.append((
-            "gradients added up in a low format",
-            f"the gradients of several backwards are added up in {FORMATS[dtype]}: what is less than half a unit of "
-            "the sum is lost",
-            "Add them up in fp32: keep the weights in fp32 (model.float()) and run the forward in a region; or "
-            "total.add_(weight.grad.float()) with a total in fp32.",
-            site,
-        ))  # fmt: skip
+            self.accumulated.adds(target, call.args[1], site)
 
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor], adds_gradients: bool) -> None:
         """Note that a call outside of backwards is about to write: it may clear gradients, or add others to them."""
@@ -304,6 +295,7 @@ class Backwards:
         """Report weights whose memory is a sum with scaled gradients; return whether the loop has skipped its step."""
         for power in self._powers.moved_weights():
             self._moved(power.site)
+        self.found += self.accumulated.found()
         return self.unused.end_of_round()
 
     def _moved(self, site: Site) -> None:
@@ -316,6 +308,7 @@ class Backwards:
     def steps(self, optimizer: Any) -> None:
         """Inspect the gradients that an optimizer is about to use."""
         self.found += self.unused.steps(optimizer)
+        self.accumulated.steps()
         gradients = [gradient for gradient in gradients_of(optimizer) if has_storage(gradient)]
         known = [seen for g in gradients if (seen := self._gradients.get(g)) is not None]
         is_reported = any(seen.is_reported for seen in known)  # what follows has the same cause

@@ -360,7 +360,7 @@ class LoopObserver(Observer):
         """Report sums of gradients, and outside of models of losses, that a call accumulates in a low format."""
         dtype = self._sums.of_gradients(call, self._gradients.is_one)
         if dtype is not None:
-            self._backwards.low_sum(dtype, call.site)
+            self._backwards.accumulated.meets(dtype, call.site)
         elif not self._depth or (not torch.is_grad_enabled() and self._sums.counts(call)):
             self._say(self._sums.of_losses(call))
 
