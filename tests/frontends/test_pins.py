@@ -618,3 +618,18 @@ def test_graphs_say_what_was_cast_at_boundaries(front_end, fresh_dynamo):
     assert expected.dtype is HF
     assert same(nc.export(model, (x,), under=policy).module()(x), expected)
     assert nc.explain(model, (x,), under=policy, front_end=front_end).differences == ()
+
+
+def test_a_module_whose_weights_are_low_says_what_a_pin_does_not_cast():
+    """Torch's own error, with a note; none where weights are in fp32, or for another error."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+    nc.pin(model[1], "fp32")
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 4).bfloat16())
+    (note,) = caught.value.__notes__
+    assert "weight is in bf16" in note and ".float()" in note
+    model[1].float()
+    assert model(torch.randn(2, 4).bfloat16()).dtype is torch.float32
+    with pytest.raises(RuntimeError) as caught:
+        model[1](torch.randn(2, 5))
+    assert not getattr(caught.value, "__notes__", ())

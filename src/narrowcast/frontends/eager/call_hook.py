@@ -18,6 +18,7 @@ from narrowcast.frontends.eager.boundary import find_boundary
 from narrowcast.frontends.eager.bounded import boundary_key, paths_matter, rules_hold, run_bounded, run_traced
 from narrowcast.frontends.eager.watch import Arguments, Keywords, stepping, watchers
 from narrowcast.runtime.regions import pinned
+from narrowcast.runtime.regions.failures import note_weights
 from narrowcast.runtime.regions.pinned import ATTRIBUTE
 from narrowcast.runtime.regions.stack import stack
 from narrowcast.runtime.sites.numbering import is_wanted, numbered_apart
@@ -87,7 +88,11 @@ def _called(original: Callable[..., Any], module: Module, args: Any, kwargs: Key
     boundary = find_boundary(module)
     if boundary is None:
         return original(module, *args, **kwargs)
-    return run_bounded(boundary, partial(original, module), args, kwargs, module)
+    try:
+        return run_bounded(boundary, partial(original, module), args, kwargs, module)
+    except RuntimeError as error:
+        note_weights(error, module)
+        raise
 
 
 def _called_traced(original: Callable[..., Any], self: Module, pin: Any, args: Any, kwargs: Keywords) -> Any:

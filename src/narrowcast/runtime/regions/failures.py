@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
+from torch.nn import Module
+
 from narrowcast.core.policy.capabilities import RAISES, device_label, short_name
 from narrowcast.errors import NarrowcastError
 from narrowcast.runtime.devices.abilities import capabilities
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
+from narrowcast.runtime.torch_bridge import FORMATS, LOW
 
 _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
@@ -39,6 +42,22 @@ def note_failure(error: BaseException, device_type: str, repairs: bool = False, 
         return
     with suppress(Exception):  # the user's error goes on, with a note or without
         _add_note(error, device_type, repairs, low)
+
+
+def note_weights(error: RuntimeError, module: Module) -> None:
+    """Add a note to an error of formats that meet in a module whose inputs a pin or a rule casts: its weights are as
+    they were.
+    """
+    with suppress(Exception):
+        noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+        low = [(name, FORMATS[p.dtype]) for name, p in module.named_parameters() if p.dtype in LOW]
+        if low and not noted and not isinstance(error, NarrowcastError) and _ONE_FORMAT.search(str(error)):
+            name, own = low[0]
+            error.add_note(
+                f"{_MARK}a pin, or a rule about module.call, casts what {type(module).__name__} is given, and not its "
+                f"weights: {name} is in {own}.\n"
+                '  Convert it, .float(), or write a rule about the op, which casts both: nc.Rule("aten.linear", "full").'
+            )
 
 
 def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) -> None:
