@@ -56,7 +56,7 @@ def note_weights(error: RuntimeError, module: Module) -> None:
             error.add_note(
                 f"{_MARK}a pin, or a rule about module.call, casts what {type(module).__name__} is given, and not its "
                 f"weights: {name} is in {own}.\n"
-                '  Convert it, .float(), or write a rule about the op, which casts both: nc.Rule("aten.linear", "full").'
+                '  Convert it, .float(), or write a rule about its op, which casts both: nc.Rule("aten.linear", "full")'
             )
 
 
