@@ -47,6 +47,7 @@ def test_a_product_that_accumulates_in_bf16_is_named(every):
             total = total + torch.mm(a[:, part], b[part])
         return total + bias
 
+    torch.manual_seed(0)  # a draw in some hundred lies within the bound by chance
     model, x = nn.Linear(512, 16), torch.randn(8, 512)
     with kernel("addmm", addmm):
         found = nc.compare(model, (x,), under="bf16", isolate=0)
