@@ -18,13 +18,16 @@ from narrowcast.observation.statistics.statistics import Statistics
 from narrowcast.reports.results.run import UNNAMED, Run
 from narrowcast.reports.results.run_records import StepRecord
 from narrowcast.runtime.sites.python_stack import loop_line
-from narrowcast.runtime.torch_bridge import values_of
+from narrowcast.runtime.torch_bridge import evenly_spaced, values_of
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 
 _NO_SETTINGS = frozenset(["params", "initial_lr", "foreach", "fused", "capturable", "differentiable"])
 """What a parameter group of an optimizer has besides the numbers that its steps compute with."""
+
+_PLACES = 2
+"""How many places of each dimension of a weight tell its version."""
 
 
 class Parameters:
@@ -54,7 +57,9 @@ class Parameters:
 
     def note_version(self, module: torch.nn.Module) -> None:
         """Note some elements of each of a module's weights, without waiting for an accelerator."""
-        self._versions.append([_corners(values_of(p.detach())) for p in module.parameters() if has_storage(p)])
+        self._versions.append(
+            [evenly_spaced(values_of(p.detach()), _PLACES) for p in module.parameters() if has_storage(p)]
+        )
 
     def about_to_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the parameters among what a call of the program itself is about to write to, and does not fill."""
@@ -161,13 +166,6 @@ class Parameters:
                 name = names.setdefault(id(parameter), f"{UNNAMED}{len(names)}")
                 row = self._run.parameters.setdefault(name, {"value": self._table.number(parameter)})
                 row.update({name: self._table.number(value) for name, value in moments.items()})
-
-
-def _corners(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of at most two places of each dimension."""
-    for dim, size in enumerate(values.shape):
-        values = values[(slice(None),) * dim + (slice(None, None, max(1, -(-size // 2))),)]
-    return values.clone()
 
 
 def _setting(value: Any) -> str:

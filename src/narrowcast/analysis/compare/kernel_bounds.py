@@ -16,7 +16,7 @@ from narrowcast.analysis.compare.kernel_slacks import SLACK, Inputs, Samples, sl
 from narrowcast.core.ops import bounds, is_named
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.statistics.rounding import round_to
+from narrowcast.observation.statistics.rounding import round_to, units_in_last_place
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.rerun import can_run_again
 from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_pointwise, tensors_in
@@ -145,13 +145,6 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
         sign = max(sign, _sign(x, y64, s, format, is_twice), key=abs)
     relative = 0.0 if not noise else math.sqrt(noise / signal) if signal else math.inf
     return Judged(share, relative, largest, total / count if count else 0.0, sign, overflows)
-
-
-def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor:
-    """Return the distance between neighbours of a format at each value."""
-    _, exponents = torch.frexp(reference)
-    steps = (exponents.to(torch.int64) - 1).clamp(min=format.min_exponent, max=format.max_exponent)
-    return torch.ldexp(torch.ones_like(reference), steps - format.mantissa_bits)
 
 
 def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Format, is_twice: bool) -> float:

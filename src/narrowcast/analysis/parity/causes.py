@@ -177,7 +177,7 @@ class Search:
 
     @contextmanager
     def _in_formats_of_a(self, model: torch.nn.Module) -> Iterator[None]:
-        of_a, dtype = parameters_of(self.of_a), dtype_of(self.of_a)
+        of_a, dtype = parameters_of(self.of_a), _dtype_of(self.of_a)
         tensors = {name: source.of(of_a) for name, source in self._pairs.items()}
         tensors |= _buffers_of(self.of_a, model, self._partners)
         for name, tensor in (*parameters_of(model).items(), *model.named_buffers()):
@@ -238,7 +238,7 @@ def _rows_apart(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.sort(-1)[0] != b.sort(-1)[0]).any(-1).sum())
 
 
-def dtype_of(model: torch.nn.Module) -> torch.dtype | None:
+def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
     """Return the dtype of most of a model's floating parameters."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in model.parameters():
@@ -248,7 +248,7 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def _format_of(model: torch.nn.Module) -> str:
-    dtype = dtype_of(model)
+    dtype = _dtype_of(model)
     return str(FORMATS.get(dtype, dtype)) if dtype is not None else "no format"
 
 

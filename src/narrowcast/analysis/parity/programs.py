@@ -44,12 +44,15 @@ class Program:
 
 @dataclass(slots=True, kw_only=True)
 class Live(Program):
-    """One that runs: a model with its inputs, in its region, if it has one. output: what it gives by itself."""
+    """One that runs: a model with its inputs, in its region, if it has one. output: what it gives by itself.
+    noise: how far rounding may move that, once it was asked (`rounding.noise_of`).
+    """
 
     trial: Trial
     region: autocast | None
     under: Under
     output: Any = None
+    noise: float | None = None
 
     @property
     def is_module(self) -> bool:

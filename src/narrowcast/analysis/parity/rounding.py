@@ -70,5 +70,8 @@ def noise_of(program: Live) -> float:
     """Return how far from itself a program may be by rounding: a few times what it is where every call is off by up to
     a unit in the last place; once that in low formats, where that is much.
     """
-    times = OF_NOISE if is_wide(program) else 1
-    return times * max(distance(program, program, program.exchanged(moves=Noise(n))[0]).rms for n in (0, 1))
+    if program.noise is None:
+        times = OF_NOISE if is_wide(program) else 1
+        moved = (program.exchanged(moves=Noise(n))[0] for n in (0, 1))
+        program.noise = times * max(distance(program, program, output).rms for output in moved)
+    return program.noise

@@ -34,3 +34,10 @@ def round_to(values: torch.Tensor, dst: Format) -> torch.Tensor:
     if not dst.has_negative_zero:
         rounded = rounded + 0.0
     return rounded.to(DTYPES[dst])  # exact: every value is one of dst's
+
+
+def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor:
+    """Return the distance between neighbours of a format at each value."""
+    _, exponents = torch.frexp(reference)
+    steps = (exponents.to(torch.int64) - 1).clamp(min=format.min_exponent, max=format.max_exponent)
+    return torch.ldexp(torch.ones_like(reference), steps - format.mantissa_bits)

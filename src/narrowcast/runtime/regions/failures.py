@@ -37,8 +37,7 @@ def note_failure(error: BaseException, device_type: str, repairs: bool = False, 
     meet, a number beyond one, what is not finite, torch's trace for casts of weights; nothing to any other. repairs:
     the policy has avoided what can be avoided. low: the region's low format, if that is known.
     """
-    noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
-    if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
+    if not isinstance(error, RuntimeError) or _is_ours(error):
         return
     with suppress(Exception):  # the user's error goes on, with a note or without
         _add_note(error, device_type, repairs, low)
@@ -49,15 +48,20 @@ def note_weights(error: RuntimeError, module: Module) -> None:
     they were.
     """
     with suppress(Exception):
-        noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
         low = [(name, FORMATS[p.dtype]) for name, p in module.named_parameters() if p.dtype in LOW]
-        if low and not noted and not isinstance(error, NarrowcastError) and _ONE_FORMAT.search(str(error)):
+        if low and not _is_ours(error) and _ONE_FORMAT.search(str(error)):
             name, own = low[0]
             error.add_note(
                 f"{_MARK}a pin, or a rule about module.call, casts what {type(module).__name__} is given, and not its "
                 f"weights: {name} is in {own}.\n"
                 '  Convert it, .float(), or write a rule about its op, which casts both: nc.Rule("aten.linear", "full")'
             )
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether an error is our own, or has our note."""
+    noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+    return noted or isinstance(error, NarrowcastError)
 
 
 def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) -> None:

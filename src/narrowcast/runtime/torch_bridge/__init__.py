@@ -26,6 +26,7 @@ from narrowcast.runtime.torch_bridge.tensors import (
     cast as cast,
     default_dtype as default_dtype,
     device_type_of as device_type_of,
+    evenly_spaced as evenly_spaced,
     is_weight as is_weight,
     number_as_tensor as number_as_tensor,
     part_of as part_of,

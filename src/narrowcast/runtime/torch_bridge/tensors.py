@@ -117,6 +117,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return stored_values(part) if part.is_sparse else part
 
 
+def evenly_spaced(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Return a copy of some elements: of each dimension at most this number of places, evenly spaced."""
+    return tensor[tuple(slice(None, None, max(1, -(-size // most))) for size in tensor.shape)].clone()
+
+
 def is_weight(tensor: torch.Tensor) -> bool:
     """Return whether the weight cache keeps casts of the tensor: an fp32 leaf that requires grad and is no view.
 

@@ -75,7 +75,11 @@ def check_storage(
         advice = "Call the model once before, if it has lazy layers; load its weights, if they are on the meta device."
         raise RunError("check_storage", f"{empty} has no values", advice=advice)
     with quietly(), CompiledCode(on=False), random_state_kept(), torch.no_grad():
-        masters = masters_of(weights, optimizer)
+        masters, stepped = masters_of(weights, optimizer), {*map(id, optimized_by(optimizer))}
+        if not masters and stepped.isdisjoint(map(id, weights.values())):
+            advice = "Give the optimizer that was made of this model's parameters."
+            raise RunError("check_storage", "the optimizer steps none of the model's parameters", advice=advice)
+        entries = [] if checkpoint is None else entries_of(checkpoint)
         result = StorageCheck(type(model).__name__, type(optimizer).__name__)
         probes = Probes(optimizer)
         for number, group in enumerate(optimizer.param_groups):
@@ -84,12 +88,8 @@ def check_storage(
                 _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters), probes)
         result.findings = [*_one_of_each(result.findings), *_of_masters(masters)]
         if checkpoint is not None:
-            result.findings += losses_of(entries_of(checkpoint), weights, masters, result.notes)
-    stepped = {*map(id, optimized_by(optimizer))}
+            result.findings += losses_of(entries, weights, masters, result.notes)
     left = sum(id(weight) not in stepped and weight.requires_grad for weight in weights.values())
-    if not masters and stepped.isdisjoint(map(id, weights.values())):
-        advice = "Give the optimizer that was made of this model's parameters."
-        raise RunError("check_storage", "the optimizer steps none of the model's parameters", advice=advice)
     if left and not masters:
         result.notes.append(f"{counted(left, 'parameter', 'are')} trained by no group of this optimizer.")
     return result

@@ -19,7 +19,7 @@ from narrowcast.core.ledger import Advice
 from narrowcast.errors import RunError, reason_of
 from narrowcast.output.words import and_more
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
-from narrowcast.training.storage.masters import Master, units_apart
+from narrowcast.training.storage.masters import MASTER, Master, units_apart
 
 NO_MASTERS, NARROWER, READ_LOWER = (
     "a checkpoint without masters",
@@ -143,9 +143,7 @@ def losses_of(
         elif entry is not None and _digits(entry.dtype) < _digits(weight.dtype):
             lost.setdefault(NARROWER, []).append((name, f"{_format(entry.dtype)}, not {_format(weight.dtype)}"))
         elif entry is not None and _digits(entry.dtype) > _digits(weight.dtype) and not _fits(entry, weight.dtype):
-            lost.setdefault(READ_LOWER, []).append(
-                (name, f"{FORMATS.get(entry.dtype)} into {FORMATS.get(weight.dtype)}")
-            )
+            lost.setdefault(READ_LOWER, []).append((name, f"{_format(entry.dtype)} into {_format(weight.dtype)}"))
     if len(missing) == len(weights):
         advice = f"Give one with the names of model.state_dict(): {missing[0]}."
         raise RunError("check_storage(checkpoint=...)", "it holds none of the model's weights", advice=advice)
@@ -181,10 +179,8 @@ def _holds(entry: Entry, name: str, weight: torch.Tensor, master: Master) -> boo
     if entry.shape != tuple(weight.shape) or _digits(entry.dtype) < _digits(master.value.dtype):
         return False
     if entry.value is None or entry.value.is_meta:
-        leaf = entry.path.rpartition(".")[2]
-        return leaf == (master.where or leaf) and (
-            "master" in entry.path or of_weight([entry], name, entry.shape) is not None
-        )
+        is_named = MASTER in entry.path or of_weight([entry], name, entry.shape) is not None
+        return is_named and (not master.where or entry.path.rpartition(".")[2] == master.where)
     here = values_of(weight.detach())
     there = values_of(entry.value.detach())
     return here.shape == there.shape and units_apart(there.to(here.device), here) < _MOST

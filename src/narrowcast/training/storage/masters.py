@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.runtime.torch_bridge import LOW, values_of
+from narrowcast.observation.statistics.rounding import units_in_last_place
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, values_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 
 _SAME = 0.99
@@ -93,8 +94,6 @@ def units_apart(value: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def units_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the unit in the last place of each element of a weight, in fp32."""
-    limits = torch.finfo(weight.dtype)
-    least = torch.tensor(limits.smallest_normal, device=weight.device)
-    _, exponent = torch.frexp(torch.maximum(weight.float().abs(), least))
-    return torch.ldexp(torch.full_like(weight, limits.eps, dtype=torch.float32), exponent - 1)
+    """Return the unit in the last place of each element of a weight, in fp32; of zero that of the smallest normal."""
+    sizes = weight.float().abs().clamp(min=torch.finfo(weight.dtype).smallest_normal)
+    return units_in_last_place(sizes, FORMATS[weight.dtype])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.runtime.torch_bridge import values_of
+from narrowcast.runtime.torch_bridge import evenly_spaced, values_of
 from narrowcast.runtime.torch_surface.modules import step_without_hooks
 
 _SIDE, _MOST = 32, 1024
@@ -33,10 +33,7 @@ def settings_of(group: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
 def part_of_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Return some elements of a parameter, evenly spaced, in as many dimensions."""
     values = values_of(parameter.detach())
-    most = _MOST if values.dim() == 1 else _SIDE
-    for dim, size in enumerate(values.shape):
-        values = values[(slice(None),) * dim + (slice(None, None, -(-size // most)),)]
-    return values.clone()
+    return evenly_spaced(values, _MOST if values.dim() == 1 else _SIDE)
 
 
 class Twin:
